@@ -1,0 +1,65 @@
+"""Past-tense facts. The ferry emits them; the engine, metrics and logs are views of them."""
+
+from dataclasses import dataclass
+
+from kvferry.types import LeaseEnd, RequestId
+
+__all__ = ["BytesMoved", "Event", "HandshakeFailed", "LeaseEnded", "MessageDropped", "PeerConnected", "PullFailed", "PullFinished"]
+
+
+@dataclass(frozen=True, slots=True)
+class PullFinished:
+    """The blocks hold the right bytes and may be used."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """The blocks must not be used; nothing will write into them any more."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """No peer may read this request's blocks any more."""
+
+    request: RequestId
+    end: LeaseEnd
+
+
+@dataclass(frozen=True, slots=True)
+class BytesMoved:
+    """One transfer ended on a plane, well or not."""
+
+    plane: str
+    total_bytes: int
+    pieces: int
+    post_s: float
+    transfer_s: float
+    is_ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    engine: str
+    plane: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeFailed:
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDropped:
+    """Something malformed or out of place came in."""
+
+    reason: str
+
+
+Event = PullFinished | PullFailed | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | MessageDropped

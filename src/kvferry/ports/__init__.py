@@ -1,0 +1,1 @@
+"""What the core needs from the world, as Protocols with contract docstrings."""

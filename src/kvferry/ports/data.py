@@ -1,0 +1,89 @@
+"""The data plane: a way to move bytes between the caches of two workers.
+
+Contract, checked by `kvferry.testing.plane_conformance` on every implementation:
+
+- One thread owns a plane and makes every call. Nothing here blocks for longer than one bounded slice of work.
+- `register` is called once, before anything else. It answers whether this plane can carry that memory.
+- `offer` describes this side for the handshake; `connect` takes the other side's offer. Both are opaque to all but the plane.
+- `read` and `write` return at once with a handle; `poll` does the work or asks for it, and yields each handle exactly once,
+  done or failed. A failed transfer may have written some of its local (read) or remote (write) bytes, never any other byte.
+- Offsets and region numbers are checked against both registrations before any address is computed: LocalProtocolError for ours,
+  TransportError for the peer's.
+- `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`, once its memory is no longer touched.
+- A peer that has died yields failed completions, never a crash or a hang. `disconnect` drops all that is held for it,
+  and fails its transfers.
+- `close` is complete and idempotent: no mapping, handle, thread or file is left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from kvferry.protocol.planning import Pieces
+from kvferry.types import PeerId, Region
+
+__all__ = ["Completion", "DataPlane", "Handle", "Pieces", "PlaneOffer"]
+
+Handle = NewType("Handle", int)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneOffer:
+    """What one side says of a plane in the handshake."""
+
+    plane: str
+    reach: str
+    """Only sides with equal reach can use the plane together; empty: anywhere. (shm: host, user and pid namespace.)"""
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    handle: Handle
+    error: str | None
+    total_bytes: int
+    pieces: int
+    """Descriptors or copies really used, after coalescing."""
+    post_s: float
+    transfer_s: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+class DataPlane(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def register(self, regions: Sequence[Region]) -> bool:
+        """Make our regions reachable. False, with nothing changed, when this plane cannot carry such memory."""
+
+    def offer(self) -> PlaneOffer: ...
+
+    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+        """Prepare to reach a peer's regions (their addresses are valid in the peer). TransportError when it cannot be reached.
+        Connecting twice replaces the first connection."""
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Drop everything held for a peer; its transfers fail. Unknown peers are ignored."""
+
+    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+        """Start copying the peer's bytes here. TransportError when the peer is not connected."""
+
+    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+        """Start copying our bytes to the peer. TransportError when the peer is not connected."""
+
+    def poll(self) -> list[Completion]:
+        """Make progress for a bounded time and return what has ended since the last call."""
+
+    def cancel(self, handle: Handle) -> None:
+        """Stop a transfer as soon as possible. Ended or unknown handles are ignored."""
+
+    def poll_interval_s(self) -> float | None:
+        """How soon `poll` wants to be called again: 0 for at once, None when nothing moves here."""
+
+    def serving_interval_s(self) -> float | None:
+        """How often `poll` must run while a peer may be reading our memory; None when peers need no help from us."""
+
+    def close(self) -> None: ...

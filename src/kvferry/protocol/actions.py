@@ -1,0 +1,58 @@
+"""What the pure side of a ferry wants done: imperative, plain data. The shell performs them in order."""
+
+from dataclasses import dataclass
+
+from kvferry.protocol.handshake import PlaneChoice
+from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo
+from kvferry.protocol.planning import Geometry, Pieces
+from kvferry.types import PeerId, RequestId
+
+__all__ = ["Action", "ClosePeer", "HangUp", "OpenPeer", "Send", "StartRead", "StopRead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    address: str
+    message: HandshakeRequest | Attach | Heartbeat | Confirm | Detach
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Nothing more is expected from this address."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPeer:
+    """Connect the first candidate plane that can, then tell `peer_opened` or `peer_unreachable`."""
+
+    peer: PeerId
+    geometry: Geometry
+    offers: tuple[OfferInfo, ...]
+    candidates: tuple[PlaneChoice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePeer:
+    peer: PeerId
+    control_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Begin one read, then tell `read_ended` when it has ended."""
+
+    request: RequestId
+    peer: PeerId
+    plane: str
+    pieces: tuple[Pieces, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopRead:
+    request: RequestId
+    peer: PeerId
+
+
+Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead

@@ -1,0 +1,348 @@
+"""The side that wants the blocks: tracks requests from their arrival, reads when there are blocks to fill, asks for confirmation,
+reports. Pure.
+
+A request may be used only after every rank it was read from has answered `Confirmed`: the lease was alive when the last byte had
+arrived, so the bytes are those the ticket was issued for. Feed it commands, messages and completions; take actions and events.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished
+from kvferry.protocol.actions import Action, Send, StartRead, StopRead
+from kvferry.protocol.heartbeats import HeartbeatSchedule, heartbeat_interval_s
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    HandshakeRefused,
+    HandshakeReply,
+    Heartbeat,
+    HeartbeatReply,
+    Refused,
+)
+from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
+from kvferry.protocol.planning import plan_read, source_ranks
+from kvferry.protocol.tickets import Ticket
+from kvferry.protocol.transfers import FINAL, TransferEvent, TransferState, next_state
+from kvferry.types import EngineId, EngineLife, PeerId, RequestId
+
+__all__ = ["Consumer", "ConsumerSettings"]
+
+_E = TransferEvent
+MAX_FAREWELLS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSettings:
+    engine: EngineId
+    peers: PeerSettings
+    read_timeout_s: float
+    confirm_timeout_s: float
+    receive_timeout_s: float
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One request's KV on its way here."""
+
+    request: RequestId
+    ticket: Ticket
+    ticket_text: str
+    reader: str
+    state: TransferState = TransferState.TRACKED
+    is_attached: bool = False
+    blocks: Sequence[Sequence[int]] = ()
+    tokens: range = range(0)
+    reading: set[int] = field(default_factory=set)
+    confirming: set[int] = field(default_factory=set)
+    deadline: float | None = None
+    give_up_at: float = 0.0
+    reason: str = ""
+
+    @property
+    def life(self) -> EngineLife:
+        return EngineLife(self.ticket.engine_id, self.ticket.epoch_id)
+
+    @property
+    def has_blocks(self) -> bool:
+        return len(self.blocks) > 0
+
+
+class Consumer:
+    def __init__(self, settings: ConsumerSettings) -> None:
+        self._settings = settings
+        self._peers = PeerBook(settings.peers)
+        self._beats: HeartbeatSchedule[EngineLife] = HeartbeatSchedule()
+        self._pulls: dict[RequestId, _Pull] = {}
+        self._by_life: dict[EngineLife, set[RequestId]] = {}
+        self._farewells: dict[EngineLife, list[tuple[str, str, str]]] = {}
+        self._actions: list[Action] = []
+        self._events: list[Event] = []
+
+    @property
+    def num_pulls(self) -> int:
+        return len(self._pulls)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    # -- commands of the engine ------------------------------------------------------------------------------------
+
+    def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
+        """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
+        if request in self._pulls:
+            return
+        pull = _Pull(request, ticket, ticket_text, f"{self._settings.engine}/{request}")
+        self._pulls[request] = pull
+        self._by_life.setdefault(pull.life, set()).add(request)
+        ours = self._settings.peers.geometry
+        ranks = source_ranks(ours.tp_rank, ours.tp_size, ticket.tp_size)
+        peer = self._peers.ensure(pull.life, ticket.address, ranks, now)
+        if isinstance(peer, LostPeer):
+            self._meet(pull, _E.PEER_LOST, now, peer.reason)
+        elif peer.is_ready:
+            self._attach(pull, peer, now)
+
+    def start(self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float) -> None:
+        """The engine has blocks: fill them with the KV of these token positions. `blocks` holds each group's table from token 0."""
+        pull = self._pulls.get(request)
+        if pull is None:
+            self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
+            return
+        pull.blocks, pull.tokens = blocks, tokens
+        pull.give_up_at = now + self._settings.receive_timeout_s
+        pull.deadline = pull.give_up_at
+        self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
+
+    def settle(self, request: RequestId, now: float) -> None:
+        """The engine needs nothing from the producer: let it free its blocks."""
+        self._leave(request, _E.SETTLED, now)
+
+    def abort(self, request: RequestId, now: float) -> None:
+        """The request is over. If it has blocks, `PullFailed` follows once nothing can write into them any more."""
+        self._leave(request, _E.ABORTED, now)
+
+    def _leave(self, request: RequestId, event: TransferEvent, now: float) -> None:
+        pull = self._pulls.get(request)
+        if pull is not None and (event is _E.ABORTED or not pull.has_blocks):
+            self._meet(pull, event, now, "the request was aborted")
+
+    # -- news from the world ---------------------------------------------------------------------------------------
+
+    def receive(self, address: str, message: HandshakeReply | HandshakeRefused | HeartbeatReply | Confirmed | Refused, now: float) -> None:
+        match message:
+            case HandshakeReply() | HandshakeRefused():
+                self._lost(self._peers.receive(message, now), now)
+            case HeartbeatReply():
+                self._receive_heartbeat_reply(address, message, now)
+            case Confirmed():
+                self._receive_confirmed(address, message, now)
+            case Refused():
+                self._receive_refused(message, now)
+
+    def disconnected(self, address: str, now: float) -> None:
+        for lost in self._peers.disconnected(address, now):
+            self._lost(lost, now)
+
+    def peer_opened(self, peer_id: PeerId, plane: str, now: float) -> None:
+        peer = self._peers.opened(peer_id, plane)
+        if peer is None:
+            return
+        for ticket_text, lease, reader in self._farewells.pop(peer.life, []):
+            self._to_all_ranks(peer, Attach(ticket_text, reader))
+            self._to_all_ranks(peer, Detach(peer.life.epoch, lease, reader))
+        for pull in self._pulls_of(peer.life):
+            if pull.state in (TransferState.TRACKED, TransferState.WAITING):
+                self._attach(pull, peer, now)
+
+    def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
+        self._lost(self._peers.lose(peer_id.life, reason, now), now)
+
+    def read_ended(self, request: RequestId, peer_id: PeerId, error: str | None, now: float) -> None:
+        """A read started for this request has ended; its memory is no longer touched."""
+        pull = self._pulls.get(request)
+        if pull is None or peer_id.tp_rank not in pull.reading:
+            return
+        pull.reading.discard(peer_id.tp_rank)
+        if error is not None and pull.reading:
+            self._meet(pull, _E.REFUSED, now, f"reading from the producer failed: {error}")
+        elif not pull.reading:
+            event = _E.BYTES_MOVED if error is None else _E.MOVE_FAILED
+            self._meet(pull, event, now, f"reading from the producer failed: {error}")
+
+    def advance(self, now: float) -> None:
+        """Act on every deadline that has passed."""
+        for lost in self._peers.advance(now):
+            self._lost(lost, now)
+        for life in self._beats.lost(now):
+            self._lost(self._peers.lose(life, "the producer no longer answers heartbeats", now), now)
+        overdue = [pull for pull in self._pulls.values() if pull.deadline is not None and pull.deadline <= now]
+        for pull in overdue:
+            pull.deadline = None
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
+        for beat in self._beats.due(now):
+            peer = self._peers.get(beat.peer)
+            if peer is not None and peer.is_ready:
+                self._to_all_ranks(peer, Heartbeat(beat.peer.epoch, beat.number, list(beat.leases)))
+        self._peers.evict_idle(now, set(self._by_life))
+
+    def next_deadline(self) -> float | None:
+        deadlines = [pull.deadline for pull in self._pulls.values() if pull.deadline is not None]
+        others = (self._peers.next_deadline(), self._beats.next_deadline())
+        return min([*deadlines, *(at for at in others if at is not None)], default=None)
+
+    def take_actions(self) -> list[Action]:
+        # A peer's own actions come first: a read may need the plane its handshake opened.
+        actions = [*self._peers.take_actions(), *self._actions]
+        self._actions = []
+        return actions
+
+    def take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _meet(self, pull: _Pull, event: TransferEvent, now: float, reason: str) -> None:
+        """Move a pull on and do what its new state asks for."""
+        before, pull.state = pull.state, next_state(pull.state, event)
+        if event in (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED, _E.ABORTED, _E.MOVE_FAILED):
+            pull.reason = pull.reason or reason
+        match pull.state:
+            case TransferState.MOVING:
+                self._start_reads(pull, now)
+            case TransferState.STOPPING if before is not TransferState.STOPPING:
+                self._stop_reads(pull)
+            case TransferState.CONFIRMING:
+                self._ask_confirmation(pull, now)
+            case state if state in FINAL:
+                self._end(pull, event)
+
+    def _attach(self, pull: _Pull, peer: Peer, now: float) -> None:
+        pull.is_attached = True
+        self._to_all_ranks(peer, Attach(pull.ticket_text, pull.reader))
+        self._beats.track(pull.life, pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
+        self._meet(pull, _E.PEER_READY, now, "")
+
+    def _start_reads(self, pull: _Pull, now: float) -> None:
+        peer = self._peers.get(pull.life)
+        assert peer is not None
+        pull.deadline = min(pull.give_up_at, now + self._settings.read_timeout_s)
+        try:
+            plans = {
+                rank: plan_read(self._settings.peers.geometry, geometry, pull.blocks, pull.ticket.block_ids(), pull.tokens)
+                for rank, geometry in peer.geometries.items()
+            }
+        except RemoteProtocolError as error:
+            self._meet(pull, _E.MOVE_FAILED, now, str(error))
+            return
+        pull.reading = set(plans)
+        for rank, pieces in plans.items():
+            self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
+
+    def _stop_reads(self, pull: _Pull) -> None:
+        # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
+        # somebody else's.
+        pull.deadline = None
+        for rank in pull.reading:
+            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
+
+    def _ask_confirmation(self, pull: _Pull, now: float) -> None:
+        peer = self._peers.get(pull.life)
+        assert peer is not None
+        pull.deadline = min(pull.give_up_at, now + self._settings.confirm_timeout_s)
+        pull.confirming = set(peer.layouts)
+        self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
+
+    def _end(self, pull: _Pull, event: TransferEvent) -> None:
+        del self._pulls[pull.request]
+        mates = self._by_life[pull.life]
+        mates.discard(pull.request)
+        if not mates:
+            del self._by_life[pull.life]
+        if pull.is_attached:
+            self._beats.untrack(pull.life, pull.ticket.lease)
+        if pull.state is TransferState.DONE:
+            self._events.append(PullFinished(pull.request))
+            return
+        if event is not _E.REFUSED:
+            self._say_farewell(pull)
+        if pull.has_blocks:
+            self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
+
+    def _say_farewell(self, pull: _Pull) -> None:
+        peer = self._peers.get(pull.life)
+        if peer is None:
+            return
+        if pull.is_attached:
+            self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
+        elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
+            self._farewells.setdefault(pull.life, []).append((pull.ticket_text, pull.ticket.lease, pull.reader))
+
+    def _lost(self, lost: LostPeer | None, now: float) -> None:
+        if lost is None:
+            return
+        self._events.append(HandshakeFailed(lost.life.engine, lost.reason))
+        self._beats.forget(lost.life)
+        self._farewells.pop(lost.life, None)
+        for pull in self._pulls_of(lost.life):
+            pull.is_attached = False
+            self._meet(pull, _E.PEER_LOST, now, lost.reason)
+
+    def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
+        life = self._life_at(address)
+        if life is None or life.epoch != message.epoch:
+            return
+        self._beats.answered(life, message.beat)
+        gone = set(message.gone)
+        for pull in self._pulls_of(life):
+            # While confirming, Confirmed or Refused is on its way and is the better answer.
+            if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
+                self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
+
+    def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
+        pull = self._reader(message.reader)
+        if pull is None or pull.state is not TransferState.CONFIRMING or pull.ticket.request != message.lease:
+            return
+        peer = self._peers.get(pull.life)
+        rank = next((r for r in pull.confirming if peer is not None and peer.control_address(r) == address), None)
+        if rank is None:
+            return
+        pull.confirming.discard(rank)
+        if not pull.confirming:
+            self._meet(pull, _E.CONFIRMED, now, "")
+
+    def _receive_refused(self, message: Refused, now: float) -> None:
+        pull = self._reader(message.reader)
+        if pull is not None:
+            self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+
+    def _reader(self, reader: str) -> _Pull | None:
+        return self._pulls.get(RequestId(reader.removeprefix(f"{self._settings.engine}/")))
+
+    def _life_at(self, address: str) -> EngineLife | None:
+        for life in self._by_life:
+            peer = self._peers.get(life)
+            if peer is not None and any(layout.control_address == address for layout in peer.layouts.values()):
+                return life
+        return None
+
+    def _pulls_of(self, life: EngineLife) -> list[_Pull]:
+        return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
+
+    def _to_all_ranks(self, peer: Peer, message: Attach | Heartbeat | Confirm | Detach) -> None:
+        self._actions += [Send(peer.control_address(rank), message) for rank in peer.layouts]
+
+    def _overdue_reason(self, pull: _Pull) -> str:
+        settings = self._settings
+        match pull.state:
+            case TransferState.MOVING:
+                return f"the read did not end within {settings.read_timeout_s:g} s"
+            case TransferState.CONFIRMING:
+                return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
+            case _:
+                return f"the KV did not arrive within {settings.receive_timeout_s:g} s"

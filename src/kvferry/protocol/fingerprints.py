@@ -1,0 +1,67 @@
+"""Fingerprints of token sequences, and how long a prefix two of them are known to share.
+
+A fingerprint holds a hash of the first k tokens for a bounded number of k, so the longest common prefix with another sequence can be
+bounded from below without the tokens: equal hash at k means equal tokens up to k. Pure.
+
+    tokens   0        step      2*step          num_tokens
+             |---------|---------|--- - - ---|-----|
+    digests            d0        d1          d(n-2) d(n-1)
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from kvferry.errors import RemoteProtocolError
+
+__all__ = ["DIGEST_BYTES", "MAX_POINTS", "Fingerprint", "common_prefix", "fingerprint"]
+
+DIGEST_BYTES = 16
+MAX_POINTS = 128
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """Hashes of the prefixes of `num_tokens` tokens at every multiple of `step` and at the end."""
+
+    step: int
+    num_tokens: int
+    digests: bytes
+
+    def check(self) -> None:
+        """Raise RemoteProtocolError unless the three fields fit together."""
+        if self.step < 1 or self.num_tokens < 0:
+            raise RemoteProtocolError(f"a fingerprint with step {self.step} over {self.num_tokens} tokens")
+        points = -(-self.num_tokens // self.step)
+        if points > MAX_POINTS or len(self.digests) != points * DIGEST_BYTES:
+            raise RemoteProtocolError(f"a fingerprint of {len(self.digests)} bytes for {points} points")
+
+
+def fingerprint(token_ids: Sequence[int], grain: int, salt: str) -> Fingerprint:
+    """Fingerprint of a sequence whose KV was made under `salt` (LoRA, multimodal hashes, tenant); points at multiples of `grain`."""
+    grains = -(-len(token_ids) // grain)
+    step = grain * max(1, -(-grains // MAX_POINTS))
+    return Fingerprint(step, len(token_ids), b"".join(digest for _, digest in _prefix_digests(token_ids, step, salt)))
+
+
+def common_prefix(theirs: Fingerprint, token_ids: Sequence[int], salt: str) -> int:
+    """Tokens that both sequences surely share from the start; 0 when nothing is known to be shared."""
+    shared = 0
+    # Our own end is no point of theirs unless the lengths agree, so hash only up to what they hashed.
+    ours = _prefix_digests(token_ids[: theirs.num_tokens], theirs.step, salt)
+    for index, (tokens, digest) in enumerate(ours):
+        is_their_point = tokens % theirs.step == 0 or tokens == theirs.num_tokens
+        if not is_their_point or digest != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]:
+            break
+        shared = tokens
+    return shared
+
+
+def _prefix_digests(token_ids: Sequence[int], step: int, salt: str) -> Iterator[tuple[int, bytes]]:
+    state = blake2b(digest_size=DIGEST_BYTES, person=b"kvferry tokens")
+    state.update(len(salt).to_bytes(8, "little") + salt.encode("utf-8", "surrogatepass"))
+    for start in range(0, len(token_ids), step):
+        piece = token_ids[start : start + step]
+        state.update(array("Q", piece).tobytes())
+        yield start + len(piece), state.copy().digest()

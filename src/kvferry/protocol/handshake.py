@@ -1,0 +1,81 @@
+"""The handshake: compatibility factors first, layout second; the error names the field and both values. Pure.
+
+The producer's side channel answers with what its workers have told it; the consumer checks the answer and picks the planes to try.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.errors import IncompatiblePeer, RemoteProtocolError
+from kvferry.protocol.codec import decode_layout
+from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
+from kvferry.types import EngineId, Epoch
+
+__all__ = ["PlaneChoice", "ServedEngine", "answer", "candidate_planes", "check_reply"]
+
+MAX_OFFERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """What a side channel serves: one engine life, its factors and its ranks' encoded layouts."""
+
+    engine: EngineId
+    epoch: Epoch
+    factors: Mapping[str, Factor]
+    layouts: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneChoice:
+    plane: str
+    reason: str
+
+
+def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | HandshakeRefused:
+    """What to send back; never raises, whatever was asked."""
+    if request.wire_version != WIRE_VERSION:
+        return HandshakeRefused(request.nonce, f"wire version {request.wire_version} is not spoken here, {WIRE_VERSION} is")
+    layout = served.layouts.get(request.tp_rank)
+    if layout is None:
+        return HandshakeRefused(request.nonce, f"there is no rank {request.tp_rank}, only {sorted(served.layouts)}")
+    return HandshakeReply(request.nonce, WIRE_VERSION, served.engine, served.epoch, dict(served.factors), msgspec.Raw(layout))
+
+
+def check_reply(reply: HandshakeReply, factors: Mapping[str, Factor] | None, engine: EngineId, epoch: Epoch, tp_rank: int) -> RankLayout:
+    """The layout of the rank we asked for, from the engine life we expect; RemoteProtocolError or IncompatiblePeer otherwise."""
+    if reply.wire_version != WIRE_VERSION:
+        raise RemoteProtocolError(f"the producer speaks wire version {reply.wire_version}, this engine {WIRE_VERSION}")
+    if reply.engine != engine:
+        raise RemoteProtocolError(f"engine {reply.engine} answers at this address, the ticket is of engine {engine}")
+    if reply.epoch != epoch:
+        raise RemoteProtocolError(f"engine {engine} has restarted since the ticket was issued")
+    differences = {} if factors is None else _differences(factors, reply.factors)
+    if differences:
+        raise IncompatiblePeer(engine, differences)
+    layout = decode_layout(bytes(reply.layout))
+    if layout.tp_rank != tp_rank:
+        raise RemoteProtocolError(f"asked for rank {tp_rank}, got rank {layout.tp_rank}")
+    if len(layout.offers) > MAX_OFFERS:
+        raise RemoteProtocolError(f"{len(layout.offers)} planes offered, at most {MAX_OFFERS} are looked at")
+    return layout
+
+
+def candidate_planes(ours: Iterable[OfferInfo], theirs: Iterable[OfferInfo], pinned: Sequence[str]) -> list[PlaneChoice]:
+    """Planes both sides have and that can reach across, best first. Our order is the preference; `pinned` replaces it."""
+    remote = {offer.plane: offer for offer in theirs}
+    local = {offer.plane: offer for offer in ours}
+    order = [name for name in pinned if name in local] if pinned else list(local)
+    source = "pinned by `planes`" if pinned else "first in preference that both sides have and that reaches across"
+    return [PlaneChoice(name, source) for name in order if name in remote and _reaches(local[name].reach, remote[name].reach)]
+
+
+def _reaches(ours: str, theirs: str) -> bool:
+    return ours == theirs
+
+
+def _differences(ours: Mapping[str, Factor], theirs: Mapping[str, Factor]) -> dict[str, tuple[object, object]]:
+    names = sorted(set(ours) | set(theirs))
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}

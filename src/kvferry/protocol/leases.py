@@ -1,0 +1,141 @@
+"""Leases on KV blocks: who may still read them, and until when.
+
+A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and confirm or detach. It ends when somebody has
+settled it (confirmed, or given up) and nobody is attached, or when it has run out. Blocks are freed only after that.
+Pure: the caller passes `now` (local monotonic seconds) and acts on what returns.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+
+from kvferry.errors import LocalProtocolError
+from kvferry.types import LeaseEnd, RequestId
+
+__all__ = ["EndedLease", "LeaseTable", "Standing"]
+
+MAX_READERS = 1024
+
+
+class Standing(StrEnum):
+    """What the table knows of a ticket."""
+
+    HELD = "held"
+    AHEAD = "ahead"
+    """Its grant has not arrived yet."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLease:
+    request: RequestId
+    end: LeaseEnd
+
+
+@dataclass(slots=True)
+class _Lease:
+    deadline: float
+    readers: set[str] = field(default_factory=set)
+    settled: LeaseEnd | None = None
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """Every granted lease. A renewal never shortens one; serials are granted in rising order, so a ticket's standing needs no history."""
+
+    ttl_s: float
+    extension_s: float
+    _leases: dict[RequestId, _Lease] = field(default_factory=dict, init=False)
+    _last_serial: int = field(default=0, init=False)
+    # One entry per lease. A renewed lease keeps its old entry, which is pushed back when it surfaces: renewals cost nothing here.
+    _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._leases
+
+    def grant(self, request: RequestId, serial: int, now: float) -> None:
+        if request in self._leases or serial <= self._last_serial:
+            raise LocalProtocolError(f"lease granted twice: {request} (serial {serial}, last {self._last_serial})")
+        self._last_serial = serial
+        self._leases[request] = _Lease(now + self.ttl_s)
+        heappush(self._by_deadline, (now + self.ttl_s, request))
+
+    def standing(self, request: RequestId, serial: int) -> Standing:
+        if request in self._leases:
+            return Standing.HELD
+        return Standing.AHEAD if serial > self._last_serial else Standing.GONE
+
+    def attach(self, request: RequestId, reader: str, now: float) -> bool:
+        """Register a reader and renew; False when the lease is not held or has too many readers."""
+        lease = self._leases.get(request)
+        if lease is None or (len(lease.readers) >= MAX_READERS and reader not in lease.readers):
+            return False
+        lease.readers.add(reader)
+        lease.deadline = max(lease.deadline, now + self.extension_s)
+        return True
+
+    def renew(self, request: RequestId, now: float) -> bool:
+        """Extend a lease; False when none is held (a late heartbeat, not an error)."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return False
+        lease.deadline = max(lease.deadline, now + self.extension_s)
+        return True
+
+    def confirm(self, request: RequestId, reader: str, now: float) -> bool:
+        """Whether this reader has held the lease without a break until now. It is detached; ask `take_ended` afterwards."""
+        lease = self._leases.get(request)
+        if lease is None or reader not in lease.readers or lease.deadline <= now:
+            return False
+        lease.readers.discard(reader)
+        lease.settled = LeaseEnd.CONFIRMED
+        return True
+
+    def detach(self, request: RequestId, reader: str) -> bool:
+        """A reader leaves without having used the blocks."""
+        lease = self._leases.get(request)
+        if lease is None or reader not in lease.readers:
+            return False
+        lease.readers.discard(reader)
+        lease.settled = lease.settled or LeaseEnd.RELEASED
+        return True
+
+    def abandon(self, request: RequestId) -> bool:
+        """No further reader will come; those attached may finish."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return False
+        lease.settled = lease.settled or LeaseEnd.RELEASED
+        return True
+
+    def take_if_ended(self, request: RequestId) -> EndedLease | None:
+        """Remove and return a lease that is settled and has no reader left."""
+        lease = self._leases.get(request)
+        if lease is None or lease.settled is None or lease.readers:
+            return None
+        del self._leases[request]
+        return EndedLease(request, lease.settled)
+
+    def expire(self, now: float) -> list[EndedLease]:
+        """Remove and return every lease that has run out, earliest first."""
+        ended = []
+        while self._by_deadline and self._by_deadline[0][0] <= now:
+            _, request = heappop(self._by_deadline)
+            lease = self._leases.get(request)
+            if lease is None:
+                continue
+            if lease.deadline > now:
+                heappush(self._by_deadline, (lease.deadline, request))
+                continue
+            del self._leases[request]
+            ended.append(EndedLease(request, lease.settled or LeaseEnd.EXPIRED))
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """When to call `expire` next, at the latest; None while no lease is held."""
+        while self._by_deadline and self._by_deadline[0][1] not in self._leases:
+            heappop(self._by_deadline)
+        return self._by_deadline[0][0] if self._by_deadline else None

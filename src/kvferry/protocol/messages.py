@@ -1,0 +1,164 @@
+"""Every message that crosses the wire, as one tagged union.
+
+Durations cross the wire, deadlines never do. A field added later has a default; each change bumps `WIRE_VERSION` and adds a line here:
+
+    1  first version: handshake, attach, heartbeat, confirm, detach, release
+"""
+
+import msgspec
+
+__all__ = [
+    "WIRE_VERSION",
+    "Attach",
+    "Confirm",
+    "Confirmed",
+    "Detach",
+    "Factor",
+    "HandshakeRefused",
+    "HandshakeReply",
+    "HandshakeRequest",
+    "Heartbeat",
+    "HeartbeatReply",
+    "Message",
+    "OfferInfo",
+    "RankLayout",
+    "Refused",
+    "RegionInfo",
+    "Release",
+]
+
+WIRE_VERSION = 1
+
+Factor = str | int | bool
+"""One compatibility factor: compared for equality, shown in errors."""
+
+
+class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
+    """Consumer to the producer's side channel: how do I reach your rank?"""
+
+    nonce: int
+    wire_version: int
+    tp_rank: int
+
+
+class HandshakeReply(msgspec.Struct, frozen=True, tag=True):
+    """Factors first; `layout` is an encoded `RankLayout`, looked at only when the factors agree."""
+
+    nonce: int
+    wire_version: int
+    engine: str
+    epoch: str
+    factors: dict[str, Factor]
+    layout: msgspec.Raw
+
+
+class HandshakeRefused(msgspec.Struct, frozen=True, tag=True):
+    nonce: int
+    reason: str
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A reader's first heartbeat: presents the ticket and registers the reader with the lease."""
+
+    ticket: str
+    reader: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Renews every lease named. `beat` is echoed in the reply."""
+
+    epoch: str
+    beat: int
+    leases: list[str]
+
+
+class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
+    """The producer lives; these of the renewed leases it no longer holds."""
+
+    epoch: str
+    beat: int
+    gone: list[str]
+
+
+class Confirm(msgspec.Struct, frozen=True, tag=True):
+    """The bytes are here: was the lease alive all the time?"""
+
+    epoch: str
+    lease: str
+    reader: str
+
+
+class Confirmed(msgspec.Struct, frozen=True, tag=True):
+    """It was. The reader is detached and the bytes may be used."""
+
+    lease: str
+    reader: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """It was not, or the ticket is not good here. Nothing read under it may be used."""
+
+    lease: str
+    reader: str
+    reason: str
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """The reader needs the blocks no more and has not used them."""
+
+    epoch: str
+    lease: str
+    reader: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """To a side channel, from whoever holds the ticket (a router): no reader will come for it."""
+
+    ticket: str
+
+
+class RegionInfo(msgspec.Struct, frozen=True):
+    name: str
+    address: int
+    block_bytes: int
+    stride_bytes: int
+    num_blocks: int
+    memory: str
+    device: int
+    group: int = 0
+
+
+class OfferInfo(msgspec.Struct, frozen=True):
+    plane: str
+    reach: str
+    blob: bytes
+
+
+class RankLayout(msgspec.Struct, frozen=True):
+    """How one worker's cache lies in memory and how to reach it."""
+
+    tp_rank: int
+    tp_size: int
+    block_size: int
+    num_blocks: int
+    layout: str
+    num_kv_heads: int
+    head_dim: int
+    control_address: str
+    regions: list[RegionInfo]
+    offers: list[OfferInfo]
+
+
+Message = (
+    HandshakeRequest
+    | HandshakeReply
+    | HandshakeRefused
+    | Attach
+    | Heartbeat
+    | HeartbeatReply
+    | Confirm
+    | Confirmed
+    | Refused
+    | Detach
+    | Release
+)

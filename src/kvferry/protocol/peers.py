@@ -1,0 +1,205 @@
+"""Producers a consumer knows: being shaken hands with, ready, or known to be out of reach for a while. Pure.
+
+Handshakes run side by side, each with its own deadline, so a dead peer delays no other. A failed one is remembered for a growing time
+(0.5 s to 10 s), in which requests to that engine life fail at once; a restarted engine is another life and is tried at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.errors import KVFerryError
+from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
+from kvferry.protocol.handshake import candidate_planes, check_reply
+from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
+from kvferry.protocol.planning import Geometry, check_geometry, geometry_from_layout
+from kvferry.types import Address, EngineLife, PeerId
+
+__all__ = ["LostPeer", "Peer", "PeerBook", "PeerSettings"]
+
+FIRST_BACKOFF_S = 0.5
+LAST_BACKOFF_S = 10.0
+MAX_REJECTIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """What we are and what we accept in a peer."""
+
+    factors: Mapping[str, Factor] | None
+    """None: any model's factors are accepted (`enforce_handshake_compat: false`)."""
+    geometry: Geometry
+    offers: tuple[OfferInfo, ...]
+    pinned_planes: tuple[str, ...]
+    handshake_timeout_s: float
+    idle_ttl_s: float
+
+
+@dataclass(slots=True)
+class Peer:
+    """One engine life, reached on the ranks we read from. Ready once every rank has a plane."""
+
+    life: EngineLife
+    address: str
+    deadline: float
+    waiting: dict[int, int]
+    """Nonce of each open question -> rank."""
+    layouts: dict[int, RankLayout] = field(default_factory=dict)
+    geometries: dict[int, Geometry] = field(default_factory=dict)
+    planes: dict[int, str] = field(default_factory=dict)
+    used_at: float = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.waiting and len(self.planes) == len(self.layouts)
+
+    def peer_id(self, rank: int) -> PeerId:
+        return PeerId(self.life.engine, self.life.epoch, rank)
+
+    def control_address(self, rank: int) -> str:
+        return self.layouts[rank].control_address
+
+
+@dataclass(frozen=True, slots=True)
+class LostPeer:
+    life: EngineLife
+    reason: str
+
+
+@dataclass(slots=True)
+class _Rejection:
+    reason: str
+    until: float
+    backoff_s: float
+
+
+class PeerBook:
+    def __init__(self, settings: PeerSettings) -> None:
+        self._settings = settings
+        self._peers: dict[EngineLife, Peer] = {}
+        self._rejections: dict[EngineLife, _Rejection] = {}
+        self._nonce = 0
+        self._actions: list[Action] = []
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, life: EngineLife) -> Peer | None:
+        return self._peers.get(life)
+
+    def ensure(self, life: EngineLife, address: Address, ranks: tuple[int, ...], now: float) -> Peer | LostPeer:
+        """The peer, whose handshake starts now if it is new; or why it is out of reach for the moment."""
+        peer = self._peers.get(life)
+        if peer is not None:
+            peer.used_at = now
+            return peer
+        rejection = self._rejections.get(life)
+        if rejection is not None and rejection.until > now:
+            return LostPeer(life, rejection.reason)
+        peer = Peer(life, f"tcp://{address}", now + self._settings.handshake_timeout_s, {}, used_at=now)
+        self._peers[life] = peer
+        for rank in ranks:
+            self._nonce += 1
+            peer.waiting[self._nonce] = rank
+            self._actions.append(Send(peer.address, HandshakeRequest(self._nonce, WIRE_VERSION, rank)))
+        return peer
+
+    def receive(self, reply: HandshakeReply | HandshakeRefused, now: float) -> LostPeer | None:
+        """Take an answer; unknown nonces (late, or not ours) are ignored. A lost peer has been forgotten."""
+        peer = next((p for p in self._peers.values() if reply.nonce in p.waiting), None)
+        if peer is None:
+            return None
+        rank = peer.waiting[reply.nonce]
+        if isinstance(reply, HandshakeRefused):
+            return self.lose(peer.life, f"the producer refused the handshake: {reply.reason}", now)
+        try:
+            self._accept(peer, rank, reply)
+        except KVFerryError as error:
+            return self.lose(peer.life, str(error), now)
+        del peer.waiting[reply.nonce]
+        if not peer.waiting:
+            self._hang_up_unless_shared(peer)
+        return None
+
+    def opened(self, peer_id: PeerId, plane: str) -> Peer | None:
+        """A plane reaches this rank now. Returns the peer once all its ranks are there."""
+        peer = self._peers.get(peer_id.life)
+        if peer is None:
+            return None
+        peer.planes[peer_id.tp_rank] = plane
+        if not peer.is_ready:
+            return None
+        self._rejections.pop(peer.life, None)
+        return peer
+
+    def disconnected(self, address: str, now: float) -> list[LostPeer]:
+        """A connection we had dialled is gone: side channel of a handshake, or a peer's control channel."""
+        lives = [peer.life for peer in self._peers.values() if self._depends_on(peer, address)]
+        return [lost for life in lives if (lost := self.lose(life, f"the connection to {address} was lost", now)) is not None]
+
+    def advance(self, now: float) -> list[LostPeer]:
+        overdue = [peer.life for peer in self._peers.values() if not peer.is_ready and peer.deadline <= now]
+        reason = f"no answer to the handshake within {self._settings.handshake_timeout_s:g} s"
+        return [lost for life in overdue if (lost := self.lose(life, f"{reason} ({self._peers[life].address})", now)) is not None]
+
+    def evict_idle(self, now: float, busy: set[EngineLife]) -> None:
+        """Forget ready peers that nothing has used for `idle_ttl_s`."""
+        ttl = self._settings.idle_ttl_s
+        for peer in list(self._peers.values()):
+            if ttl > 0 and peer.is_ready and peer.life not in busy and peer.used_at + ttl <= now:
+                self._forget(peer)
+
+    def lose(self, life: EngineLife, reason: str, now: float) -> LostPeer | None:
+        """Forget a peer. One that never became ready is remembered, so that the next requests fail at once instead of waiting again;
+        one that was ready is tried anew by the next request, for it may only have lost a connection."""
+        peer = self._peers.get(life)
+        if peer is None:
+            return None
+        self._forget(peer)
+        if peer.is_ready:
+            return LostPeer(life, reason)
+        earlier = self._rejections.pop(life, None)
+        backoff = min(LAST_BACKOFF_S, earlier.backoff_s * 2) if earlier else FIRST_BACKOFF_S
+        self._rejections[life] = _Rejection(reason, now + backoff, backoff)
+        while len(self._rejections) > MAX_REJECTIONS:
+            del self._rejections[next(iter(self._rejections))]
+        return LostPeer(life, reason)
+
+    def next_deadline(self) -> float | None:
+        return min((peer.deadline for peer in self._peers.values() if not peer.is_ready), default=None)
+
+    def take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _accept(self, peer: Peer, rank: int, reply: HandshakeReply) -> None:
+        settings = self._settings
+        layout = check_reply(reply, settings.factors, peer.life.engine, peer.life.epoch, rank)
+        geometry = geometry_from_layout(layout)
+        check_geometry(peer.life.engine, settings.geometry, geometry)
+        choices = candidate_planes(settings.offers, layout.offers, settings.pinned_planes)
+        if not choices:
+            raise KVFerryError(_no_plane(settings, layout))
+        peer.layouts[rank] = layout
+        peer.geometries[rank] = geometry
+        self._actions.append(OpenPeer(peer.peer_id(rank), geometry, tuple(layout.offers), tuple(choices)))
+
+    def _forget(self, peer: Peer) -> None:
+        del self._peers[peer.life]
+        self._actions += [ClosePeer(peer.peer_id(rank), peer.control_address(rank)) for rank in peer.layouts]
+        if peer.waiting:
+            self._hang_up_unless_shared(peer)
+
+    def _hang_up_unless_shared(self, peer: Peer) -> None:
+        if not any(p.waiting and p.address == peer.address for p in self._peers.values() if p is not peer):
+            self._actions.append(HangUp(peer.address))
+
+    @staticmethod
+    def _depends_on(peer: Peer, address: str) -> bool:
+        is_asking = bool(peer.waiting) and peer.address == address
+        return is_asking or any(layout.control_address == address for layout in peer.layouts.values())
+
+
+def _no_plane(settings: PeerSettings, layout: RankLayout) -> str:
+    ours = settings.pinned_planes or tuple(offer.plane for offer in settings.offers)
+    theirs = tuple(offer.plane for offer in layout.offers)
+    return f"no data plane reaches the producer: ours are {', '.join(ours) or 'none'}, theirs {', '.join(theirs) or 'none'}"

@@ -1,0 +1,185 @@
+"""The side that holds the blocks: grants leases, answers readers, says when blocks may be freed.
+
+The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake the grant on its way to the worker. A
+genuine ticket whose grant has not arrived is waited for, up to `grant_wait_s`; then it is refused. Pure: feed it, then take what it wants
+done.
+"""
+
+from dataclasses import dataclass, field
+
+from kvferry.errors import InvalidTicket
+from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
+from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
+from kvferry.protocol.tickets import Ticket, TicketKey
+from kvferry.types import EngineId, Epoch, RequestId, Route
+
+__all__ = ["Producer", "ProducerSettings", "Reply"]
+
+MAX_CLAIMS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerSettings:
+    engine: EngineId
+    epoch: Epoch
+    lease_ttl_s: float
+    lease_extension_s: float
+    grant_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    route: Route
+    message: Confirmed | Refused | HeartbeatReply
+
+
+@dataclass(slots=True)
+class _Claim:
+    """Readers that came before the grant."""
+
+    deadline: float
+    readers: dict[str, Route] = field(default_factory=dict)
+    confirms: dict[str, Route] = field(default_factory=dict)
+    is_abandoned: bool = False
+
+
+class Producer:
+    def __init__(self, settings: ProducerSettings, key: TicketKey) -> None:
+        self._settings = settings
+        self._key = key
+        self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
+        self._claims: dict[RequestId, _Claim] = {}
+        self._replies: list[Reply] = []
+        self._ended: list[EndedLease] = []
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def grant(self, request: RequestId, serial: int, now: float) -> None:
+        """The engine keeps this request's blocks for readers from now on."""
+        self._leases.grant(request, serial, now)
+        claim = self._claims.pop(request, None)
+        if claim is None:
+            return
+        for reader, route in claim.readers.items():
+            self._attach(request, reader, route, now)
+        for reader, route in claim.confirms.items():
+            self._confirm(request, reader, route, now)
+        if claim.is_abandoned:
+            self.abandon(request, now)
+
+    def abandon(self, request: RequestId, now: float) -> None:
+        """Whoever held the ticket gives it up (a router, on behalf of a client that left)."""
+        claim = self._claims.get(request)
+        if claim is not None:
+            claim.is_abandoned = True
+        self._leases.abandon(request)
+        self._collect(request)
+
+    def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach, now: float) -> None:
+        match message:
+            case Attach():
+                self._receive_attach(route, message, now)
+            case Heartbeat():
+                self._receive_heartbeat(route, message, now)
+            case Confirm():
+                self._receive_confirm(route, message, now)
+            case Detach():
+                self._receive_detach(message)
+
+    def advance(self, now: float) -> None:
+        """Expire what has run out."""
+        self._ended.extend(self._leases.expire(now))
+        overdue = [request for request, claim in self._claims.items() if claim.deadline <= now]
+        for request in overdue:
+            claim = self._claims.pop(request)
+            for reader, route in {**claim.readers, **claim.confirms}.items():
+                self._refuse(route, request, reader, f"no lease was granted within {self._settings.grant_wait_s:g} s")
+
+    def next_deadline(self) -> float | None:
+        deadlines = [claim.deadline for claim in self._claims.values()]
+        leases = self._leases.next_deadline()
+        return min([*deadlines, leases] if leases is not None else deadlines, default=None)
+
+    def take_replies(self) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_ended(self) -> list[EndedLease]:
+        """Leases that have ended since the last call: their blocks may be freed."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _receive_attach(self, route: Route, message: Attach, now: float) -> None:
+        try:
+            ticket = self._key.open(message.ticket)
+        except InvalidTicket as error:
+            self._refuse(route, RequestId(""), message.reader, str(error))
+            return
+        if (ticket.engine_id, ticket.epoch_id) != (self._settings.engine, self._settings.epoch):
+            self._refuse(route, ticket.lease, message.reader, "the ticket is of another engine or of an earlier life of this one")
+            return
+        match self._leases.standing(ticket.lease, ticket.serial):
+            case Standing.HELD:
+                self._attach(ticket.lease, message.reader, route, now)
+            case Standing.AHEAD:
+                self._claim(ticket, message.reader, route, now)
+            case Standing.GONE:
+                self._refuse(route, ticket.lease, message.reader, "the lease has ended")
+
+    def _claim(self, ticket: Ticket, reader: str, route: Route, now: float) -> None:
+        if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
+            self._refuse(route, ticket.lease, reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
+            return
+        claim = self._claims.setdefault(ticket.lease, _Claim(now + self._settings.grant_wait_s))
+        claim.readers[reader] = route
+
+    def _receive_heartbeat(self, route: Route, message: Heartbeat, now: float) -> None:
+        gone = message.leases
+        if message.epoch == self._settings.epoch:
+            known = {lease for lease in message.leases if RequestId(lease) in self._claims}
+            gone = [lease for lease in message.leases if not self._leases.renew(RequestId(lease), now) and lease not in known]
+        self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, gone)))
+
+    def _receive_confirm(self, route: Route, message: Confirm, now: float) -> None:
+        request = RequestId(message.lease)
+        if message.epoch != self._settings.epoch:
+            self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
+            return
+        claim = self._claims.get(request)
+        if claim is not None and message.reader in claim.readers:
+            claim.confirms[message.reader] = route
+            return
+        self._confirm(request, message.reader, route, now)
+
+    def _receive_detach(self, message: Detach) -> None:
+        request = RequestId(message.lease)
+        if message.epoch != self._settings.epoch:
+            return
+        claim = self._claims.get(request)
+        if claim is not None and claim.readers.pop(message.reader, None) is not None:
+            claim.confirms.pop(message.reader, None)
+            claim.is_abandoned = claim.is_abandoned or not claim.readers
+            return
+        self._leases.detach(request, message.reader)
+        self._collect(request)
+
+    def _attach(self, request: RequestId, reader: str, route: Route, now: float) -> None:
+        if not self._leases.attach(request, reader, now):
+            self._refuse(route, request, reader, "too many readers share this lease")
+
+    def _confirm(self, request: RequestId, reader: str, route: Route, now: float) -> None:
+        if self._leases.confirm(request, reader, now):
+            self._replies.append(Reply(route, Confirmed(request, reader)))
+            self._collect(request)
+        else:
+            self._refuse(route, request, reader, "the lease ended before the read was confirmed")
+
+    def _refuse(self, route: Route, request: RequestId, reader: str, reason: str) -> None:
+        self._replies.append(Reply(route, Refused(request, reader, reason)))
+
+    def _collect(self, request: RequestId) -> None:
+        ended = self._leases.take_if_ended(request)
+        if ended is not None:
+            self._ended.append(ended)

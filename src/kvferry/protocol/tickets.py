@@ -1,0 +1,144 @@
+"""Tickets: what a consumer presents to read a producer's blocks.
+
+Issued by the producer's scheduler when a prefill ends, carried by the router in `kv_transfer_params`, signed with a key of the cluster
+secret. A ticket is the only thing that names a peer: host, port and block ids typed by a client beside it are never used. Pure.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kvferry.errors import InvalidTicket, RemoteProtocolError
+from kvferry.protocol.fingerprints import Fingerprint
+from kvferry.types import Address, EngineId, Epoch, RequestId
+
+__all__ = ["MAX_TICKET_CHARS", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
+
+MAX_TICKET_CHARS = 1024 * 1024
+MAX_BLOCKS = 1_000_000
+TICKET_VERSION = 1
+_MAC_BYTES = 32
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """Which engine life holds which blocks, for which tokens, and for how long at first."""
+
+    engine: str
+    epoch: str
+    request: str
+    """The producer's own request id: the name of the lease."""
+    serial: int
+    """Tickets of one epoch are numbered from 1 in the order their leases are granted."""
+    host: str
+    port: int
+    """Side channel of the producer."""
+    tp_size: int
+    block_size: int
+    block_runs: list[list[tuple[int, int]]]
+    """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order."""
+    tokens: Fingerprint
+    ttl_s: float
+    version: int = TICKET_VERSION
+
+    @property
+    def address(self) -> Address:
+        return Address(self.host, self.port)
+
+    @property
+    def engine_id(self) -> EngineId:
+        return EngineId(self.engine)
+
+    @property
+    def epoch_id(self) -> Epoch:
+        return Epoch(self.epoch)
+
+    @property
+    def lease(self) -> RequestId:
+        return RequestId(self.request)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.num_tokens
+
+    def block_ids(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(blocks_from_runs(runs) for runs in self.block_runs)
+
+
+class TicketKey:
+    """Signs and checks tickets with one cluster's secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = hmac.digest(secret, b"kvferry ticket v1", hashlib.sha256)
+
+    def sign(self, ticket: Ticket) -> str:
+        payload = msgspec.msgpack.encode(ticket)
+        return base64.urlsafe_b64encode(self._mac(payload) + payload).decode("ascii")
+
+    def open(self, text: object) -> Ticket:
+        """The ticket in `text`, whole and genuine; InvalidTicket with a reason otherwise. Takes anything a client may have sent."""
+        if not isinstance(text, str) or not text:
+            raise InvalidTicket("kv_transfer_params carry no ticket")
+        if len(text) > MAX_TICKET_CHARS:
+            raise InvalidTicket(f"a ticket of {len(text)} characters is over the limit of {MAX_TICKET_CHARS}")
+        try:
+            data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidTicket("the ticket is not base64") from None
+        mac, payload = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(payload)):
+            raise InvalidTicket("the ticket was not signed with this cluster's secret")
+        return _decode(payload)
+
+    def _mac(self, payload: bytes) -> bytes:
+        return hmac.digest(self._key, payload, hashlib.sha256)
+
+
+def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for block in block_ids:
+        if runs and block == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs
+
+
+def blocks_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(block for first, count in runs for block in range(first, first + count))
+
+
+def _decode(payload: bytes) -> Ticket:
+    # Signed, so ours or a sibling's; still checked, because a sibling of another version may mean something else by it.
+    try:
+        ticket = msgspec.msgpack.decode(payload, type=Ticket)
+        if ticket.version != TICKET_VERSION:
+            raise InvalidTicket(f"the ticket has version {ticket.version}, this engine reads {TICKET_VERSION}")
+        ticket.tokens.check()
+    except (msgspec.DecodeError, msgspec.ValidationError, RemoteProtocolError) as error:
+        raise error if isinstance(error, InvalidTicket) else InvalidTicket(f"the ticket cannot be read: {error}") from None
+    _check_ranges(ticket)
+    return ticket
+
+
+def _check_ranges(ticket: Ticket) -> None:
+    counts = [count for runs in ticket.block_runs for _, count in runs]
+    firsts = [first for runs in ticket.block_runs for first, _ in runs]
+    needed = -(-ticket.num_tokens // ticket.block_size) if ticket.block_size > 0 else -1
+    is_good = (
+        0 < ticket.port < 65536
+        and ticket.host != ""
+        and ticket.tp_size > 0
+        and ticket.serial > 0
+        and 0 < ticket.ttl_s < 1e9
+        and all(count > 0 for count in counts)
+        and all(first >= 0 for first in firsts)
+        and sum(counts) <= MAX_BLOCKS
+        and len(ticket.block_runs) > 0
+        and sum(count for _, count in ticket.block_runs[0]) == needed
+    )
+    if not is_good:
+        raise InvalidTicket("the ticket's fields are out of range")

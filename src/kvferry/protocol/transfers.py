@@ -1,0 +1,74 @@
+"""One pull's life as a table: state and event to next state. A missing entry is our own bug. Pure.
+
+TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING ── confirmed ──> DONE
+   └────── blocks ──> WAITING ── peer ready ──^  └─ trouble ─> STOPPING ─ ended ─> FAILED <── trouble
+DOOMED: trouble came before the engine had blocks for it; it fails as soon as they are there.
+STOPPING: given up, but bytes may still land in our blocks, so they are not handed back yet.
+ENDED: over without ever having had blocks, so there is nothing to report.
+"""
+
+from enum import StrEnum
+
+from kvferry.errors import LocalProtocolError
+
+__all__ = ["FINAL", "TRANSITIONS", "TransferEvent", "TransferState", "next_state"]
+
+
+class TransferState(StrEnum):
+    TRACKED = "tracked"
+    READY = "ready"
+    WAITING = "waiting"
+    MOVING = "moving"
+    STOPPING = "stopping"
+    CONFIRMING = "confirming"
+    DOOMED = "doomed"
+    DONE = "done"
+    FAILED = "failed"
+    ENDED = "ended"
+
+
+class TransferEvent(StrEnum):
+    PEER_READY = "peer ready"
+    BLOCKS_ALLOCATED = "blocks allocated"
+    BYTES_MOVED = "bytes moved"
+    MOVE_FAILED = "move failed"
+    CONFIRMED = "confirmed"
+    REFUSED = "refused"
+    PEER_LOST = "peer lost"
+    DEADLINE_PASSED = "deadline passed"
+    ABORTED = "aborted"
+    SETTLED = "settled"
+    """The engine has everything already; nothing to load."""
+
+
+_S, _E = TransferState, TransferEvent
+FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
+_TROUBLE = (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED)
+
+TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
+    (_S.TRACKED, _E.PEER_READY): _S.READY,
+    (_S.TRACKED, _E.BLOCKS_ALLOCATED): _S.WAITING,
+    (_S.READY, _E.BLOCKS_ALLOCATED): _S.MOVING,
+    (_S.WAITING, _E.PEER_READY): _S.MOVING,
+    (_S.MOVING, _E.BYTES_MOVED): _S.CONFIRMING,
+    (_S.MOVING, _E.MOVE_FAILED): _S.FAILED,
+    (_S.STOPPING, _E.BYTES_MOVED): _S.FAILED,
+    (_S.STOPPING, _E.MOVE_FAILED): _S.FAILED,
+    (_S.CONFIRMING, _E.CONFIRMED): _S.DONE,
+    (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
+    **{(_S.TRACKED, event): _S.DOOMED for event in _TROUBLE},
+    **{(_S.READY, event): _S.DOOMED for event in _TROUBLE},
+    **{(_S.DOOMED, event): _S.DOOMED for event in _TROUBLE},
+    **{(_S.WAITING, event): _S.FAILED for event in (*_TROUBLE, _E.ABORTED)},
+    **{(_S.MOVING, event): _S.STOPPING for event in (*_TROUBLE, _E.ABORTED)},
+    **{(_S.STOPPING, event): _S.STOPPING for event in (*_TROUBLE, _E.ABORTED)},
+    **{(_S.CONFIRMING, event): _S.FAILED for event in (*_TROUBLE, _E.ABORTED)},
+    **{(state, event): _S.ENDED for state in (_S.TRACKED, _S.READY, _S.DOOMED) for event in (_E.ABORTED, _E.SETTLED)},
+}
+
+
+def next_state(state: TransferState, event: TransferEvent) -> TransferState:
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise LocalProtocolError(f"a transfer that is {state} cannot meet: {event}") from None

@@ -1,0 +1,54 @@
+"""Fingerprints bound the longest common prefix from below, and never claim a token that differs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.protocol.fingerprints import DIGEST_BYTES, MAX_POINTS, Fingerprint, common_prefix, fingerprint
+
+tokens = st.lists(st.integers(0, 3), max_size=200)
+
+
+def shared_length(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(tokens, st.integers(1, 20))
+def test_a_sequence_shares_all_of_itself(ids: list[int], grain: int) -> None:
+    assert common_prefix(fingerprint(ids, grain, ""), ids, "") == len(ids)
+
+
+@given(tokens, tokens, st.integers(1, 20))
+def test_no_token_beyond_the_true_common_prefix_is_claimed(theirs: list[int], ours: list[int], grain: int) -> None:
+    claimed = common_prefix(fingerprint(theirs, grain, ""), ours, "")
+    true = shared_length(theirs, ours)
+    assert claimed <= true
+    assert claimed >= true - true % grain
+
+
+@given(tokens, tokens, st.integers(1, 20))
+def test_a_longer_prompt_shares_everything_they_have(theirs: list[int], more: list[int], grain: int) -> None:
+    assert common_prefix(fingerprint(theirs, grain, ""), theirs + more, "") == len(theirs)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=50))
+def test_another_salt_shares_nothing(ids: list[int]) -> None:
+    assert common_prefix(fingerprint(ids, 4, "lora-a"), ids, "lora-b") == 0
+
+
+def test_a_long_sequence_has_a_bounded_fingerprint() -> None:
+    ids = [i % 50_000 for i in range(131_072)]
+    made = fingerprint(ids, 16, "")
+    assert len(made.digests) <= MAX_POINTS * DIGEST_BYTES
+    made.check()
+    assert common_prefix(made, ids[:70_000], "") >= 70_000 - made.step
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [Fingerprint(0, 4, b""), Fingerprint(4, -1, b""), Fingerprint(4, 4, b""), Fingerprint(1, 1000, bytes(1000 * DIGEST_BYTES))],
+)
+def test_fields_that_do_not_fit_together_are_refused(bad: Fingerprint) -> None:
+    with pytest.raises(RemoteProtocolError):
+        bad.check()

@@ -1,0 +1,102 @@
+"""The handshake names what differs and never raises on the serving side."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import IncompatiblePeer, RemoteProtocolError
+from kvferry.protocol import codec
+from kvferry.protocol.handshake import MAX_OFFERS, ServedEngine, answer, candidate_planes, check_reply
+from kvferry.protocol.messages import WIRE_VERSION, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
+from kvferry.types import EngineId, Epoch
+
+FACTORS = {"dtype": "float32", "num_layers": 4, "model": "abc"}
+ENGINE, EPOCH = EngineId("p"), Epoch("e1")
+
+
+def make_layout(rank: int = 0, offers: int = 1) -> RankLayout:
+    planes = [OfferInfo(f"plane{i}", "", b"") for i in range(offers)]
+    return RankLayout(rank, 2, 16, 8, "HND", 2, 64, "tcp://h:1", [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)], planes)
+
+
+def serve(**layouts: RankLayout) -> ServedEngine:
+    encoded = {int(name[1:]): codec.encode_layout(layout) for name, layout in layouts.items()}
+    return ServedEngine(ENGINE, EPOCH, FACTORS, encoded)
+
+
+def ask(served: ServedEngine, rank: int = 0) -> HandshakeReply:
+    reply = answer(served, HandshakeRequest(7, WIRE_VERSION, rank))
+    assert isinstance(reply, HandshakeReply)
+    back = codec.decode(codec.encode(reply))
+    assert isinstance(back, HandshakeReply)
+    return back
+
+
+def test_the_asked_rank_comes_back_with_the_nonce() -> None:
+    reply = ask(serve(r0=make_layout(0), r1=make_layout(1)), rank=1)
+    assert reply.nonce == 7
+    assert check_reply(reply, FACTORS, ENGINE, EPOCH, 1) == make_layout(1)
+
+
+@given(st.integers(-(2**40), 2**40), st.integers(-(2**40), 2**40))
+def test_whatever_is_asked_gets_an_answer(version: int, rank: int) -> None:
+    reply = answer(serve(r0=make_layout()), HandshakeRequest(1, version, rank))
+    assert isinstance(reply, HandshakeReply) == (version == WIRE_VERSION and rank == 0)
+    assert isinstance(reply, HandshakeReply) or reply.reason
+
+
+def test_a_refusal_says_which_ranks_there_are() -> None:
+    assert answer(serve(r0=make_layout()), HandshakeRequest(1, WIRE_VERSION, 7)) == HandshakeRefused(1, "there is no rank 7, only [0]")
+
+
+def test_different_factors_are_named_with_both_values_before_the_layout_is_looked_at() -> None:
+    reply = msgspec.structs.replace(ask(serve(r0=make_layout())), layout=msgspec.Raw(b"\xc1"))
+    with pytest.raises(IncompatiblePeer, match="num_layers: ours 5, theirs 4; rope: ours 'yarn', theirs None") as caught:
+        check_reply(reply, FACTORS | {"num_layers": 5, "rope": "yarn"}, ENGINE, EPOCH, 0)
+    assert caught.value.differences == {"num_layers": (5, 4), "rope": ("yarn", None)}
+
+
+def test_factors_are_not_compared_when_the_operator_says_so() -> None:
+    assert check_reply(ask(serve(r0=make_layout())), None, ENGINE, EPOCH, 0) == make_layout()
+
+
+@pytest.mark.parametrize(
+    ("engine", "epoch", "says"), [("q", "e1", "engine p answers at this address"), ("p", "e0", "has restarted")]
+)
+def test_another_engine_or_life_is_refused(engine: str, epoch: str, says: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=says):
+        check_reply(ask(serve(r0=make_layout())), FACTORS, EngineId(engine), Epoch(epoch), 0)
+
+
+def test_malformed_answers_are_refused() -> None:
+    good = ask(serve(r0=make_layout()))
+    with pytest.raises(RemoteProtocolError, match="wire version"):
+        check_reply(msgspec.structs.replace(good, wire_version=9), FACTORS, ENGINE, EPOCH, 0)
+    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+        check_reply(msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0)
+    with pytest.raises(RemoteProtocolError, match="asked for rank 1"):
+        check_reply(good, FACTORS, ENGINE, EPOCH, 1)
+    with pytest.raises(RemoteProtocolError, match="planes offered"):
+        check_reply(ask(serve(r0=make_layout(offers=MAX_OFFERS + 1))), FACTORS, ENGINE, EPOCH, 0)
+
+
+def offers(*names: str, reach: str = "") -> list[OfferInfo]:
+    return [OfferInfo(name, reach if name == "shm" else "", b"") for name in names]
+
+
+def chosen(ours: list[OfferInfo], theirs: list[OfferInfo], *pinned: str) -> list[str]:
+    return [choice.plane for choice in candidate_planes(ours, theirs, pinned)]
+
+
+def test_planes_are_tried_in_our_order_as_far_as_they_reach() -> None:
+    assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host1")) == ["shm", "nixl"]
+    assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host2")) == ["nixl"]
+    assert chosen(offers("shm"), offers("nixl")) == []
+
+
+def test_pinned_planes_replace_the_preference() -> None:
+    both = offers("shm", "nixl", reach="host1")
+    assert chosen(both, both, "nixl") == ["nixl"]
+    assert chosen(both, both, "nixl", "shm") == ["nixl", "shm"]
+    assert chosen(both, both, "cuda_ipc") == []

@@ -1,0 +1,158 @@
+"""Leases as stories without a clock, and a state machine that compares the table with a plain model."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from kvferry.errors import LocalProtocolError
+from kvferry.protocol.leases import MAX_READERS, EndedLease, LeaseTable, Standing
+from kvferry.types import LeaseEnd, RequestId
+
+A, B = RequestId("a"), RequestId("b")
+
+
+def make_table() -> LeaseTable:
+    return LeaseTable(ttl_s=30, extension_s=20)
+
+
+def test_a_renewed_lease_does_not_shield_a_stale_one() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.grant(B, 2, now=1)
+    assert leases.renew(A, now=20)
+    assert leases.expire(now=39) == [EndedLease(B, LeaseEnd.EXPIRED)]
+    assert leases.expire(now=40) == [EndedLease(A, LeaseEnd.EXPIRED)]
+
+
+def test_a_renewal_never_shortens() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    assert leases.renew(A, now=1)
+    assert leases.expire(now=29.9) == []
+
+
+def test_a_lease_ends_when_somebody_confirmed_and_nobody_is_attached() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    assert leases.attach(A, "x", now=1)
+    assert leases.attach(A, "y", now=1)
+    assert leases.confirm(A, "x", now=2)
+    assert leases.take_if_ended(A) is None
+    assert leases.confirm(A, "y", now=3)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    assert len(leases) == 0
+
+
+def test_only_an_attached_reader_of_a_live_lease_is_confirmed() -> None:
+    leases = make_table()
+    assert not leases.confirm(A, "x", now=0)
+    leases.grant(A, 1, now=0)
+    assert not leases.confirm(A, "x", now=1)
+    leases.attach(A, "x", now=1)
+    assert not leases.confirm(A, "x", now=30)
+
+
+def test_giving_up_ends_a_lease_nobody_reads() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    assert leases.abandon(A)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.RELEASED)
+    assert not leases.abandon(A)
+    assert not leases.detach(A, "x")
+
+
+def test_a_detached_reader_settles_the_lease() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.attach(A, "x", now=0)
+    assert leases.take_if_ended(A) is None
+    assert leases.detach(A, "x")
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.RELEASED)
+
+
+def test_serials_tell_a_grant_that_is_on_its_way_from_a_lease_that_is_over() -> None:
+    leases = make_table()
+    assert leases.standing(A, 1) is Standing.AHEAD
+    leases.grant(A, 1, now=0)
+    assert leases.standing(A, 1) is Standing.HELD
+    leases.expire(now=30)
+    assert leases.standing(A, 1) is Standing.GONE
+    assert leases.standing(B, 2) is Standing.AHEAD
+
+
+def test_granting_twice_is_our_own_bug() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    with pytest.raises(LocalProtocolError):
+        leases.grant(A, 2, now=0)
+    with pytest.raises(LocalProtocolError):
+        leases.grant(B, 1, now=0)
+
+
+def test_readers_of_one_lease_are_bounded() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    assert all(leases.attach(A, f"r{i}", now=0) for i in range(MAX_READERS))
+    assert not leases.attach(A, "one more", now=0)
+    assert leases.attach(A, "r0", now=0)
+    assert not leases.attach(B, "x", now=0)
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """The table against the plainest possible model: a dict scanned in full."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = make_table()
+        self.deadlines: dict[RequestId, float] = {}
+        self.now = 0.0
+        self.serial = 0
+
+    @rule(target=requests)
+    def grant(self) -> RequestId:
+        self.serial += 1
+        request = RequestId(f"r{self.serial}")
+        self.table.grant(request, self.serial, self.now)
+        self.deadlines[request] = self.now + 30
+        return request
+
+    @rule(request=requests, reader=st.sampled_from("xyz"))
+    def attach(self, request: RequestId, reader: str) -> None:
+        assert self.table.attach(request, reader, self.now) == (request in self.deadlines)
+        self.extend(request)
+
+    @rule(request=requests)
+    def renew(self, request: RequestId) -> None:
+        assert self.table.renew(request, self.now) == (request in self.deadlines)
+        self.extend(request)
+
+    @rule(request=consumes(requests))
+    def abandon(self, request: RequestId) -> None:
+        for reader in "xyz":
+            self.table.detach(request, reader)
+        assert self.table.abandon(request) == (request in self.deadlines)
+        assert (self.table.take_if_ended(request) is not None) == (self.deadlines.pop(request, None) is not None)
+
+    @rule(seconds=st.floats(0, 25))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        due = {request for request, at in self.deadlines.items() if at <= self.now}
+        assert {ended.request for ended in self.table.expire(self.now)} == due
+        for request in due:
+            del self.deadlines[request]
+
+    def extend(self, request: RequestId) -> None:
+        if request in self.deadlines:
+            self.deadlines[request] = max(self.deadlines[request], self.now + 20)
+
+    @invariant()
+    def no_deadline_is_slept_through(self) -> None:
+        assert len(self.table) == len(self.deadlines)
+        wake = self.table.next_deadline()
+        assert (wake is None) == (not self.deadlines)
+        assert wake is None or wake <= min(self.deadlines.values())
+
+
+TestLeaseMachine = LeaseMachine.TestCase
