@@ -11,7 +11,7 @@ from kvferry.protocol.handshake import MAX_OFFERS, ServedEngine, answer, candida
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
 from kvferry.types import EngineId, Epoch
 
-FACTORS = {"dtype": "float32", "num_layers": 4, "model": "abc"}
+FACTORS: dict[str, str | int | bool] = {"dtype": "float32", "num_layers": 4, "model": "abc"}
 ENGINE, EPOCH = EngineId("p"), Epoch("e1")
 
 
@@ -61,9 +61,7 @@ def test_factors_are_not_compared_when_the_operator_says_so() -> None:
     assert check_reply(ask(serve(r0=make_layout())), None, ENGINE, EPOCH, 0) == make_layout()
 
 
-@pytest.mark.parametrize(
-    ("engine", "epoch", "says"), [("q", "e1", "engine p answers at this address"), ("p", "e0", "has restarted")]
-)
+@pytest.mark.parametrize(("engine", "epoch", "says"), [("q", "e1", "engine p answers at this address"), ("p", "e0", "has restarted")])
 def test_another_engine_or_life_is_refused(engine: str, epoch: str, says: str) -> None:
     with pytest.raises(RemoteProtocolError, match=says):
         check_reply(ask(serve(r0=make_layout())), FACTORS, EngineId(engine), Epoch(epoch), 0)

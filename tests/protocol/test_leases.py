@@ -89,6 +89,22 @@ def test_granting_twice_is_our_own_bug() -> None:
         leases.grant(B, 1, now=0)
 
 
+def test_readers_are_counted_by_the_plane_they_read_by() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.grant(B, 2, now=0)
+    leases.attach(A, "x", now=0, plane="nixl")
+    leases.attach(A, "x", now=1, plane="nixl")
+    leases.attach(A, "y", now=0, plane="shm")
+    leases.attach(B, "z", now=0, plane="nixl")
+    assert (leases.num_readers("nixl"), leases.num_readers("shm")) == (2, 1)
+    leases.confirm(A, "x", now=1)
+    leases.detach(A, "y")
+    assert (leases.num_readers("nixl"), leases.num_readers("shm")) == (1, 0)
+    leases.expire(now=30)
+    assert leases.num_readers("nixl") == 0
+
+
 def test_readers_of_one_lease_are_bounded() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)

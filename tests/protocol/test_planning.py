@@ -51,7 +51,10 @@ def test_every_needed_byte_is_covered_once_and_no_other(data: st.DataObject) -> 
             written[pieces.local_region][to : to + pieces.piece_bytes] += 1
             pairs[pieces.local_region][int(to)] = int(source)
     for region, (counts, pair) in enumerate(zip(written, pairs, strict=True)):
-        needed = {ours[i] * local.regions[region].stride_bytes: theirs[i] * remote.regions[region].stride_bytes for i in range(first // 4, -(-end // 4))}
+        needed = {
+            ours[i] * local.regions[region].stride_bytes: theirs[i] * remote.regions[region].stride_bytes
+            for i in range(first // 4, -(-end // 4))
+        }
         assert pair == needed
         assert counts.sum() == 64 * len(needed)
         assert counts.max() == 1
@@ -63,7 +66,15 @@ def test_nothing_missing_is_nothing_to_move() -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [([[0, 1]], [[0, 12]]), ([[0, 1]], [[0, -1]]), ([[0, 1]], [[0]]), ([[0]], [[0, 1]]), ([], [[0, 1]]), ([[0, 1]], []), ([[0, 99]], [[0, 1]])],
+    [
+        ([[0, 1]], [[0, 12]]),
+        ([[0, 1]], [[0, -1]]),
+        ([[0, 1]], [[0]]),
+        ([[0]], [[0, 1]]),
+        ([], [[0, 1]]),
+        ([[0, 1]], []),
+        ([[0, 99]], [[0, 1]]),
+    ],
 )
 def test_block_lists_are_checked_before_any_address_is_computed(ours: list[list[int]], theirs: list[list[int]]) -> None:
     with pytest.raises(RemoteProtocolError):

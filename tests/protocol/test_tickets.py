@@ -1,6 +1,7 @@
 """Only a whole, genuine ticket opens; everything else is InvalidTicket with a reason."""
 
 import base64
+import contextlib
 import hashlib
 import hmac
 
@@ -59,10 +60,8 @@ def test_a_ticket_with_any_character_changed_does_not_open(data: st.DataObject) 
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters().filter(lambda c: c != text[at]))
     forged = text[:at] + other + text[at + 1 :]
-    try:
+    with contextlib.suppress(InvalidTicket):
         assert KEY.open(forged) == make_ticket()  # base64 padding bits may differ without changing a byte
-    except InvalidTicket:
-        pass
 
 
 @given(st.one_of(st.none(), st.integers(), st.text(), st.binary(), st.lists(st.integers()), st.dictionaries(st.text(), st.text())))

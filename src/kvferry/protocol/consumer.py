@@ -224,7 +224,8 @@ class Consumer:
 
     def _attach(self, pull: _Pull, peer: Peer, now: float) -> None:
         pull.is_attached = True
-        self._to_all_ranks(peer, Attach(pull.ticket_text, pull.reader))
+        for rank, plane in peer.planes.items():
+            self._actions.append(Send(peer.control_address(rank), Attach(pull.ticket_text, pull.reader, plane)))
         self._beats.track(pull.life, pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
         self._meet(pull, _E.PEER_READY, now, "")
 

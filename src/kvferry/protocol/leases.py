@@ -5,6 +5,7 @@ settled it (confirmed, or given up) and nobody is attached, or when it has run o
 Pure: the caller passes `now` (local monotonic seconds) and acts on what returns.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -35,7 +36,8 @@ class EndedLease:
 @dataclass(slots=True)
 class _Lease:
     deadline: float
-    readers: set[str] = field(default_factory=set)
+    readers: dict[str, str] = field(default_factory=dict)
+    """Reader -> the plane it reads by."""
     settled: LeaseEnd | None = None
 
 
@@ -49,12 +51,17 @@ class LeaseTable:
     _last_serial: int = field(default=0, init=False)
     # One entry per lease. A renewed lease keeps its old entry, which is pushed back when it surfaces: renewals cost nothing here.
     _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
+    _readers_by_plane: Counter[str] = field(default_factory=Counter, init=False)
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._leases
+
+    def num_readers(self, plane: str) -> int:
+        """Readers attached to any lease that read by this plane."""
+        return self._readers_by_plane[plane]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
         if request in self._leases or serial <= self._last_serial:
@@ -68,12 +75,14 @@ class LeaseTable:
             return Standing.HELD
         return Standing.AHEAD if serial > self._last_serial else Standing.GONE
 
-    def attach(self, request: RequestId, reader: str, now: float) -> bool:
+    def attach(self, request: RequestId, reader: str, now: float, plane: str = "") -> bool:
         """Register a reader and renew; False when the lease is not held or has too many readers."""
         lease = self._leases.get(request)
         if lease is None or (len(lease.readers) >= MAX_READERS and reader not in lease.readers):
             return False
-        lease.readers.add(reader)
+        self._drop_reader(lease, reader)
+        lease.readers[reader] = plane
+        self._readers_by_plane[plane] += 1
         lease.deadline = max(lease.deadline, now + self.extension_s)
         return True
 
@@ -90,7 +99,7 @@ class LeaseTable:
         lease = self._leases.get(request)
         if lease is None or reader not in lease.readers or lease.deadline <= now:
             return False
-        lease.readers.discard(reader)
+        self._drop_reader(lease, reader)
         lease.settled = LeaseEnd.CONFIRMED
         return True
 
@@ -99,7 +108,7 @@ class LeaseTable:
         lease = self._leases.get(request)
         if lease is None or reader not in lease.readers:
             return False
-        lease.readers.discard(reader)
+        self._drop_reader(lease, reader)
         lease.settled = lease.settled or LeaseEnd.RELEASED
         return True
 
@@ -131,6 +140,8 @@ class LeaseTable:
                 heappush(self._by_deadline, (lease.deadline, request))
                 continue
             del self._leases[request]
+            for reader in list(lease.readers):
+                self._drop_reader(lease, reader)
             ended.append(EndedLease(request, lease.settled or LeaseEnd.EXPIRED))
         return ended
 
@@ -139,3 +150,11 @@ class LeaseTable:
         while self._by_deadline and self._by_deadline[0][1] not in self._leases:
             heappop(self._by_deadline)
         return self._by_deadline[0][0] if self._by_deadline else None
+
+    def _drop_reader(self, lease: _Lease, reader: str) -> None:
+        plane = lease.readers.pop(reader, None)
+        if plane is not None:
+            self._readers_by_plane[plane] -= 1
+            # Names come from peers: a plane nobody uses any more is not remembered.
+            if not self._readers_by_plane[plane]:
+                del self._readers_by_plane[plane]

@@ -62,6 +62,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
     ticket: str
     reader: str
+    plane: str = ""
+    """The data plane the reader will use; some need our help while they are read."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

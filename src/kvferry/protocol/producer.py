@@ -38,7 +38,8 @@ class _Claim:
     """Readers that came before the grant."""
 
     deadline: float
-    readers: dict[str, Route] = field(default_factory=dict)
+    readers: dict[str, tuple[Route, str]] = field(default_factory=dict)
+    """Reader -> where it is answered, and its plane."""
     confirms: dict[str, Route] = field(default_factory=dict)
     is_abandoned: bool = False
 
@@ -56,14 +57,18 @@ class Producer:
     def num_leases(self) -> int:
         return len(self._leases)
 
+    def num_readers(self, plane: str) -> int:
+        """Readers that may be reading our blocks by this plane right now."""
+        return self._leases.num_readers(plane)
+
     def grant(self, request: RequestId, serial: int, now: float) -> None:
         """The engine keeps this request's blocks for readers from now on."""
         self._leases.grant(request, serial, now)
         claim = self._claims.pop(request, None)
         if claim is None:
             return
-        for reader, route in claim.readers.items():
-            self._attach(request, reader, route, now)
+        for reader, (route, plane) in claim.readers.items():
+            self._attach(request, Attach("", reader, plane), route, now)
         for reader, route in claim.confirms.items():
             self._confirm(request, reader, route, now)
         if claim.is_abandoned:
@@ -94,7 +99,7 @@ class Producer:
         overdue = [request for request, claim in self._claims.items() if claim.deadline <= now]
         for request in overdue:
             claim = self._claims.pop(request)
-            for reader, route in {**claim.readers, **claim.confirms}.items():
+            for reader, (route, _) in claim.readers.items():
                 self._refuse(route, request, reader, f"no lease was granted within {self._settings.grant_wait_s:g} s")
 
     def next_deadline(self) -> float | None:
@@ -122,18 +127,18 @@ class Producer:
             return
         match self._leases.standing(ticket.lease, ticket.serial):
             case Standing.HELD:
-                self._attach(ticket.lease, message.reader, route, now)
+                self._attach(ticket.lease, message, route, now)
             case Standing.AHEAD:
-                self._claim(ticket, message.reader, route, now)
+                self._claim(ticket, message, route, now)
             case Standing.GONE:
                 self._refuse(route, ticket.lease, message.reader, "the lease has ended")
 
-    def _claim(self, ticket: Ticket, reader: str, route: Route, now: float) -> None:
+    def _claim(self, ticket: Ticket, message: Attach, route: Route, now: float) -> None:
         if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
-            self._refuse(route, ticket.lease, reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
+            self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
         claim = self._claims.setdefault(ticket.lease, _Claim(now + self._settings.grant_wait_s))
-        claim.readers[reader] = route
+        claim.readers[message.reader] = (route, message.plane)
 
     def _receive_heartbeat(self, route: Route, message: Heartbeat, now: float) -> None:
         gone = message.leases
@@ -165,9 +170,9 @@ class Producer:
         self._leases.detach(request, message.reader)
         self._collect(request)
 
-    def _attach(self, request: RequestId, reader: str, route: Route, now: float) -> None:
-        if not self._leases.attach(request, reader, now):
-            self._refuse(route, request, reader, "too many readers share this lease")
+    def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
+        if not self._leases.attach(request, message.reader, now, message.plane):
+            self._refuse(route, request, message.reader, "too many readers share this lease")
 
     def _confirm(self, request: RequestId, reader: str, route: Route, now: float) -> None:
         if self._leases.confirm(request, reader, now):

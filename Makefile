@@ -1,0 +1,64 @@
+# Everything here works on a fresh clone with python3 (3.11 or newer), git, make and a compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvferry-setup
+# The torch of pyproject.toml, installed first and alone so that a CPU build on offer satisfies the rest.
+# For builds from elsewhere: make setup TORCH_FLAGS='--index-url URL'
+TORCH := $(shell sed -n 's/^ *"\(torch>[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_FLAGS ?=
+PYTEST_FLAGS ?=
+
+# One thread per process: several engines share this machine in tests and in `up`.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up demo fmt check test constraints clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: $(STAMP)  ## a virtual environment in .venv with everything in it
+
+up: $(STAMP)  ## prefill, decode and router on this machine; serves until Ctrl-C
+	@exec $(BIN)/kvferry up
+
+demo: $(STAMP)  ## the same, for one request
+	@exec $(BIN)/kvferry up --once
+
+fmt: $(STAMP)  ## format, and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: $(STAMP)  ## format, lint, types, import arrows, docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+constraints: $(STAMP)  ## write constraints.txt anew from what is installed
+	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \
+	   $(BIN)/python -m pip freeze --exclude-editable --exclude torch --exclude kvferry | grep -v -i '^nvidia\|^triton\|^cuda'; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean:  ## remove the environment and what tools left
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "kvferry needs Python 3.11 or newer; name one with make PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
+	  || { echo "this Python cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) into $(VENV) (minutes, the first time)"
+	@$(BIN)/python -m pip install --quiet $(TORCH_FLAGS) '$(TORCH)'
+	@echo "installing kvferry and its tools into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,152 @@
+"""`--kv-transfer-config` in its two spellings, as one mapping. Pure.
+
+    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+    --kv-transfer-config.kv_role kv_both
+    --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC      (appends to a list)
+
+Values that are JSON are decoded, others are text. Where both spellings name a key, the dotted one wins.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.config.fields import shown
+from kvferry.errors import ConfigError
+
+__all__ = ["FLAG", "TransferArguments", "dashed", "split_transfer_arguments"]
+
+FLAG = "--kv-transfer-config"
+DOTTED_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\+?")
+MAX_PATH_PARTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TransferArguments:
+    """What an argument list says about KV transfer, and the arguments that are about something else."""
+
+    mapping: dict[str, Any] | None
+    """None: nothing was said."""
+    rest: tuple[str, ...]
+
+
+def split_transfer_arguments(arguments: Sequence[str]) -> TransferArguments:
+    """Take every `--kv-transfer-config…` out of an argument list and merge them. ConfigError for what cannot be meant."""
+    found: list[tuple[str, str]] = []
+    rest: list[str] = []
+    waiting = list(reversed(arguments))
+    while waiting:
+        flag, equals, inline = dashed(waiting.pop()).partition("=")
+        if flag == "--":
+            rest += [flag, *reversed(waiting)]
+            break
+        if flag == FLAG or flag.startswith(f"{FLAG}."):
+            found.append((flag, inline if equals else _next_value(flag, waiting)))
+        else:
+            rest.append(f"{flag}{equals}{inline}")
+    return TransferArguments(_merged(found) if found else None, tuple(rest))
+
+
+def dashed(argument: str) -> str:
+    """`--max_model_len=8` as `--max-model-len=8`: flags may be written either way. What follows a dot or `=` stays."""
+    if not argument.startswith("--"):
+        return argument
+    name = re.split(r"[.=]", argument, maxsplit=1)[0]
+    return name.replace("_", "-") + argument[len(name) :]
+
+
+def _next_value(flag: str, waiting: list[str]) -> str:
+    if not waiting or waiting[-1].startswith("--"):
+        raise ConfigError(f"{shown_flag(flag)} needs a value; write it after the flag")
+    return waiting.pop()
+
+
+def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The JSON first, then dotted values, then appends: the order on the command line does not matter, except among appends."""
+    whole = [value for flag, value in found if flag == FLAG]
+    if len(whole) > 1:
+        raise ConfigError(f"{FLAG} is given twice; keep one of them")
+    merged = _decoded_object(whole[0]) if whole else {}
+    dotted = [(_path(flag), value) for flag, value in found if flag != FLAG]
+    sets = [(path, value) for path, value in dotted if not path[-1].endswith("+")]
+    _refuse_overlaps([path for path, _ in sets])
+    for path, value in sets:
+        _parent(merged, path)[path[-1]] = _decoded_value(value)
+    for path, value in dotted:
+        if path[-1].endswith("+"):
+            _append(merged, path, value)
+    return merged
+
+
+def _path(flag: str) -> tuple[str, ...]:
+    dotted = flag[len(FLAG) + 1 :]
+    parts = tuple(dotted.split("."))
+    if not DOTTED_PATH.fullmatch(dotted) or len(parts) > MAX_PATH_PARTS:
+        raise ConfigError(f"{shown_flag(flag)} is not a dotted key; write it like {FLAG}.kv_role kv_both")
+    return parts
+
+
+def _refuse_overlaps(paths: Sequence[tuple[str, ...]]) -> None:
+    seen: set[tuple[str, ...]] = set()
+    for path in sorted(paths):
+        if path in seen:
+            raise ConfigError(f"{FLAG}.{'.'.join(path)} is given twice; keep one of them")
+        for length in range(1, len(path)):
+            if path[:length] in seen:
+                raise ConfigError(
+                    f"{FLAG}.{'.'.join(path)} goes into {'.'.join(path[:length])}, which is given a value too; keep one of them"
+                )
+        seen.add(path)
+
+
+def _parent(merged: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The object that holds the last part of a path, made where there is none."""
+    here = merged
+    for depth, part in enumerate(path[:-1]):
+        below = here.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError(
+                f"{'.'.join(path[: depth + 1])} is {shown(below)}, so {'.'.join(path)} cannot be set in it; make it an object"
+            )
+        here = below
+    return here
+
+
+def _append(merged: dict[str, Any], path: tuple[str, ...], value: str) -> None:
+    key = path[-1].removesuffix("+")
+    listed = _parent(merged, path).setdefault(key, [])
+    if not isinstance(listed, list):
+        raise ConfigError(f"{'.'.join((*path[:-1], key))} is {shown(listed)}, so nothing can be appended to it; make it a list")
+    listed.append(_decoded_value(value))
+
+
+def _decoded_object(text: str) -> dict[str, Any]:
+    try:
+        decoded = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{FLAG} is not JSON ({error}); put single quotes around it and double quotes inside") from None
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"{FLAG} must be a JSON object, got {shown(decoded)}")
+    return decoded
+
+
+def _decoded_value(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded = dict(pairs)
+    if len(decoded) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{FLAG} has the key {shown(twice)} twice; keep one of them")
+    return decoded
+
+
+def shown_flag(flag: str) -> str:
+    return flag if flag.isprintable() and len(flag) <= 120 else shown(flag)

@@ -1,0 +1,127 @@
+"""`kvferry doctor`: what this machine can do, and what to set. One line per topic; changes nothing."""
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvferry.cli.findings import (
+    Finding,
+    Level,
+    core_finding,
+    descriptor_finding,
+    enabled_transports,
+    gpu_finding,
+    nixl_findings,
+    python_finding,
+    torch_finding,
+    transport_finding,
+)
+from kvferry.cli.parser import Parser
+from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpus, is_port_free
+from kvferry.config import ClusterSecret, SideChannelConfig
+from kvferry.config.secret import FILE_NAME, runtime_directory
+from kvferry.errors import ConfigError
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "examine", "run"]
+
+DESCRIPTION = "Say what this machine can do for KV transfer, and what to set. Exit code 1 when something will not work."
+EXAMPLES = """\
+  kvferry doctor
+  kvferry doctor --json | jq '.findings[] | select(.level != "ok")'"""
+
+API_PORT = 8000
+PLAIN = {level: f"{level:<7}" for level in Level}
+COLOURED = {level: f"\033[{colour}m{PLAIN[level]}\033[0m" for level, colour in zip(Level, (32, 33, 31), strict=True)}
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    findings = examine(os.environ)
+    is_ok = all(finding.level is not Level.PROBLEM for finding in findings)
+    if arguments.json:
+        print(json.dumps({"is_ok": is_ok, "findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
+    else:
+        for finding in findings:
+            print(_line(finding, COLOURED if sys.stdout.isatty() else PLAIN))
+    return 0 if is_ok else 1
+
+
+def examine(environ: Mapping[str, str]) -> list[Finding]:
+    """Every check, side by side because some take seconds, in a fixed order."""
+    checks: list[Callable[[], list[Finding]]] = [
+        lambda: [python_finding(sys.version_info[:3])],
+        _torch,
+        lambda: _nixl(environ),
+        lambda: [_shared_memory()],
+        lambda: _side_channel(environ),
+        lambda: [_secret(environ)],
+        lambda: [_api_port()],
+        lambda: [descriptor_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
+        lambda: [core_finding(len(os.sched_getaffinity(0)))],
+    ]
+    with ThreadPoolExecutor(max_workers=4, thread_name_prefix="kvferry-doctor") as pool:
+        return [finding for found in pool.map(lambda check: check(), checks) for finding in found]
+
+
+def _torch() -> list[Finding]:
+    report = ask_torch()
+    return [torch_finding(report), gpu_finding(report, driver_gpus())]
+
+
+def _nixl(environ: Mapping[str, str]) -> list[Finding]:
+    report, log = ask_nixl(environ)
+    settings = {name: value for name, value in environ.items() if name.startswith("UCX_")}
+    return [*nixl_findings(report), *([transport_finding(enabled_transports(log), settings)] if log else [])]
+
+
+def _shared_memory() -> Finding:
+    reason = can_share_memory()
+    if reason is not None:
+        return Finding(Level.ADVICE, "shared memory", f"{reason}; engines on this machine use NIXL instead")
+    return Finding(Level.OK, "shared memory", "processes of this user can map each other's cache")
+
+
+def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
+    try:
+        channel = SideChannelConfig.from_environment(environ)
+        if not channel.is_local:
+            ClusterSecret.load(environ).check_reach(channel)
+    except ConfigError as error:
+        return [Finding(Level.PROBLEM, "side channel", str(error))]
+    where = f"port {channel.port} on {channel.bind_host}"
+    if channel.port and not is_port_free(channel.bind_host, channel.port):
+        return [Finding(Level.ADVICE, "side channel", f"{where} is taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another for the next engine")]
+    return [Finding(Level.OK, "side channel", f"{where} is free, advertised as {channel.advertised_host}")]
+
+
+def _secret(environ: Mapping[str, str]) -> Finding:
+    """Looks without making one: asking must not change the answer."""
+    is_given = any(environ.get(name) for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"))
+    own: Path = runtime_directory(environ) / FILE_NAME
+    if not is_given and not os.path.lexists(own):
+        return Finding(Level.OK, "secret", f"none yet; one for this machine is made on first use in {own}")
+    try:
+        secret = ClusterSecret.load(environ)
+    except ConfigError as error:
+        return Finding(Level.PROBLEM, "secret", str(error))
+    reach = "" if secret.is_explicit else " (this machine only; set KVFERRY_SECRET_FILE to reach others)"
+    return Finding(Level.OK, "secret", f"{secret.source}{reach}")
+
+
+def _api_port() -> Finding:
+    if is_port_free("127.0.0.1", API_PORT):
+        return Finding(Level.OK, "API port", f"{API_PORT} is free")
+    return Finding(Level.ADVICE, "API port", f"{API_PORT} is taken; choose another with --port")
+
+
+def _line(finding: Finding, marks: Mapping[Level, str]) -> str:
+    return f"{marks[finding.level]}  {finding.topic:<13}  {finding.text}"

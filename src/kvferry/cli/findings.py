@@ -1,0 +1,130 @@
+"""What `kvferry doctor` says: one finding per line, and how the answers of its probes become findings. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+__all__ = [
+    "Failed",
+    "Finding",
+    "Level",
+    "NixlReport",
+    "TorchReport",
+    "core_finding",
+    "descriptor_finding",
+    "enabled_transports",
+    "gpu_finding",
+    "nixl_findings",
+    "python_finding",
+    "torch_finding",
+    "transport_finding",
+]
+
+RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
+TRANSPORT_ROW = re.compile(r"\|\s*[a-z-]*\s*\|\s*[a-z0-9_]*\s*\|\s*\+\s*(\w+)\s*\|")
+LEAST_PYTHON = (3, 11)
+LEAST_CORES = 3
+LEAST_DESCRIPTORS = 4096
+
+
+class Level(StrEnum):
+    OK = "ok"
+    ADVICE = "advice"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    topic: str
+    text: str
+
+
+class TorchReport(msgspec.Struct, frozen=True):
+    """What a process that imported torch found."""
+
+    version: str
+    gpus: list[str] = []
+    cuda: str | None = None
+    """The CUDA version torch was built for; None: a CPU build."""
+
+
+class NixlReport(msgspec.Struct, frozen=True):
+    """What a process that made a NIXL agent found."""
+
+    version: str
+    plugins: list[str] = []
+    is_ucx_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A probe that did not answer, and why, in a few words."""
+
+    reason: str
+
+
+def python_finding(version: tuple[int, int, int]) -> Finding:
+    text = ".".join(map(str, version))
+    if version[:2] < LEAST_PYTHON:
+        return Finding(Level.PROBLEM, "Python", f"{text} is too old; kvferry needs 3.11 or newer")
+    return Finding(Level.OK, "Python", text)
+
+
+def core_finding(cores: int) -> Finding:
+    if cores < LEAST_CORES:
+        return Finding(Level.ADVICE, "cores", f"{cores}: prefill, decode and router share them, so expect order of magnitude, not speed")
+    return Finding(Level.OK, "cores", f"{cores}")
+
+
+def descriptor_finding(limit: int) -> Finding:
+    if limit < LEAST_DESCRIPTORS:
+        return Finding(Level.ADVICE, "open files", f"a process may open {limit}; run `ulimit -n 65536` before serving many clients")
+    return Finding(Level.OK, "open files", f"a process may open {limit}")
+
+
+def torch_finding(report: TorchReport | Failed) -> Finding:
+    if isinstance(report, Failed):
+        return Finding(Level.PROBLEM, "torch", f"{report.reason}; install it anew (`make setup`)")
+    return Finding(Level.OK, "torch", f"{report.version}, {'CPU build' if report.cuda is None else f'for CUDA {report.cuda}'}")
+
+
+def gpu_finding(report: TorchReport | Failed, driver_gpus: list[str]) -> Finding:
+    """`driver_gpus` is what the driver sees, whatever torch was built for."""
+    if isinstance(report, TorchReport) and report.gpus:
+        return Finding(Level.OK, "GPUs", f"{len(report.gpus)}: {', '.join(sorted(set(report.gpus)))}")
+    if driver_gpus:
+        return Finding(Level.ADVICE, "GPUs", f"{len(driver_gpus)} found, but torch cannot use them; install a torch built for CUDA")
+    return Finding(Level.ADVICE, "GPUs", "none found; the embedded engine runs on the CPU (`--device cpu`, the default)")
+
+
+def nixl_findings(report: NixlReport | Failed) -> list[Finding]:
+    if isinstance(report, Failed):
+        return [Finding(Level.PROBLEM, "NIXL", f"{report.reason}; engines on one machine can still use shared memory (planes: shm)")]
+    listed = ", ".join(sorted(report.plugins)) or "none"
+    if not report.is_ucx_up:
+        return [
+            Finding(Level.PROBLEM, "NIXL", f"{report.version} works, but its UCX plugin does not (plugins: {listed}); install nixl anew")
+        ]
+    return [Finding(Level.OK, "NIXL", f"{report.version}, plugins: {listed}")]
+
+
+def enabled_transports(log: str) -> list[str]:
+    """UCX's own table of transports, as its debug log prints it."""
+    return sorted(set(TRANSPORT_ROW.findall(log)))
+
+
+def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Finding:
+    """`settings` are the UCX_ variables in force; they are the usual reason for a missing transport."""
+    listed = ", ".join(transports)
+    given = "".join(f", with {name}={value}" for name, value in sorted(settings.items()))
+    if not transports:
+        return Finding(Level.ADVICE, "UCX", f"told nothing about its transports{given}")
+    if "cma" not in transports:
+        return Finding(Level.ADVICE, "UCX", f"{listed}{given}; without cma NIXL is slow on one machine, so allow ptrace in the container")
+    if not any(name.split("_")[0] in RDMA_TRANSPORTS for name in transports):
+        return Finding(Level.OK, "UCX", f"{listed}{given}; no RDMA device, so KV moves between machines over TCP")
+    return Finding(Level.OK, "UCX", f"{listed}{given}")

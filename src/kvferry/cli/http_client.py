@@ -1,0 +1,96 @@
+"""The few HTTP calls that `kvferry up` makes to what it has started. Blocking, each with a deadline, never through a configured proxy."""
+
+import http.client
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.errors import TransportError
+from kvferry.types import Address
+
+__all__ = ["Carried", "complete", "is_healthy", "read_carried", "sum_carried"]
+
+_HEALTH_S = 2.0
+_METRICS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What one data plane has moved."""
+
+    plane: str
+    transfers: int = 0
+    total_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.total_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    def __add__(self, other: "Carried") -> "Carried":
+        return Carried(self.plane, self.transfers + other.transfers, self.total_bytes + other.total_bytes, self.seconds + other.seconds)
+
+
+def is_healthy(address: Address) -> bool:
+    try:
+        return _call(address, "GET", "/health", None, _HEALTH_S)[0] == 200
+    except TransportError:
+        return False
+
+
+def complete(address: Address, request: dict[str, Any], timeout_s: float) -> str:
+    """The text of one completion. TransportError with what the server said instead."""
+    status, body = _call(address, "POST", "/v1/completions", json.dumps(request).encode(), timeout_s)
+    try:
+        answer = json.loads(body)
+        if status == 200:
+            return str(answer["choices"][0]["text"])
+        reason = answer["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        reason = body[:500].decode(errors="replace")
+    raise TransportError(f"{address} answered the sample request with status {status}: {reason}")
+
+
+def read_carried(address: Address) -> list[Carried]:
+    """What an engine's planes have moved so far, from its /metrics."""
+    status, body = _call(address, "GET", "/metrics", None, _METRICS_S)
+    if status != 200:
+        raise TransportError(f"{address} answered /metrics with status {status}")
+    try:
+        return sum_carried(_samples(body.decode()))
+    except (ValueError, LookupError) as error:
+        raise TransportError(f"the /metrics of {address} cannot be read: {error}") from error
+
+
+def sum_carried(parts: Iterable[Carried]) -> list[Carried]:
+    """One entry per plane that moved something, the busiest first."""
+    totals: dict[str, Carried] = {}
+    for part in parts:
+        totals[part.plane] = totals.get(part.plane, Carried(part.plane)) + part
+    return sorted((total for total in totals.values() if total.transfers or total.total_bytes), key=lambda total: -total.total_bytes)
+
+
+def _samples(text: str) -> Iterable[Carried]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "kvferry:transfer_bytes_total":
+                yield Carried(sample.labels["plane"], total_bytes=int(sample.value))
+            elif sample.name == "kvferry:transfer_seconds_total":
+                yield Carried(sample.labels["plane"], seconds=sample.value)
+            elif sample.name == "kvferry:transfers_total":
+                yield Carried(sample.labels["plane"], transfers=int(sample.value))
+
+
+def _call(address: Address, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise TransportError(f"{address} did not answer {method} {path}: {error or type(error).__name__}") from error
+    finally:
+        connection.close()

@@ -1,0 +1,116 @@
+"""`kvferry`: finds the command, runs it, and turns what goes wrong into one sentence and an exit code.
+
+A command is a module with `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) -> int`; it is imported only when it is
+asked for, so that `kvferry --help` costs nothing.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from kvferry import __version__
+from kvferry.cli.arguments import FLAG, dashed, split_transfer_arguments
+from kvferry.cli.parser import Parser, shown_word
+from kvferry.config.fields import nearest
+from kvferry.errors import ConfigError, KVFerryError
+
+__all__ = ["COMMANDS", "main"]
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    module: str
+    summary: str
+    takes_transfer_config: bool = False
+
+
+COMMANDS = {
+    "up": CommandEntry("kvferry.cli.up", "prefill, decode and router on this machine; shows one request, serves until Ctrl-C"),
+    "serve": CommandEntry("kvferry.cli.serve", "one engine, flags as `vllm serve`", takes_transfer_config=True),
+    "proxy": CommandEntry("kvferry.cli.proxy", "the router in front of prefill and decode instances"),
+    "make-model": CommandEntry("kvferry.cli.make_model", "writes a tiny checkpoint"),
+    "doctor": CommandEntry("kvferry.cli.doctor", "what this machine can do, and what to set"),
+}
+
+
+class Command(Protocol):
+    DESCRIPTION: str
+    EXAMPLES: str
+
+    def add_arguments(self, parser: Parser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 when something failed, 2 when a setting is wrong, 130 after Ctrl-C."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        return _complain(error, EXIT_CONFIG)
+    except KVFerryError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone. Pointing it elsewhere keeps the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if argv else EXIT_CONFIG
+    if argv[0] in ("-V", "--version"):
+        print(f"kvferry {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        raise ConfigError(f"{shown_word(argv[0])} is not a command of kvferry; {nearest(argv[0], COMMANDS)}")
+    return _run(argv[0], argv[1:])
+
+
+def _run(name: str, rest: list[str]) -> int:
+    entry = COMMANDS[name]
+    command = cast(Command, importlib.import_module(entry.module))
+    parser = Parser(f"kvferry {name}", command.DESCRIPTION, command.EXAMPLES)
+    command.add_arguments(parser)
+    if not entry.takes_transfer_config:
+        return command.run(parser.parse([dashed(argument) for argument in rest]))
+    parser.add_argument(FLAG, metavar="JSON", help="KV transfer as JSON; single keys as --kv-transfer-config.KEY VALUE, lists with KEY+")
+    split = split_transfer_arguments(rest)
+    arguments = parser.parse(split.rest)
+    arguments.kv_transfer_config = split.mapping
+    return command.run(arguments)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {entry.summary}" for name, entry in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: kvferry COMMAND [ARGUMENTS]",
+            "",
+            "Carries the KV cache of a language model from the engine that computed it to the engine that needs it.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`kvferry COMMAND --help` says more. `kvferry up` is the place to start.",
+        ]
+    )
+
+
+def _complain(error: KVFerryError, code: int) -> int:
+    print(f"kvferry: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

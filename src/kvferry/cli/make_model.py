@@ -1,0 +1,28 @@
+"""`kvferry make-model`: writes a tiny checkpoint whose answers depend on every block of its KV."""
+
+import argparse
+from pathlib import Path
+
+from kvferry.cli.parser import Parser
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+
+DESCRIPTION = "Write a tiny checkpoint in the layout of Hugging Face: random weights, a tokenizer, a chat template. Nothing is downloaded."
+EXAMPLES = """\
+  kvferry make-model /tmp/tiny
+  kvferry make-model /tmp/tiny-llama --family llama --seed 7"""
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if it is not there")
+    parser.add_argument("--family", choices=("qwen3", "llama"), default="qwen3", help="architecture (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # Imported here because it brings torch, which takes a second.
+    from kvferry.engine.make_model import make_model
+
+    make_model(arguments.directory, family=arguments.family, seed=arguments.seed)
+    print(f"wrote {arguments.directory}; try `kvferry serve {arguments.directory}`")
+    return 0

@@ -1,0 +1,158 @@
+"""Asks this machine what it can do.
+
+What may crash or hang (NIXL, torch, a driver) is asked in a process of its own, with a deadline.
+"""
+
+import errno
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from kvferry.cli.findings import Failed, NixlReport, TorchReport
+
+__all__ = ["Answer", "ask_nixl", "ask_torch", "can_share_memory", "driver_gpus", "is_port_free", "run_probe"]
+
+_Report = TypeVar("_Report", TorchReport, NixlReport)
+
+PROBE_TIMEOUT_S = 60.0
+
+TORCH_CODE = """
+import json, torch
+gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.version.cuda}))
+"""
+
+# Not to stdout, UCX's default, where a late line of its log would follow the answer.
+UCX_LOGGING = {"UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "stderr"}
+
+# Leaves by os._exit: a NIXL agent may take the interpreter down on its way out, which says nothing about how it works.
+NIXL_CODE = """
+import json, os, sys
+from importlib.metadata import version
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("kvferry-doctor", nixl_agent_config(enable_prog_thread=False, backends=[]))
+plugins = agent.get_plugin_list()
+try:
+    agent.create_backend("UCX")
+    is_up = True
+except Exception:
+    is_up = False
+print(json.dumps({"version": version("nixl"), "plugins": plugins, "is_ucx_up": is_up}))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+SHARED_BYTES = b"kvferry"
+# The parent's number is passed in: where pid namespaces meet, os.getppid() would be another's.
+SHARE_CODE = """
+import mmap, os, sys
+opened = os.open(f"/proc/{sys.argv[1]}/fd/{sys.argv[2]}", os.O_RDWR)
+with mmap.mmap(opened, mmap.PAGESIZE) as shared:
+    sys.stdout.write(shared[:7].decode())
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The last line a probe wrote, and everything it wrote beside."""
+
+    line: str
+    log: str
+
+
+def run_probe(code: str, *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> Answer | Failed:
+    """Run a piece of Python in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            env=None if environ is None else dict(environ),
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Failed(f"no answer within {timeout_s:g} s")
+    except OSError as error:
+        return Failed(f"cannot be asked ({error.strerror})")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        return Failed(_last_words(done))
+    return Answer(lines[-1], done.stdout + done.stderr)
+
+
+def ask_torch() -> TorchReport | Failed:
+    answer = run_probe(TORCH_CODE)
+    return answer if isinstance(answer, Failed) else _decoded(answer, TorchReport)
+
+
+def ask_nixl(environ: Mapping[str, str]) -> tuple[NixlReport | Failed, str]:
+    """The report, and UCX's log with its table of transports."""
+    answer = run_probe(NIXL_CODE, environ={**environ, **UCX_LOGGING})
+    return (answer, "") if isinstance(answer, Failed) else (_decoded(answer, NixlReport), answer.log)
+
+
+def driver_gpus() -> list[str]:
+    """GPUs as the driver's own tool lists them; none without it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return []
+    return [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
+
+
+def can_share_memory() -> str | None:
+    """None when another process of this user can map our anonymous memory; else why not."""
+    try:
+        opened = os.memfd_create("kvferry-doctor")
+    except (AttributeError, OSError) as error:
+        return f"anonymous shared memory cannot be made ({error})"
+    try:
+        os.ftruncate(opened, mmap.PAGESIZE)
+        os.pwrite(opened, SHARED_BYTES, 0)
+        answer = run_probe(SHARE_CODE, str(os.getpid()), str(opened), timeout_s=10.0)
+    finally:
+        os.close(opened)
+    if isinstance(answer, Failed):
+        return f"another process cannot open it ({answer.reason})"
+    return None if answer.line == SHARED_BYTES.decode() else "another process sees other bytes"
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether we could listen there now. True when the host is not ours to listen on: that is another complaint."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _decoded(answer: Answer, kind: type[_Report]) -> _Report | Failed:
+    try:
+        return msgspec.json.decode(answer.line, type=kind)
+    except (msgspec.DecodeError, ValueError):
+        return Failed(f"gave an answer that cannot be read ({ascii(answer.line)[:80]})")
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        return f"the process that asked it was killed by signal {-done.returncode}"
+    lines = done.stderr.strip().splitlines()
+    return f"cannot be used ({ascii(lines[-1])[1:161]})" if lines else f"ended with exit code {done.returncode}"

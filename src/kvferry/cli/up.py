@@ -1,0 +1,184 @@
+"""`kvferry up`: prefill, decode and router on this machine; shows one request and serves until it is told to stop.
+
+Whatever ends it, kill -9 included, it leaves no process, socket or file behind (see `processes`).
+"""
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from kvferry.cli.http_client import Carried, complete, read_carried, sum_carried
+from kvferry.cli.launch import LOOPBACK, LocalLaunch, UpOptions, child_environment
+from kvferry.cli.local_cluster import LocalCluster
+from kvferry.cli.parser import Parser
+from kvferry.cli.processes import ProcessGroup
+from kvferry.cli.startup_view import StartupView
+from kvferry.errors import ConfigError, KVFerryError
+from kvferry.types import Address
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+
+DESCRIPTION = "Run prefill, decode and router on this machine, show one request, and serve the OpenAI API until Ctrl-C."
+EXAMPLES = """\
+  kvferry up
+  kvferry up --prefill 2 --decode 2 --planes nixl
+  kvferry up --model ~/models/Qwen3-0.6B --port 9000
+  kvferry up --once"""
+
+PROMPT = (
+    "A ferry carries people, carts and letters over a river that has no bridge. It does not care what is written in the letters, "
+    "but it must not lose one, nor deliver one twice, nor hand one to a stranger."
+)
+SAMPLE_TOKENS = 16
+START_TIMEOUT_S = 300.0
+SAMPLE_TIMEOUT_S = 120.0
+LOOK_AGAIN_S = 0.25
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill instances (default: %(default)s)")
+    parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode instances (default: %(default)s)")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
+    parser.add_argument("--port", type=int, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
+    parser.add_argument("--planes", choices=("shm", "nixl"), help="data plane to use (default: the best that works here)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
+    parser.add_argument("--once", action="store_true", help="stop after the sample request")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = UpOptions(
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        model=arguments.model,
+        port=arguments.port,
+        planes=(arguments.planes,) if arguments.planes else (),
+        tensor_parallel_size=arguments.tensor_parallel_size,
+    )
+    _check_free(Address(LOOPBACK, options.port))
+    console = Console()
+    with _stop_signals(), _cluster(options) as (cluster, launch), _last_words(console, cluster):
+        router = _bring_up(cluster, launch, console)
+        carried = _show_sample(cluster, router, options, console)
+        if arguments.once:
+            return 0 if carried else 1
+        _show_address(router, options, console)
+        return _serve_until_stopped(cluster)
+
+
+@contextmanager
+def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
+    """The guardian is told of the directory before it exists, so there is no moment at which a kill would leave it behind."""
+    directory = Path(tempfile.gettempdir()) / f"kvferry-up-{secrets.token_hex(8)}"
+    with ProcessGroup(directory) as group:
+        directory.mkdir(mode=0o700)
+        secret_file = directory / "secret"
+        secret_file.touch(mode=0o600)
+        secret_file.write_text(secrets.token_hex(32))
+        launch = LocalLaunch(options, options.model or directory / "model")
+        cluster = LocalCluster(launch, child_environment(os.environ, secret_file), group.id, START_TIMEOUT_S)
+        try:
+            yield cluster, launch
+        finally:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+            cluster.close()
+
+
+def _bring_up(cluster: LocalCluster, launch: LocalLaunch, console: Console) -> Address:
+    with StartupView(console) as view:
+        if launch.options.model is None:
+            cluster.run_to_end("model", launch.make_model(), view)
+        return cluster.start(launch.options.prefill, launch.options.decode, view)
+
+
+def _show_sample(cluster: LocalCluster, router: Address, options: UpOptions, console: Console) -> list[Carried]:
+    request = {"model": options.model_name, "prompt": PROMPT, "max_tokens": SAMPLE_TOKENS, "temperature": 0, "ignore_eos": True}
+    since = time.monotonic()
+    text = complete(router, request, SAMPLE_TIMEOUT_S)
+    took_s = time.monotonic() - since
+    carried = sum_carried(part for address in cluster.decoders for part in read_carried(address))
+    _say(console, f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)")
+    for part in carried:
+        rate = f" at {_bytes(part.bytes_per_s)}/s" if part.seconds > 0 else ""
+        _say(console, f"moved:  {_bytes(part.total_bytes)} of KV cache by {part.plane} in {part.transfers} transfer(s){rate}")
+    if not carried:
+        _say(console, "moved:  nothing; the decode instance computed the prompt itself")
+    return carried
+
+
+def _show_address(router: Address, options: UpOptions, console: Console) -> None:
+    body = json.dumps({"model": options.model_name, "prompt": "Hello", "max_tokens": 16, "stream": True})
+    curl = f"curl -N http://{router}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    _say(console, f"\nserving on http://{router}; try\n  {curl}\nCtrl-C stops everything.")
+
+
+def _serve_until_stopped(cluster: LocalCluster) -> int:
+    try:
+        while True:
+            cluster.check_alive()
+            time.sleep(LOOK_AGAIN_S)
+    except KeyboardInterrupt:
+        return 0
+
+
+@contextmanager
+def _last_words(console: Console, cluster: LocalCluster) -> Iterator[None]:
+    """When something fails, show what the processes said last."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except KVFerryError:
+        for name, lines in cluster.last_words():
+            _say(console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)]))
+        raise
+
+
+@contextmanager
+def _stop_signals() -> Iterator[None]:
+    before = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _check_free(address: Address) -> None:
+    """Before anything is started: the router itself binds the port only at the end."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address.host, address.port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {address.port} cannot be used ({error.strerror}); stop what listens there or choose another --port"
+            ) from None
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

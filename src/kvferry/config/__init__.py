@@ -1,0 +1,36 @@
+"""Settings: frozen, typed, checked on construction. The only package that reads environment and files for them.
+
+Every `ConfigError` is one sentence that starts with the dotted key and ends with the fix.
+"""
+
+from kvferry.config.checkpoint import find_checkpoint
+from kvferry.config.environment import fault_spec_from_environment, kv_cache_layout_from_environment
+from kvferry.config.extra import (
+    ExampleExtraConfig,
+    ExtraConfig,
+    FreeExtraConfig,
+    NixlExtraConfig,
+    OffloadingExtraConfig,
+    register_extra_config,
+)
+from kvferry.config.secret import ClusterSecret
+from kvferry.config.side_channel import SideChannelConfig, is_loopback
+from kvferry.config.transfer import KVRole, KVTransferConfig, MultiExtraConfig
+
+__all__ = [
+    "ClusterSecret",
+    "ExampleExtraConfig",
+    "ExtraConfig",
+    "FreeExtraConfig",
+    "KVRole",
+    "KVTransferConfig",
+    "MultiExtraConfig",
+    "NixlExtraConfig",
+    "OffloadingExtraConfig",
+    "SideChannelConfig",
+    "fault_spec_from_environment",
+    "find_checkpoint",
+    "is_loopback",
+    "kv_cache_layout_from_environment",
+    "register_extra_config",
+]

@@ -1,0 +1,27 @@
+"""Settings that come from the environment alone. Pure: the caller passes the environment."""
+
+from collections.abc import Mapping
+
+from kvferry.config.fields import shown
+from kvferry.errors import ConfigError
+from kvferry.types import KVLayout
+
+__all__ = ["fault_spec_from_environment", "kv_cache_layout_from_environment"]
+
+LAYOUT_NAMES = ("KVFERRY_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
+
+
+def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
+    """KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND: a head's tokens lie together, so a head slice is one piece."""
+    for name in LAYOUT_NAMES:
+        text = environ.get(name, "").strip()
+        if text:
+            if text not in KVLayout.__members__:
+                raise ConfigError(f"{name} must be one of HND, NHD, got {shown(text)}")
+            return KVLayout(text)
+    return KVLayout.HND
+
+
+def fault_spec_from_environment(environ: Mapping[str, str]) -> str:
+    """KVFERRY_FAULTS: what the data planes do wrong on purpose, for tests that must fail; empty: nothing."""
+    return environ.get("KVFERRY_FAULTS", "").strip()

@@ -1,0 +1,181 @@
+"""`kv_connector_extra_config`, typed by connector. Pure; a registry by connector name that others may add to.
+
+Field names are the keys of the JSON, so they keep the spelling users know; every duration is in seconds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from kvferry.config.fields import (
+    Count,
+    Flag,
+    Natural,
+    Number,
+    Seconds,
+    Settings,
+    Text,
+    Texts,
+    check_fields,
+    nearest,
+    refuse_unknown_keys,
+    shown,
+)
+from kvferry.errors import ConfigError
+
+__all__ = [
+    "KNOWN_PLANES",
+    "ExampleExtraConfig",
+    "ExtraConfig",
+    "FreeExtraConfig",
+    "NixlExtraConfig",
+    "OffloadingExtraConfig",
+    "extra_config_class",
+    "register_extra_config",
+]
+
+KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "mooncake", "dist")
+
+
+@dataclass(frozen=True)
+class ExtraConfig:
+    """Settings of one connector. Subclasses are frozen dataclasses whose fields are the keys."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
+        return cls(**mapping)
+
+
+@dataclass(frozen=True)
+class FreeExtraConfig(ExtraConfig):
+    """Settings of a connector that checks them itself."""
+
+    settings: Settings = field(default_factory=dict)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        return cls(settings=dict(mapping))
+
+
+@dataclass(frozen=True)
+class NixlExtraConfig(ExtraConfig):
+    """Settings of NixlConnector and NixlPushConnector.
+
+    More fields than a class of ours has otherwise: it is one flat table because the JSON is.
+    """
+
+    backends: Texts = ("UCX",)
+    num_threads: Count = 4
+    kv_lease_duration: Seconds = 30.0
+    """How long P keeps blocks for D without hearing from it."""
+    decoder_kv_blocks_ttl: Seconds = 480.0
+    bidirectional_kv_xfer: Flag = False
+    kv_recompute_threshold: Natural = 64
+    """Fewer tokens than this are computed again rather than fetched back from D."""
+    enable_cross_layers_blocks: Flag = False
+    enable_permute_local_kv: Flag = False
+    """The same as the setting of that name at the top level; either switches it on."""
+    engine_ttl: Number = 3600.0
+    """Peers unheard of for so long are forgotten; 0 or less: never."""
+    enforce_handshake_compat: Flag = True
+    push_registration_timeout: Seconds | None = None
+    """None: as `decoder_kv_blocks_ttl`."""
+    planes: Texts = ()
+    """Pins the data planes, in order of preference; empty: all that work here."""
+    peers: Texts = ()
+    """Addresses (host:port) that may be dialled without a ticket of ours; for push behind a foreign router."""
+    handshake_timeout: Seconds = 5.0
+    read_timeout: Seconds = 30.0
+    confirm_timeout: Seconds = 5.0
+    receive_timeout: Seconds = 120.0
+    """From the moment D has blocks for a request until its last byte is confirmed, whatever happens in between."""
+    grant_wait: Seconds = 5.0
+    """How long a valid ticket waits for the grant that was overtaken on its way to the worker."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.backends:
+            raise ConfigError('backends must name at least one NIXL backend, for example ["UCX"]')
+        for plane in self.planes:
+            if plane not in KNOWN_PLANES:
+                raise ConfigError(f"planes names {shown(plane)}, which is no data plane; {nearest(plane, KNOWN_PLANES)}")
+        for peer in self.peers:
+            _check_peer(peer)
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """A sixth of the lease, in whole seconds where there are whole seconds to count."""
+        return self.kv_lease_duration // 6 if self.kv_lease_duration >= 6 else self.kv_lease_duration / 6
+
+    @property
+    def lease_extension_s(self) -> float:
+        """What one heartbeat adds: two thirds of the lease, rounded in the same way."""
+        return self.kv_lease_duration * 2 // 3 if self.kv_lease_duration >= 3 else self.kv_lease_duration * 2 / 3
+
+    @property
+    def push_registration_timeout_s(self) -> float:
+        return self.decoder_kv_blocks_ttl if self.push_registration_timeout is None else self.push_registration_timeout
+
+
+@dataclass(frozen=True)
+class OffloadingExtraConfig(ExtraConfig):
+    """Settings of OffloadingConnector."""
+
+    spec_name: Text = "CPUOffloadingSpec"
+    spec_module_path: Text | None = None
+    cpu_bytes_to_use: Natural = 0
+    block_size: Natural = 0
+    """Tokens per offloaded chunk; 0: the engine's block."""
+    blocks_per_chunk: Natural = 0
+    eviction_policy: Text = "lru"
+    cache_policy_module_path: Text | None = None
+    store_threshold: Natural = 0
+    """From 2 on, only blocks seen so often are stored."""
+    max_tracker_size: Count = 64_000
+    offload_prompt_only: Flag = True
+    canonical_layout: Flag = False
+    self_describing_kv_events: Flag = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.cpu_bytes_to_use == 0:
+            raise ConfigError("cpu_bytes_to_use is missing; set it to the bytes of host memory to use, for example 1073741824")
+        if self.block_size and self.blocks_per_chunk:
+            raise ConfigError("block_size and blocks_per_chunk both say how large a chunk is; keep one of them")
+
+
+@dataclass(frozen=True)
+class ExampleExtraConfig(ExtraConfig):
+    """Settings of ExampleConnector."""
+
+    shared_storage_path: Text = "/tmp/kvferry-example"
+
+
+_CLASSES: dict[str, type[ExtraConfig]] = {
+    "ExampleConnector": ExampleExtraConfig,
+    "NixlConnector": NixlExtraConfig,
+    "NixlPullConnector": NixlExtraConfig,
+    "NixlPushConnector": NixlExtraConfig,
+    "OffloadingConnector": OffloadingExtraConfig,
+}
+
+
+def register_extra_config(connector: str, cls: type[ExtraConfig]) -> None:
+    """Type the extra config of one more connector."""
+    if connector in _CLASSES:
+        raise ConfigError(f"{connector} already has a class of settings; choose another connector name")
+    _CLASSES[connector] = cls
+
+
+def extra_config_class(connector: str) -> type[ExtraConfig]:
+    return _CLASSES.get(connector, FreeExtraConfig)
+
+
+def _check_peer(peer: str) -> None:
+    host, separator, port = peer.rpartition(":")
+    if not (host and separator and port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        raise ConfigError(f"peers has {shown(peer)}, which is no address; write host:port, for example 10.0.0.7:5600")

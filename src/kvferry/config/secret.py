@@ -1,0 +1,149 @@
+"""The cluster secret: who has it belongs to the cluster. Read from the operator, or made once per user on a single host.
+
+`ClusterSecret.load` reads the environment it is given, and the file system.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from kvferry.config.fields import shown
+from kvferry.config.side_channel import SideChannelConfig
+from kvferry.errors import ConfigError
+
+__all__ = ["MIN_SECRET_BYTES", "ClusterSecret", "runtime_directory"]
+
+MIN_SECRET_BYTES = 16
+MAX_SECRET_BYTES = 4096
+FILE_NAME = "secret"
+FILE_VARIABLE, TEXT_VARIABLE = "KVFERRY_SECRET_FILE", "KVFERRY_SECRET"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSecret:
+    """The secret's bytes and where they came from. Never shown."""
+
+    key: bytes = field(repr=False)
+    source: str
+    """The variable or file it was read from, for people."""
+    is_explicit: bool
+    """Whether the operator gave it. One we made ourselves is good for this host only."""
+
+    def __post_init__(self) -> None:
+        if len(self.key) < MIN_SECRET_BYTES:
+            fix = "use `openssl rand -hex 32`" if self.is_explicit else "delete it and it will be made anew"
+            raise ConfigError(f"{self.source} holds a secret of {len(self.key)} bytes, but {MIN_SECRET_BYTES} are the least; {fix}")
+        if len(self.key) > MAX_SECRET_BYTES:
+            raise ConfigError(f"{self.source} holds a secret of more than {MAX_SECRET_BYTES} bytes; use `openssl rand -hex 32`")
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str]) -> Self:
+        """KVFERRY_SECRET_FILE or KVFERRY_SECRET; else this user's own, made on first use. Safe when two processes start at once."""
+        path, text = environ.get(FILE_VARIABLE, ""), environ.get(TEXT_VARIABLE, "")
+        if path and text:
+            raise ConfigError(f"{FILE_VARIABLE} and {TEXT_VARIABLE} are both set; keep one of them")
+        if path:
+            return cls(_read_given(Path(path)), f"{FILE_VARIABLE} {path}", is_explicit=True)
+        if text:
+            return cls(text.strip().encode("utf-8", "surrogateescape"), TEXT_VARIABLE, is_explicit=True)
+        directory = runtime_directory(environ)
+        return cls(_read_or_make(directory), str(directory / FILE_NAME), is_explicit=False)
+
+    def check_reach(self, side_channel: SideChannelConfig) -> None:
+        """ConfigError when others could reach us and the operator gave no secret."""
+        if self.is_explicit or side_channel.is_local:
+            return
+        reach = f"bound to {side_channel.bind_host} and advertised as {side_channel.advertised_host}"
+        raise ConfigError(f"{FILE_VARIABLE} must be set to the cluster's secret when the side channel is {reach}; without it use localhost")
+
+
+def runtime_directory(environ: Mapping[str, str]) -> Path:
+    """This user's private directory for what lives as long as the session: in XDG_RUNTIME_DIR, else in the temporary directory."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and _is_ours(Path(runtime)):
+        return Path(runtime) / "kvferry"
+    return Path(environ.get("TMPDIR") or "/tmp") / f"kvferry-{os.geteuid()}"
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        found = directory.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _read_given(path: Path) -> bytes:
+    """The operator's file. Links are followed: mounted secrets are links."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{FILE_VARIABLE} names {path}, which is not a file; name the file that holds the secret")
+            if found.st_mode & 0o027:
+                raise ConfigError(f"{FILE_VARIABLE} names {path}, which others may read or write; run `chmod 600 {path}`")
+            return file.read(MAX_SECRET_BYTES + 2).strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{FILE_VARIABLE} names {shown(str(path))}, which cannot be read ({reason}); correct the path or its mode"
+        ) from error
+
+
+def _read_or_make(directory: Path) -> bytes:
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be used for the secret ({error.strerror}); remove it or set {FILE_VARIABLE}") from error
+    try:
+        _check_private(os.fstat(opened), directory)
+        if (found := _read_own(opened, directory)) is None:
+            _make(opened)
+            found = _read_own(opened, directory)
+        if found is None:
+            raise ConfigError(f"{directory / FILE_NAME} disappeared while it was made; set {FILE_VARIABLE}")
+        return found
+    except OSError as error:
+        raise ConfigError(f"{directory / FILE_NAME} cannot be made or read ({error.strerror}); remove it or set {FILE_VARIABLE}") from error
+    finally:
+        os.close(opened)
+
+
+def _read_own(directory_fd: int, directory: Path) -> bytes | None:
+    try:
+        opened = os.open(FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return None
+    with open(opened, "rb") as file:
+        found = os.fstat(file.fileno())
+        _check_private(found, directory / FILE_NAME)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{directory / FILE_NAME} is not a file; remove it")
+        return file.read(MAX_SECRET_BYTES + 2).strip()
+
+
+def _make(directory_fd: int) -> None:
+    """Whole or not at all: written under another name, then linked. Whoever links first has made it; the others read that one."""
+    name = f".{FILE_NAME}.{secrets.token_hex(8)}"
+    opened = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    try:
+        with open(opened, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        with suppress(FileExistsError):
+            os.link(name, FILE_NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd, follow_symlinks=False)
+    finally:
+        os.unlink(name, dir_fd=directory_fd)
+
+
+def _check_private(found: os.stat_result, path: Path) -> None:
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"{path} belongs to another user; remove it or set {FILE_VARIABLE}")
+    if found.st_mode & 0o077:
+        raise ConfigError(f"{path} can be opened by others; run `chmod go= {path}`, or remove it if you did not make it")

@@ -1,0 +1,97 @@
+"""Where an engine's side channel listens and what it tells others to dial. Reads the environment it is given."""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from kvferry.config.fields import Port, Text, check_fields, shown
+from kvferry.errors import ConfigError
+
+__all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard"]
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 5600
+HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
+
+HOST_NAMES = ("KVFERRY_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+PORT_NAMES = ("KVFERRY_SIDE_CHANNEL_PORT", "VLLM_NIXL_SIDE_CHANNEL_PORT")
+BIND_NAME = "KVFERRY_SIDE_CHANNEL_BIND"
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannelConfig:
+    """Two addresses: one to listen on, one for others to dial. A wildcard is never the second."""
+
+    bind_host: Text = LOOPBACK
+    advertised_host: Text = LOOPBACK
+    port: Port = DEFAULT_PORT
+    """0: any free one."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("bind_host", "advertised_host"):
+            if not _is_host(getattr(self, name)):
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}, which is no host; use an address or a host name")
+        if is_wildcard(self.advertised_host):
+            raise ConfigError(f"advertised_host is {self.advertised_host}, which no peer can dial; use this machine's address")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
+        """KVFERRY_SIDE_CHANNEL_HOST and _PORT, else the same of VLLM_NIXL_; KVFERRY_SIDE_CHANNEL_BIND to listen elsewhere."""
+        host_name, host = _first(environ, HOST_NAMES, "localhost")
+        port_name, port = _first(environ, PORT_NAMES, str(DEFAULT_PORT))
+        if is_wildcard(host):
+            raise ConfigError(f"{host_name} is {host}, which no peer can dial; set it to this machine's address and {BIND_NAME} to {host}")
+        bind_name, bind = _first(environ, (BIND_NAME,), host)
+        for name, value in ((host_name, host), (bind_name, bind)):
+            if not _is_host(value):
+                raise ConfigError(f"{name} is {shown(value)}, which is no host; set it to an address or a host name")
+        return cls(bind_host=_numeric(bind), advertised_host=_numeric(host), port=_port(port_name, port))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return is_loopback(self.bind_host) and is_loopback(self.advertised_host)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host means "every interface"."""
+    if host in ("*", "0"):
+        return True
+    address = _parsed(host)
+    return address is not None and address.is_unspecified
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine and nothing else. Other names are not looked up, so they are not."""
+    address = _parsed(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _parsed(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+
+
+def _is_host(host: str) -> bool:
+    return is_wildcard(host) or _parsed(host) is not None or HOST_NAME.fullmatch(host) is not None
+
+
+def _numeric(host: str) -> str:
+    """One spelling of the loopback, so that nobody dials ::1 where we listen on 127.0.0.1; brackets belong to ports, not hosts."""
+    return LOOPBACK if host == "localhost" else host.removeprefix("[").removesuffix("]")
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...], default: str) -> tuple[str, str]:
+    """The first variable that is set and not empty, with its value."""
+    return next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), (names[-1], default))
+
+
+def _port(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 65536):
+        raise ConfigError(f"{name} must be a port number from 0 to 65535, got {shown(text)}")
+    return int(text)

@@ -1,0 +1,142 @@
+"""`KVTransferConfig`: what `--kv-transfer-config` says. Pure but for the random default of `engine_id`."""
+
+import dataclasses
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from kvferry.config.extra import ExtraConfig, FreeExtraConfig, NixlExtraConfig, extra_config_class, register_extra_config
+from kvferry.config.fields import Flag, Port, Settings, Text, check_fields, refuse_unknown_keys, shown
+from kvferry.errors import ConfigError
+from kvferry.types import FailurePolicy
+
+__all__ = ["BufferDevice", "KVRole", "KVTransferConfig", "MultiExtraConfig"]
+
+OWN_PACKAGE = "kvferry"
+
+
+class KVRole(StrEnum):
+    PRODUCER = "kv_producer"
+    CONSUMER = "kv_consumer"
+    BOTH = "kv_both"
+
+
+class BufferDevice(StrEnum):
+    """Where transferred KV lies."""
+
+    AUTO = "auto"
+    """On the engine's own device."""
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class KVTransferConfig:
+    """One engine's part in KV transfer. Picklable; equal when everything but the derived `extra` is."""
+
+    kv_connector: Text
+    kv_role: KVRole
+    kv_buffer_device: BufferDevice = BufferDevice.AUTO
+    kv_connector_extra_config: Settings = field(default_factory=dict)
+    """As given; `extra` is the same, typed and with defaults."""
+    kv_connector_module_path: Text | None = None
+    engine_id: Text = field(default_factory=lambda: str(uuid.uuid4()))
+    kv_load_failure_policy: FailurePolicy = FailurePolicy.FAIL
+    enable_permute_local_kv: Flag = False
+    kv_port: Port = 14579
+    """Accepted because vLLM has it; nothing here uses it."""
+    extra: ExtraConfig = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        with_path = _Prefixed("kv_connector_extra_config.")
+        with with_path:
+            extra = self._extra_class().from_mapping(self.kv_connector_extra_config, self.kv_connector)
+        if isinstance(extra, MultiExtraConfig):
+            extra = extra.under(self.engine_id)
+        if isinstance(extra, NixlExtraConfig):
+            self._check_nixl(extra)
+        object.__setattr__(self, "extra", extra)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """From decoded JSON. ConfigError names the dotted key."""
+        refuse_unknown_keys(mapping, [f.name for f in fields(cls) if f.init], "--kv-transfer-config")
+        for key, example in (("kv_connector", "NixlConnector"), ("kv_role", "kv_both")):
+            if key not in mapping:
+                raise ConfigError(f'{key} is missing; set it in --kv-transfer-config, for example "{key}": "{example}"')
+        return cls(**mapping)
+
+    @property
+    def is_kv_producer(self) -> bool:
+        return self.kv_role in (KVRole.PRODUCER, KVRole.BOTH)
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return self.kv_role in (KVRole.CONSUMER, KVRole.BOTH)
+
+    def _extra_class(self) -> type[ExtraConfig]:
+        """A connector from somebody else's module checks its own settings, whatever it is called."""
+        path = self.kv_connector_module_path
+        return extra_config_class(self.kv_connector) if path is None or path.split(".")[0] == OWN_PACKAGE else FreeExtraConfig
+
+    def _check_nixl(self, extra: NixlExtraConfig) -> None:
+        if extra.bidirectional_kv_xfer and self.kv_connector == "NixlPushConnector":
+            raise ConfigError(
+                "kv_connector_extra_config.bidirectional_kv_xfer does not work with NixlPushConnector; set it to false or use NixlConnector"
+            )
+        object.__setattr__(self, "enable_permute_local_kv", self.enable_permute_local_kv or extra.enable_permute_local_kv)
+
+
+@dataclass(frozen=True)
+class MultiExtraConfig(ExtraConfig):
+    """Settings of MultiConnector: the connectors it is made of, in order of preference."""
+
+    connectors: tuple[KVTransferConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.connectors:
+            raise ConfigError("connectors must list at least one connector; add one with its kv_connector and kv_role")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], connector: str) -> Self:
+        refuse_unknown_keys(mapping, [f.name for f in fields(cls)], connector)
+        listed = mapping.get("connectors", ())
+        if not isinstance(listed, (list, tuple)):
+            raise ConfigError(f"connectors must be a list of objects, got {shown(listed)}")
+        return cls(connectors=tuple(_child(index, child) for index, child in enumerate(listed)))
+
+    def under(self, engine_id: str) -> Self:
+        """The same for children of one engine: they share its id."""
+        return dataclasses.replace(self, connectors=tuple(dataclasses.replace(c, engine_id=engine_id) for c in self.connectors))
+
+
+register_extra_config("MultiConnector", MultiExtraConfig)
+
+
+def _child(index: int, child: object) -> KVTransferConfig:
+    with _Prefixed(f"connectors[{index}]"):
+        if not isinstance(child, Mapping):
+            raise ConfigError(f" must be an object, got {shown(child)}")
+    with _Prefixed(f"connectors[{index}]."):
+        if "engine_id" in child:
+            raise ConfigError("engine_id cannot be set, because the connectors of a MultiConnector share its engine_id; remove it")
+        if child.get("kv_connector") == "MultiConnector":
+            raise ConfigError("kv_connector cannot be MultiConnector again; list its connectors here instead")
+        return KVTransferConfig.from_mapping(child)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefixed:
+    """Puts the path in front of the key that a ConfigError from inside starts with."""
+
+    path: str
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ConfigError):
+            raise type(error)(f"{self.path}{error}") from None

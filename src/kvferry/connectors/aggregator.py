@@ -1,0 +1,70 @@
+"""Joins what the ranks of one engine report: a transfer is over when every rank says so.
+
+Pure. Remembers which rank has reported which id, so a rank that reports twice does not end it early, and forgets the oldest ids past a
+bound, so that reports that never become whole cannot grow without end.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvferry.connectors.contract import KVConnectorOutput
+
+__all__ = ["KVOutputAggregator"]
+
+MAX_PARTIAL = 100_000
+
+
+class KVOutputAggregator:
+    def __init__(self, expected_finished_count: int, max_partial: int = MAX_PARTIAL) -> None:
+        self._expected = expected_finished_count
+        self._max_partial = max_partial
+        self._sending: OrderedDict[str, set[int]] = OrderedDict()
+        self._recving: OrderedDict[str, set[int]] = OrderedDict()
+        self._failed: dict[str, str] = {}
+
+    @property
+    def num_partial(self) -> int:
+        """Ids that some ranks, but not all, have reported."""
+        return len(self._sending) + len(self._recving)
+
+    def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
+        """One output of all ranks; `outputs[i]` is rank i's, None when it has nothing to say."""
+        whole = KVConnectorOutput()
+        for rank, output in enumerate(outputs):
+            if output is not None:
+                self._take(rank, output, whole)
+        for request in whole.finished_recving & self._failed.keys():
+            whole.failed_recving.add(request)
+            reason = self._failed.pop(request)
+            if reason:
+                whole.failure_reasons[request] = reason
+        return whole
+
+    def _take(self, rank: int, output: KVConnectorOutput, whole: KVConnectorOutput) -> None:
+        if output.expected_finished_count > 0:
+            self._expected = output.expected_finished_count
+        for request in output.failed_recving:
+            self._failed[request] = self._failed.get(request) or output.failure_reasons.get(request, "")
+        whole.finished_sending |= self._count(self._sending, rank, output.finished_sending)
+        whole.finished_recving |= self._count(self._recving, rank, output.finished_recving)
+        whole.invalid_block_ids |= output.invalid_block_ids
+        if output.kv_connector_stats is not None:
+            stats = whole.kv_connector_stats
+            whole.kv_connector_stats = output.kv_connector_stats if stats is None else stats.aggregate(output.kv_connector_stats)
+        meta = output.kv_connector_worker_meta
+        if meta is not None:
+            known = whole.kv_connector_worker_meta
+            whole.kv_connector_worker_meta = meta if known is None else known.aggregate(meta)
+
+    def _count(self, partial: OrderedDict[str, set[int]], rank: int, finished: set[str]) -> set[str]:
+        complete = set()
+        for request in finished:
+            ranks = partial.setdefault(request, set())
+            ranks.add(rank)
+            if len(ranks) >= self._expected:
+                del partial[request]
+                complete.add(request)
+        while len(partial) > self._max_partial:
+            forgotten, _ = partial.popitem(last=False)
+            self._failed.pop(forgotten, None)
+        return complete

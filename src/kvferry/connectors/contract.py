@@ -1,0 +1,449 @@
+"""The contract between an engine and a KV connector: `KVConnectorBase_V1`.
+
+The names, call order and return values are those of vLLM 0.32, so that an engine written against either drives both. One instance per
+role: one SCHEDULER in the process that schedules, one WORKER in each tensor-parallel rank. An engine calls, per step and in this order:
+
+    scheduler  on_new_request* -> get_num_new_matched_tokens -> update_state_after_alloc -> build_connector_meta
+    worker     handle_preemptions -> bind_connector_metadata -> start_load_kv -> (per layer: wait_for_layer_load, save_kv_layer)
+               -> wait_for_save -> get_transfer_results -> get_kv_connector_stats -> clear_connector_metadata
+    scheduler  update_connector_output (aggregated over ranks) -> request_finished
+
+Steps without tokens take the same path. What is not in vLLM is marked "kvferry only" and has a default.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kvferry.config import KVTransferConfig, SideChannelConfig
+    from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
+    from kvferry.ports.kit import PlaneKit
+    from kvferry.ports.memory import CacheMemory
+
+__all__ = [
+    "ConnectorConfig",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheGroup",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "KVTensor",
+    "ModelIdentity",
+    "ParallelConfig",
+    "Request",
+    "RequestStatus",
+    "SupportsHMA",
+    "supports_hma",
+]
+
+
+class KVConnectorRole(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class RequestStatus(IntEnum):
+    """Life of a request in an engine; everything past PREEMPTED is finished."""
+
+    WAITING = 0
+    WAITING_FOR_REMOTE_KVS = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+
+class Request(Protocol):
+    """What a connector may read of an engine's request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def status(self) -> RequestStatus: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """As the client or router sent them: untrusted."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output."""
+
+    @property
+    def cache_salt(self) -> str:
+        """Whatever besides the token ids decides the KV (LoRA, multimodal hashes, a tenant's salt); empty for none."""
+
+
+class KVCacheBlocks(Protocol):
+    """The blocks a request holds, per KV-cache group."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]: ...
+
+
+class KVTensor(Protocol):
+    """What a connector needs of one layer's cache tensor (a torch tensor has it). Dimension 0 is the block."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def device(self) -> Any: ...
+    def data_ptr(self) -> int: ...
+    def stride(self, dim: int) -> int: ...
+    def element_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share a block table."""
+
+    layer_names: tuple[str, ...]
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The shape of one worker's cache."""
+
+    num_blocks: int
+    block_size: int
+    groups: tuple[KVCacheGroup, ...]
+    layout: str
+    num_kv_heads: int
+    """Heads held by this worker."""
+    head_dim: int
+    cache_dtype: str
+    """As torch spells it, without the prefix: `float32`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    tp_size: int = 1
+    tp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What decides whether two engines' KV is interchangeable."""
+
+    architecture: str
+    fingerprint: str
+    """Hash of the configuration and the weights, so that another revision or quantisation differs."""
+    num_layers: int
+    total_kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Everything a connector is built from; an engine makes one per process."""
+
+    kv_transfer: "KVTransferConfig"
+    model: ModelIdentity
+    parallel: ParallelConfig
+    side_channel: "SideChannelConfig"
+    secret: bytes
+    epoch: str
+    """Random, made once per engine start and equal in all its processes."""
+    kit: "PlaneKit"
+    cache_memory: "CacheMemory | None" = None
+    """WORKER only: the buffer that holds the cache tensors, if it came from the kit."""
+    max_model_len: int = 0
+
+
+class KVConnectorMetadata:
+    """What the scheduler tells the workers in one step. Picklable, small."""
+
+
+class KVConnectorHandshakeMetadata:
+    """What a worker tells its own scheduler once, for the side channel to serve."""
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """What a worker tells the scheduler each step."""
+
+    @abstractmethod
+    def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata": ...
+
+
+@dataclass(slots=True)
+class KVConnectorTransferResults:
+    """One rank's news. Every failed receive is in `finished_recving` too."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    failure_reasons: dict[str, str] = field(default_factory=dict)
+    """kvferry only: a sentence per failed receive."""
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What one step's workers report, per rank or aggregated."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    failure_reasons: dict[str, str] = field(default_factory=dict)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    kv_connector_stats: "KVConnectorStats | None" = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    expected_finished_count: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.failed_recving
+            or self.invalid_block_ids
+            or self.kv_connector_stats
+            or self.kv_cache_events
+            or self.kv_connector_worker_meta
+            or self.expected_finished_count
+        )
+
+
+class SupportsHMA(ABC):
+    """Mark of connectors that understand several KV-cache groups."""
+
+    @abstractmethod
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]: ...
+
+
+def supports_hma(connector: object) -> bool:
+    """Whether a connector, or a connector class, takes several KV-cache groups."""
+    return issubclass(connector, SupportsHMA) if isinstance(connector, type) else isinstance(connector, SupportsHMA)
+
+
+class KVConnectorBase_V1(ABC):
+    """One connector in one role. See the module docstring for who calls what, when."""
+
+    def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._role = role
+        self._kv_cache_config = kv_cache_config
+        self._connector_metadata: KVConnectorMetadata | None = None
+
+    @property
+    def role(self) -> KVConnectorRole:
+        return self._role
+
+    # -- both roles ------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Stop threads and release everything. Idempotent."""
+        return None
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        """kvferry only. `wake` may be called from any thread when the engine should step soon to collect news."""
+        return None
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """What happened since the last call."""
+        return None
+
+    # -- scheduler -------------------------------------------------------------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a preempted request's output in flight must be dropped because its blocks are to be handed over."""
+        return self._config.kv_transfer.is_kv_producer
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return False
+
+    def bind_kv_cache_manager(self, manager: Any) -> None:
+        """Called once, when the engine's block manager exists."""
+        self.bind_gpu_block_pool(getattr(manager, "block_pool", None))
+
+    def bind_gpu_block_pool(self, pool: Any) -> None:
+        return None
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has entered the engine, before it is scheduled. Called once per request."""
+        return None
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens beyond `num_computed_tokens` can be loaded, and whether that happens between steps.
+
+        None: ask again later. Called at every scheduling attempt, so free of side effects. An asynchronous answer is > 0.
+        """
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> set[int] | None:
+        """Groups a load fills; None for all."""
+        return None
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks are there. Called for every admitted request, with 0 external tokens too, and again after an asynchronous load (with
+        0)."""
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
+        return {}
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's message to the workers. Resets what is per step."""
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will come back soon, so that waiting beats preempting."""
+        return False
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must take a step although nothing is scheduled."""
+        return False
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        return None
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def register_finished_partial_tail(self, request: Request, block_ids: tuple[list[int], ...], tails: Any) -> bool:
+        return False
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Called once per request, for every way to finish. (True, …): keep the blocks until `finished_sending` names it."""
+        return False, None
+
+    def get_finished_count(self) -> int | None:
+        """How many ranks report each id; None for all."""
+        return None
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """The workers' handshake data by TP rank, once, after registration."""
+        return None
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> None:
+        """The same keyed by (PP rank, TP rank)."""
+        later = sorted(pp for pp, _ in metadata if pp > 0)
+        if later:
+            raise ValueError(f"{type(self).__name__} does not serve pipeline ranks beyond 0 (got {later[0]})")
+        self.set_xfer_handshake_metadata({tp: value for (_, tp), value in metadata.items()})
+
+    def reset_cache(self) -> bool | None:
+        """Forget cached KV. False when that failed."""
+        return None
+
+    # -- worker ----------------------------------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None]:
+        """Entered while the engine allocates its cache."""
+        return nullcontext()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        """The cache tensors by layer name, once, before anything moves."""
+        return None
+
+    def register_cross_layers_kv_cache(self, kv_cache: KVTensor) -> None:
+        """Instead of the above, when all layers of a block lie together."""
+        raise NotImplementedError(f"{type(self).__name__} does not take cross-layer caches")
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return False
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        return None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None
+
+    def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
+        return None
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        self._connector_metadata = metadata
+
+    def has_connector_metadata(self) -> bool:
+        return self._connector_metadata is not None
+
+    def clear_connector_metadata(self) -> None:
+        self._connector_metadata = None
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads. Never blocks."""
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    @abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def wait_for_save(self) -> None: ...
+
+    def finish_forward(self) -> None:
+        return None
+
+    def reset_capture_state(self) -> None:
+        return None
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """(finished sending, finished receiving) since the last call."""
+        return None, None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Each id is reported once per rank; failed receives also count as finished."""
+        sending, recving = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(sending or set(), recving or set())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def get_kv_connector_kv_cache_events(self) -> Any:
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return None
+
+    # -- class methods ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, config: ConnectorConfig) -> str | None:
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
+        return None
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        config: ConnectorConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        return None

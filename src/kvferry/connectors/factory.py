@@ -1,0 +1,81 @@
+"""Finds connectors by name. Modules are imported only when one of their connectors is asked for."""
+
+import difflib
+import importlib
+import inspect
+from dataclasses import dataclass
+
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorBase_V1, KVConnectorRole, supports_hma
+from kvferry.errors import ConfigError
+
+__all__ = ["KVConnectorFactory"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    module: str
+    class_name: str
+
+
+class KVConnectorFactory:
+    """The registry of connector names. A module path in the configuration wins over it."""
+
+    _registry: dict[str, _Entry] = {}  # noqa: RUF012  the one registry, shared on purpose
+
+    @classmethod
+    def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
+        if name in cls._registry:
+            raise ValueError(f"connector {name} is already registered")
+        cls._registry[name] = _Entry(module_path, class_name)
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        return sorted(cls._registry)
+
+    @classmethod
+    def create_connector(cls, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> KVConnectorBase_V1:
+        connector_class = cls.get_connector_class(config.kv_transfer)
+        if len(kv_cache_config.groups) > 1 and not supports_hma(connector_class):
+            raise ConfigError(
+                f"{config.kv_transfer.kv_connector} does not take models with several KV-cache groups; "
+                f"this one has {len(kv_cache_config.groups)}: choose a connector with SupportsHMA"
+            )
+        return connector_class(config, role, kv_cache_config)
+
+    @classmethod
+    def get_connector_class(cls, transfer: KVTransferConfig) -> type[KVConnectorBase_V1]:
+        name = transfer.kv_connector
+        if transfer.kv_connector_module_path is not None:
+            return _load(_Entry(transfer.kv_connector_module_path, name), "kv_connector_module_path")
+        return cls.get_connector_class_by_name(name)
+
+    @classmethod
+    def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase_V1]:
+        entry = cls._registry.get(name)
+        if entry is None:
+            raise ConfigError(f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}")
+        return _load(entry, "kv_connector")
+
+
+def _suggestion(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+    return f"{hint} (another module's connector needs kv_connector_module_path)"
+
+
+def _load(entry: _Entry, key: str) -> type[KVConnectorBase_V1]:
+    try:
+        module = importlib.import_module(entry.module)
+    except ImportError as error:
+        raise ConfigError(f"{key}: module {entry.module!r} cannot be imported ({error}); check the path and the installation") from None
+    found = getattr(module, entry.class_name, None)
+    if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
+        raise ConfigError(f"{key}: {entry.module} has no connector class {entry.class_name!r}; it must subclass KVConnectorBase_V1")
+    if "kv_cache_config" not in inspect.signature(found).parameters:
+        raise ConfigError(f"{key}: the constructor of {entry.class_name} must take (config, role, kv_cache_config)")
+    return found
+
+
+KVConnectorFactory.register_connector("NixlConnector", "kvferry.connectors.pull", "NixlConnector")
+KVConnectorFactory.register_connector("NixlPullConnector", "kvferry.connectors.pull", "NixlConnector")

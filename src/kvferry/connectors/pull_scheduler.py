@@ -1,0 +1,234 @@
+"""The pull connector in the process that schedules: checks tickets on arrival, issues them at the end, and writes the ferries' commands.
+
+As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's fingerprint and the request's own prompt,
+nothing more, so parameters of another prompt can never be used for this one. As a producer it signs a ticket for every prefill it was
+asked to hand over. Runs on the engine's main thread; never waits.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.config import NixlExtraConfig
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorHandshakeMetadata,
+    KVConnectorOutput,
+    Request,
+    RequestStatus,
+)
+from kvferry.connectors.geometry import compatibility_factors
+from kvferry.connectors.params import BadParams, PrefillForPeer, PullFromPeer, read_params
+from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
+from kvferry.connectors.stats import TransferStats
+from kvferry.errors import InvalidTicket, LocalProtocolError
+from kvferry.ferry.commands import Abandon, Abort, Command, Grant, Reject, Settle, Start, Track
+from kvferry.ferry.side_channel import SideChannel
+from kvferry.protocol.fingerprints import common_prefix, fingerprint
+from kvferry.protocol.handshake import ServedEngine
+from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
+from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
+
+__all__ = ["PullScheduler"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
+
+    num_tokens: int
+    refusal: str | None = None
+
+
+class PullScheduler:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+        self._config = config
+        self._cache = cache
+        self._extra = extra
+        self._key = TicketKey(config.secret)
+        self._serial = 0
+        self._offers: dict[RequestId, _Offer] = {}
+        self._loading: set[RequestId] = set()
+        self._commands: list[Command] = []
+        self._side_channel: SideChannel | None = None
+        self._address: Address | None = None
+        self._stats = TransferStats()
+        self._wake_engine: Callable[[], None] = _nobody
+        self._warn_of_unused_settings()
+
+    # -- start and end ---------------------------------------------------------------------------------------------
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
+
+    def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """All workers have registered: open the side channel."""
+        layouts = {}
+        for rank, part in metadata.items():
+            if not isinstance(part, PullHandshakeMetadata):
+                raise LocalProtocolError(f"rank {rank} brought handshake data of another connector: {type(part).__name__}")
+            layouts[rank] = part.layout
+        served = ServedEngine(
+            EngineId(self._config.kv_transfer.engine_id),
+            Epoch(self._config.epoch),
+            compatibility_factors(self._config, self._cache, "pull"),
+            layouts,
+        )
+        control = self._config.kit.side_channel()
+        host, _, port = control.address.removeprefix("tcp://").rpartition(":")
+        self._address = Address(host.strip("[]"), int(port))
+        self._side_channel = SideChannel(control, served, self._key, lambda: self._wake_engine())
+        self._side_channel.start()
+        _log.info("side channel open address=%s engine=%s epoch=%s", control.address, served.engine, served.epoch)
+
+    def _warn_of_unused_settings(self) -> None:
+        """Settings of later features are accepted, because known commands carry them; nobody shall believe they are in effect."""
+        for name in ("bidirectional_kv_xfer", "enable_cross_layers_blocks", "enable_permute_local_kv"):
+            if getattr(self._extra, name) or getattr(self._config.kv_transfer, name, False):
+                _log.warning("setting has no effect yet setting=%s", name)
+
+    def close(self) -> None:
+        if self._side_channel is not None:
+            self._side_channel.close()
+
+    # -- consumer --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        match read_params(request.kv_transfer_params):
+            case PullFromPeer(ticket):
+                self._take_ticket(request, ticket)
+            case BadParams(reason):
+                self._refuse(request, reason)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        offer = self._offers.get(RequestId(request.request_id))
+        if offer is None:
+            return 0, False
+        # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
+        end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
+        missing = end - num_computed_tokens
+        return (missing, True) if missing > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        request_id = RequestId(request.request_id)
+        offer = self._offers.pop(request_id, None)
+        if offer is None:
+            return
+        if num_external_tokens == 0:
+            if offer.refusal is None:
+                self._commands.append(Settle(request_id))
+            return
+        self._loading.add(request_id)
+        if offer.refusal is not None:
+            self._commands.append(Reject(request_id, offer.refusal))
+            return
+        table = tuple(tuple(group) for group in blocks.get_block_ids())
+        self._commands.append(Start(request_id, table, offer.num_tokens - num_external_tokens, offer.num_tokens))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._loading -= output.finished_recving
+
+    # -- producer --------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        request_id = RequestId(request.request_id)
+        if self._offers.pop(request_id, None) is not None or request_id in self._loading:
+            self._commands.append(Abort(request_id))
+        is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if not is_whole or not isinstance(read_params(request.kv_transfer_params), PrefillForPeer):
+            return False, None
+        num_tokens = request.num_computed_tokens
+        if num_tokens == 0 or self._address is None or not self._config.kv_transfer.is_kv_producer:
+            return False, None
+        num_blocks = -(-num_tokens // self._cache.block_size)
+        ticket = self._issue(request, tuple(group[:num_blocks] for group in block_ids), num_tokens)
+        return True, self._params(ticket)
+
+    def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
+        assert self._address is not None
+        self._serial += 1
+        tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
+        self._commands.append(Grant(RequestId(request.request_id), self._serial))
+        return Ticket(
+            engine=self._config.kv_transfer.engine_id,
+            epoch=self._config.epoch,
+            request=request.request_id,
+            serial=self._serial,
+            host=self._address.host,
+            port=self._address.port,
+            tp_size=self._config.parallel.tp_size,
+            block_size=self._cache.block_size,
+            block_runs=[runs_from_blocks(group) for group in blocks],
+            tokens=tokens,
+            ttl_s=self._extra.kv_lease_duration,
+        )
+
+    def _params(self, ticket: Ticket) -> dict[str, Any]:
+        """The keys of vLLM's connector, for routers that look at them, and the ticket, which is all we look at."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(group) for group in ticket.block_ids()],
+            "remote_engine_id": ticket.engine,
+            "remote_request_id": ticket.request,
+            "remote_host": ticket.host,
+            "remote_port": ticket.port,
+            "tp_size": ticket.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": ticket.num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "ticket": self._key.sign(ticket),
+        }
+
+    # -- every step ------------------------------------------------------------------------------------------------
+
+    def has_pending_commands(self) -> bool:
+        return bool(self._commands) or (self._side_channel is not None and self._side_channel.has_released)
+
+    def build_connector_meta(self) -> PullMetadata:
+        if self._side_channel is not None:
+            self._commands += [Abandon(request) for request in self._side_channel.take_released()]
+        commands, self._commands = tuple(self._commands), []
+        return PullMetadata(commands)
+
+    def take_stats(self) -> TransferStats | None:
+        stats, self._stats = self._stats, TransferStats()
+        return None if stats.is_empty() else stats
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _take_ticket(self, request: Request, text: object) -> None:
+        request_id = RequestId(request.request_id)
+        try:
+            ticket = self._key.open(text)
+        except InvalidTicket as error:
+            self._refuse(request, str(error))
+            return
+        if ticket.engine == self._config.kv_transfer.engine_id:
+            self._take_own_ticket(ticket)
+            return
+        matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
+        self._offers[request_id] = _Offer(matched)
+        self._commands.append(Track(request_id, str(text)))
+
+    def _take_own_ticket(self, ticket: Ticket) -> None:
+        """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody dials himself."""
+        if ticket.epoch == self._config.epoch:
+            self._commands.append(Abandon(ticket.lease))
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._stats.count("rejected_params")
+        _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
+        if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
+            self._offers[RequestId(request.request_id)] = _Offer(0, reason)
+
+
+def _nobody() -> None:
+    return None

@@ -1,0 +1,159 @@
+"""The pull connector in a worker: builds the rank's ferry, hands it each step's commands and collects its events.
+
+Runs on the worker's main thread and does nothing else there.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from kvferry.config import NixlExtraConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorTransferResults, KVTensor
+from kvferry.connectors.geometry import compatibility_factors, geometry_of
+from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
+from kvferry.connectors.stats import TransferStats
+from kvferry.errors import ConfigError
+from kvferry.events import BytesMoved, Event, HandshakeFailed, LeaseEnded, MessageDropped, PeerConnected, PullFailed, PullFinished
+from kvferry.ferry.ferry import Ferry, FerrySettings, FerrySnapshot
+from kvferry.ferry.thread import FerryThread
+from kvferry.ports.control import ControlPlane
+from kvferry.ports.data import DataPlane
+from kvferry.protocol.codec import encode_layout
+from kvferry.protocol.consumer import ConsumerSettings
+from kvferry.protocol.messages import OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.planning import Geometry
+from kvferry.protocol.producer import ProducerSettings
+from kvferry.types import EngineId, Epoch, LeaseEnd
+
+__all__ = ["PullWorker"]
+
+_log = logging.getLogger(__name__)
+
+
+class PullWorker:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+        self._config = config
+        self._cache = cache
+        self._extra = extra
+        self._thread: FerryThread | None = None
+        self._handshake: PullHandshakeMetadata | None = None
+        self._wake_engine: Callable[[], None] | None = None
+        self._stats = TransferStats()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        """Register the cache with every plane that can carry it, and start the ferry."""
+        geometry = geometry_of(self._config, self._cache, kv_caches)
+        planes = self._registered_planes(geometry)
+        control = self._config.kit.control_plane()
+        offers = tuple(OfferInfo(o.plane, o.reach, o.blob) for o in (plane.offer() for plane in planes))
+        self._handshake = PullHandshakeMetadata(geometry.tp_rank, encode_layout(_layout(geometry, control, offers)))
+        ferry = Ferry(self._ferry_settings(geometry, offers), planes, control, time.monotonic)
+        self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
+        if self._wake_engine is not None:
+            self._thread.set_wakeup(self._wake_engine)
+        self._thread.start()
+
+    def handshake_metadata(self) -> PullHandshakeMetadata | None:
+        return self._handshake
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
+        if self._thread is not None:
+            self._thread.set_wakeup(wake)
+
+    def start_load_kv(self, metadata: PullMetadata) -> None:
+        if metadata.commands:
+            self._ferry_thread().submit(metadata.commands)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        for event in self._ferry_thread().take_events():
+            self._take(event, results)
+        return results
+
+    def take_stats(self) -> TransferStats | None:
+        stats, self._stats = self._stats, TransferStats()
+        return None if stats.is_empty() else stats
+
+    def snapshot(self) -> FerrySnapshot:
+        return self._thread.snapshot() if self._thread is not None else FerrySnapshot()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    def _ferry_thread(self) -> FerryThread:
+        assert self._thread is not None, "register_kv_caches comes first"
+        return self._thread
+
+    def _registered_planes(self, geometry: Geometry) -> list[DataPlane]:
+        planes = []
+        for plane in self._config.kit.data_planes(self._config.cache_memory):
+            if plane.register(geometry.regions):
+                planes.append(plane)
+            else:
+                plane.close()
+        if not planes:
+            raise ConfigError("no data plane can carry this cache; `kvferry doctor` says which planes work here")
+        _log.info("data planes registered planes=%s rank=%d", ",".join(plane.name for plane in planes), geometry.tp_rank)
+        return planes
+
+    def _ferry_settings(self, geometry: Geometry, offers: tuple[OfferInfo, ...]) -> FerrySettings:
+        extra = self._extra
+        engine = EngineId(self._config.kv_transfer.engine_id)
+        factors = compatibility_factors(self._config, self._cache, "pull") if extra.enforce_handshake_compat else None
+        peers = PeerSettings(factors, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
+        return FerrySettings(
+            ProducerSettings(engine, Epoch(self._config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait),
+            ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout),
+            self._config.secret,
+        )
+
+    def _take(self, event: Event, results: KVConnectorTransferResults) -> None:
+        match event:
+            case PullFinished(request):
+                self._stats.count("finished_pulls")
+                results.finished_recving.add(request)
+            case PullFailed(request, reason):
+                self._stats.count("failed_pulls")
+                _log.warning("pull failed request=%s reason=%s", request, reason)
+                results.finished_recving.add(request)
+                results.failed_recving.add(request)
+                results.failure_reasons[request] = reason
+            case LeaseEnded(request, end):
+                if end is LeaseEnd.EXPIRED:
+                    self._stats.count("kv_expired_reqs")
+                results.finished_sending.add(request)
+            case BytesMoved(plane, total_bytes, pieces, post_s, transfer_s, is_ok):
+                if is_ok:
+                    self._stats.record_transfer(plane, total_bytes, pieces, post_s, transfer_s)
+                else:
+                    self._stats.count("failed_transfers")
+            case HandshakeFailed(engine, reason):
+                self._stats.count("failed_handshakes")
+                _log.warning("peer lost peer=%s reason=%s", engine, reason)
+            case PeerConnected(engine, plane, reason):
+                _log.info("peer connected peer=%s plane=%s because=%s", engine, plane, reason)
+            case MessageDropped(reason):
+                self._stats.count("dropped_messages")
+                _log.info("message dropped reason=%s", reason)
+
+
+def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, ...]) -> RankLayout:
+    regions = [
+        RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, str(r.memory), r.device, r.group)
+        for r in geometry.regions
+    ]
+    return RankLayout(
+        tp_rank=geometry.tp_rank,
+        tp_size=geometry.tp_size,
+        block_size=geometry.block_size,
+        num_blocks=geometry.num_blocks,
+        layout=str(geometry.layout),
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        control_address=control.address,
+        regions=regions,
+        offers=list(offers),
+    )

@@ -1,0 +1,1 @@
+"""The embedded paged-KV engine: real weights, real tokens, no GPU needed."""

@@ -1,0 +1,103 @@
+"""From a checked request and its token ids to what the engine is asked: lengths, vocabulary, sampling, ids. Pure.
+
+`nonces` bring the randomness, so that an id is never trusted to be unique because a client sent it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.engine.api.schema import GenerationRequest
+from kvferry.engine.messages import AddRequest, CoreReady
+from kvferry.engine.step import SamplingParams
+from kvferry.errors import RequestRefused
+
+__all__ = ["MAX_SEQUENCES", "Admission", "check_token_ids"]
+
+MAX_SEQUENCES = 1024
+"""Prompts times n of one HTTP request."""
+
+_MIN_TEMPERATURE = 0.01
+"""Lower ones overflow the softmax; vLLM raises them to this too."""
+
+_SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """One HTTP request on its way into the engine."""
+
+    request: GenerationRequest
+    request_id: str
+    """As the client sees it: `cmpl-…` or `chatcmpl-…`."""
+    prompts: Sequence[list[int]]
+    max_tokens: int | None
+    """What the client asked for, if it did."""
+    default_max_tokens: int | None
+    """Otherwise; None: as many as fit. Clipped to what fits, unlike the client's own."""
+    logprobs: int | None
+
+    def add_requests(self, ready: CoreReady, nonces: Sequence[str]) -> list[AddRequest]:
+        """One per choice, choices of the same prompt next to each other. RequestRefused when one does not fit the model."""
+        samples = self.request.samples
+        if len(self.prompts) * samples > MAX_SEQUENCES:
+            raise RequestRefused(f"{len(self.prompts)} prompts times n = {samples} is more than {MAX_SEQUENCES} sequences: send fewer")
+        sampling = [self._sampling(prompt, ready) for prompt in self.prompts]
+        choices = [(which, sample) for which in range(len(self.prompts)) for sample in range(samples)]
+        return [
+            AddRequest(
+                request_id=f"{self.request_id}-{index}-{nonces[index]}",
+                prompt_token_ids=self.prompts[which],
+                sampling=sampling[which],
+                # The params describe one prompt's KV. Other prompts of the same body are computed plainly.
+                kv_transfer_params=self.request.kv_transfer_params if which == 0 else None,
+                cache_salt=self.request.cache_salt or "",
+                draw_seed=None if self.request.seed is None else (self.request.seed + sample) & _SEED_MASK,
+            )
+            for index, (which, sample) in enumerate(choices)
+        ]
+
+    def _sampling(self, prompt: list[int], ready: CoreReady) -> SamplingParams:
+        request = self.request
+        check_token_ids(prompt, ready.vocab_size, "prompt")
+        check_token_ids(request.stop_token_ids or [], ready.vocab_size, "stop_token_ids")
+        max_tokens = self._max_tokens(len(prompt), ready.max_model_len)
+        min_tokens = request.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise RequestRefused(f"min_tokens ({min_tokens}) must not exceed max_tokens ({max_tokens})", param="min_tokens")
+        temperature = 1.0 if request.temperature is None else request.temperature
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=max(temperature, _MIN_TEMPERATURE) if temperature else 0.0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            seed=request.seed,
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=self.logprobs,
+        )
+
+    def _max_tokens(self, prompt_tokens: int, max_model_len: int) -> int:
+        if not prompt_tokens:
+            raise RequestRefused("the prompt is empty: send at least one token", param="prompt")
+        room = max_model_len - prompt_tokens
+        if room < 1:
+            raise RequestRefused(
+                f"the prompt has {prompt_tokens} tokens, but this model takes {max_model_len} in all, one of them output: shorten it",
+                param="prompt",
+            )
+        if self.max_tokens is None:
+            return room if self.default_max_tokens is None else min(room, self.default_max_tokens)
+        if self.max_tokens > room:
+            raise RequestRefused(
+                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {self.max_tokens} more, but this model takes "
+                f"{max_model_len} in all: lower max_tokens to {room} or shorten the prompt",
+                param="max_tokens",
+            )
+        return self.max_tokens
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise RequestRefused(f"{param} holds the token id {wrong}, but this model's ids go from 0 to {vocab_size - 1}", param=param)

@@ -1,0 +1,147 @@
+"""One generation request from admission to the last byte of its answer, streamed or whole. Runs on the API's loop."""
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from kvferry.engine.api.admission import Admission
+from kvferry.engine.api.assembly import TextAssembler
+from kvferry.engine.api.context import REQUEST_ID, context_of
+from kvferry.engine.api.errors import error_body
+from kvferry.engine.api.generation import Generation
+from kvferry.engine.api.logprobs import TokenNames
+from kvferry.engine.api.replies import Answer, Replies, Tally
+from kvferry.engine.api.schema import GenerationRequest
+from kvferry.engine.api.stops import StopMatcher
+from kvferry.engine.api.streams import EventStream
+from kvferry.engine.api.tokenizer import SpecialTokens
+from kvferry.engine.messages import AddRequest
+from kvferry.errors import RequestRefused
+
+__all__ = ["Answering", "Asked"]
+
+_log = logging.getLogger(__name__)
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked of the engine, as replies quote it."""
+
+    request_id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    requests: Sequence[AddRequest]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompt of each choice."""
+        return [request.prompt_token_ids for request in self.requests]
+
+
+class Answering:
+    """Lives as long as one HTTP request."""
+
+    def __init__(self, http: web.Request, prefix: str, request: GenerationRequest) -> None:
+        self._http = http
+        self._context = context_of(http)
+        self._request = request
+        self._timer = self._context.metrics.timer()
+        self.request_id = f"{prefix}-{REQUEST_ID.get()}"
+        tokenizer = self._context.tokenizer
+        self.names = TokenNames.as_ids(tokenizer) if request.return_tokens_as_token_ids else TokenNames(tokenizer)
+
+    def asked(self, admission: Admission) -> Asked:
+        """Check the request against the model; RequestRefused when it does not fit."""
+        count = len(admission.prompts) * self._request.samples
+        requests = admission.add_requests(self._context.engine.ready, [secrets.token_hex(4) for _ in range(count)])
+        return Asked(self.request_id, int(time.time()), self._context.model_name, requests)
+
+    async def answer(self, asked: Asked, replies: Replies, openings: Sequence[str]) -> web.StreamResponse:
+        """Run it and answer. `openings` hold, per prompt, text that precedes each of its choices; may be empty."""
+        assemblers = [self._assembler(index, openings) for index in range(len(asked.requests))]
+        async with Generation(self._context.engine, asked.requests, assemblers) as generation:
+            tally = Tally(asked.prompts, self._request.samples)
+            if self._request.stream:
+                return await self._stream(generation, replies, tally)
+            return await self._whole(generation, replies, tally)
+
+    def _assembler(self, index: int, openings: Sequence[str]) -> TextAssembler:
+        request = self._request
+        special = SpecialTokens.WITH if request.skip_special_tokens is False else SpecialTokens.WITHOUT
+        eos = frozenset(self._context.engine.ready.eos_token_ids)
+        return TextAssembler(
+            index,
+            self._context.tokenizer.detokeniser(special),
+            # The decode side applies stop strings: cutting the prefill short would throw away the KV it was run for.
+            StopMatcher(() if request.is_prefill_for_peer else request.stop_strings),
+            min_tokens=request.min_tokens or 0,
+            includes_stop=bool(request.include_stop_str_in_output),
+            silent_stop_ids=eos.difference(request.stop_token_ids or ()),
+            opening=openings[index // request.samples] if openings else "",
+        )
+
+    async def _whole(self, generation: Generation, replies: Replies, tally: Tally) -> web.Response:
+        answers = [Answer(index) for index in range(len(generation.prompts))]
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                self._timer.observe(delta)
+                answers[delta.index].add(delta)
+                tally.add(delta)
+        reply = replies.whole(answers)
+        reply.usage = tally.usage()
+        reply.kv_transfer_params = tally.kv_transfer_params
+        return web.Response(body=_encode(reply), content_type="application/json")
+
+    async def _stream(self, generation: Generation, replies: Replies, tally: Tally) -> web.StreamResponse:
+        events = EventStream(self._http, self._context.settings.stall_timeout_s)
+        try:
+            await self._send_all(events, generation, replies, tally)
+            await events.finish()
+        except ConnectionResetError as error:
+            _log.info("client gone request=%s: %s", self.request_id, error)
+        except RequestRefused as refusal:
+            await self._fail(events, refusal)
+        except Exception:
+            _log.exception("answering failed request=%s", self.request_id)
+            await self._fail(events, RequestRefused("the server failed while answering; its log says why", status=500))
+        return events.response
+
+    async def _send_all(self, events: EventStream, generation: Generation, replies: Replies, tally: Tally) -> None:
+        options = self._request.stream_options
+        has_usage = options is not None and bool(options.include_usage)
+        has_running_usage = options is not None and bool(options.continuous_usage_stats) and has_usage
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                self._timer.observe(delta)
+                tally.add(delta)
+                chunks = replies.chunks(delta)
+                for chunk in chunks:
+                    if has_usage:
+                        chunk.usage = tally.usage() if has_running_usage else None
+                if tally.is_complete and not has_usage and tally.kv_transfer_params is not None:
+                    chunks[-1].kv_transfer_params = tally.kv_transfer_params
+                await events.send(*map(_encode, chunks))
+        if has_usage:
+            closing = replies.closing()
+            closing.usage = tally.usage()
+            if tally.kv_transfer_params is not None:
+                closing.kv_transfer_params = tally.kv_transfer_params
+            await events.send(_encode(closing))
+
+    async def _fail(self, events: EventStream, refusal: RequestRefused) -> None:
+        """With a status while that is possible, else as an event."""
+        if not events.has_started:
+            raise refusal
+        try:
+            await events.send(error_body(refusal))
+            await events.finish()
+        except ConnectionResetError as error:
+            _log.info("client gone request=%s: %s", self.request_id, error)

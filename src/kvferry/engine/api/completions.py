@@ -1,0 +1,103 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from kvferry.engine.api.admission import Admission
+from kvferry.engine.api.answering import Answering, Asked
+from kvferry.engine.api.assembly import Delta
+from kvferry.engine.api.context import context_of, read_body
+from kvferry.engine.api.logprobs import CompletionLogprobs, TokenNames, completion_logprobs
+from kvferry.engine.api.replies import Answer, Reply
+from kvferry.engine.api.schema import CompletionRequest, decode_body
+from kvferry.engine.api.tokenizer import SpecialTokens
+from kvferry.engine.step import SampledToken
+from kvferry.errors import RequestRefused
+
+__all__ = ["CompletionReplies", "handle_completion"]
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionReplies:
+    """Shapes completions; whole answers and chunks have the same form."""
+
+    def __init__(self, request: CompletionRequest, asked: Asked, names: TokenNames) -> None:
+        self._request = request
+        self._asked = asked
+        self._names = names
+        self._name_offsets: dict[int, int] = {}
+
+    def whole(self, answers: Sequence[Answer]) -> Reply:
+        return self._reply([self._choice(answer, answer.tokens) for answer in answers])
+
+    def chunks(self, delta: Delta) -> Sequence[Reply]:
+        return [self._reply([self._choice(delta, delta.tokens)])]
+
+    def closing(self) -> Reply:
+        return self._reply([])
+
+    def _reply(self, choices: list[CompletionChoice]) -> Reply:
+        asked = self._asked
+        return Reply(id=asked.request_id, object="text_completion", created=asked.created, model=asked.model, choices=choices)
+
+    def _choice(self, part: Answer | Delta, tokens: Sequence[SampledToken]) -> CompletionChoice:
+        is_first = part.index not in self._name_offsets
+        offset = self._name_offsets.setdefault(part.index, 0)
+        choice = CompletionChoice(
+            index=part.index,
+            text=part.text,
+            logprobs=None,
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+        )
+        if self._request.logprobs is not None:
+            choice.logprobs = completion_logprobs(tokens, self._names, self._request.logprobs, offset)
+            self._name_offsets[part.index] += sum(len(name) for name in choice.logprobs.tokens)
+        if self._request.return_token_ids:
+            choice.token_ids = part.token_ids
+            if is_first:
+                choice.prompt_token_ids = self._asked.prompts[part.index]
+        return choice
+
+
+async def handle_completion(http: web.Request) -> web.StreamResponse:
+    context = context_of(http)
+    request = decode_body(await read_body(http), CompletionRequest)
+    context.check_model(request.model)
+    if request.echo and request.logprobs is not None:
+        raise RequestRefused("echo together with logprobs is not supported by this engine: leave one of them out", param="echo")
+    prompts = await context.prompts.completion(request)
+    answering = Answering(http, "cmpl", request)
+    admission = Admission(
+        request,
+        answering.request_id,
+        prompts,
+        max_tokens=request.max_tokens,
+        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        logprobs=request.logprobs,
+    )
+    openings = [_prompt_text(http, request, which, prompt) for which, prompt in enumerate(prompts)] if request.echo else []
+    asked = answering.asked(admission)
+    return await answering.answer(asked, CompletionReplies(request, asked, answering.names), openings)
+
+
+def _prompt_text(http: web.Request, request: CompletionRequest, which: int, token_ids: list[int]) -> str:
+    """What `echo` shows of a prompt: the text as it was sent, or the text of its token ids."""
+    sent = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
+    if which < len(sent) and isinstance(sent[which], str):
+        return str(sent[which])
+    return context_of(http).tokenizer.decode(token_ids, SpecialTokens.WITHOUT)

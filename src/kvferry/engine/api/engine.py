@@ -1,0 +1,25 @@
+"""What the front-end needs of an engine core; `kvferry.engine.client.EngineClient` is one."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.engine.link import OutputStream
+from kvferry.engine.messages import AddRequest, CoreReady, Status
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    @property
+    def ready(self) -> CoreReady: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    async def died(self) -> str:
+        """Wait until the core is gone; the reason."""
+
+    def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
+        """All requests enter before the same step. Closing a stream that has not ended aborts its request."""
+
+    async def status(self, timeout_s: float = 5.0) -> Status: ...

@@ -1,0 +1,138 @@
+"""/metrics in the Prometheus text format, under vLLM's names.
+
+The engine's numbers come from the core's `Status`, fetched at each scrape; the latency histograms are kept here. Other parts add
+their own families through `MetricSource`s.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvferry.engine.api.assembly import Delta
+from kvferry.engine.api.transfer_metrics import transfer_families
+from kvferry.engine.messages import Status
+
+__all__ = ["ApiMetrics", "MetricSource", "RequestTimer", "engine_families"]
+
+MetricSource = Callable[[Status, str], Iterable[Metric]]
+"""Families made of a status, for the model of that name. Called at each scrape; returns quickly."""
+
+_FIRST_TOKEN_BUCKETS_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+)
+_LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+class ApiMetrics:
+    """What the front-end measures itself, and how everything is written out."""
+
+    def __init__(self, model_name: str, sources: Sequence[MetricSource] = ()) -> None:
+        self._model_name = model_name
+        self._sources = (engine_families, transfer_families, *sources)
+        self._registry = CollectorRegistry()
+        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Time to a choice's first token.", _FIRST_TOKEN_BUCKETS_S)
+        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time to a choice's last token.", _LATENCY_BUCKETS_S)
+
+    def timer(self) -> "RequestTimer":
+        """Starts now, for one HTTP request."""
+        return RequestTimer(self._first_token, self._latency)
+
+    def render(self, status: Status | None) -> bytes:
+        """Everything in the text format; without a status (the core does not answer) only what is measured here."""
+        families = [] if status is None else [family for source in self._sources for family in source(status, self._model_name)]
+        return generate_latest(_Families(families)) + generate_latest(self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(name, help_text, ["model_name"], registry=self._registry, buckets=buckets)
+        return family.labels(model_name=self._model_name)
+
+
+class RequestTimer:
+    """The latencies of one HTTP request's choices."""
+
+    def __init__(self, first_token: Histogram, latency: Histogram) -> None:
+        self._first_token = first_token
+        self._latency = latency
+        self._started = time.monotonic()
+        self._begun: set[int] = set()
+
+    def observe(self, delta: Delta) -> None:
+        elapsed_s = time.monotonic() - self._started
+        if delta.tokens and delta.index not in self._begun:
+            self._begun.add(delta.index)
+            self._first_token.observe(elapsed_s)
+        if delta.finish_reason is not None:
+            self._latency.observe(elapsed_s)
+
+
+def engine_families(status: Status, model_name: str) -> Iterator[Metric]:
+    """The core's counters and gauges."""
+    usage = status.num_used_blocks / status.num_blocks if status.num_blocks else 0.0
+    gauges: dict[str, tuple[str, float]] = {
+        "vllm:num_requests_running": ("Requests in the running batch.", status.num_running),
+        "vllm:num_requests_waiting": ("Requests that wait to be scheduled or for remote KV.", status.num_waiting),
+        "kvferry:num_requests_waiting_for_remote_kvs": ("Requests whose KV is on its way.", status.num_waiting_for_remote_kvs),
+        "vllm:kv_cache_usage_perc": ("Used part of the KV cache; 1 is all of it.", usage),
+        "kvferry:num_blocks": ("Blocks in the KV cache.", status.num_blocks),
+        "kvferry:num_used_blocks": ("Blocks held by a request or a lease.", status.num_used_blocks),
+        "kvferry:num_delayed_frees": ("Finished requests whose blocks a peer may still read.", status.num_delayed_frees),
+    }
+    counters: dict[str, tuple[str, float]] = {
+        "vllm:prompt_tokens": ("Prompt tokens processed.", status.prompt_tokens_total),
+        "vllm:generation_tokens": ("Tokens generated.", status.generation_tokens_total),
+        "vllm:num_preemptions": ("Preemptions.", status.preemptions_total),
+    }
+    for name, (help_text, value) in gauges.items():
+        yield _labelled(GaugeMetricFamily(name, help_text, labels=["model_name"]), {(model_name,): value})
+    for name, (help_text, value) in counters.items():
+        yield _labelled(CounterMetricFamily(name, help_text, labels=["model_name"]), {(model_name,): value})
+    by_source: dict[tuple[str, ...], float] = {(model_name, source): count for source, count in status.prompt_tokens_by_source.items()}
+    yield _labelled(
+        CounterMetricFamily("vllm:prompt_tokens_by_source", "Prompt tokens by where their KV came from.", labels=["model_name", "source"]),
+        by_source,
+    )
+    by_reason: dict[tuple[str, ...], float] = {(model_name, reason): count for reason, count in status.requests_finished_by_reason.items()}
+    yield _labelled(
+        CounterMetricFamily("vllm:request_success", "Finished requests by reason.", labels=["model_name", "finished_reason"]), by_reason
+    )
+
+
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+
+def _labelled(family: Family, samples: Mapping[tuple[str, ...], float]) -> Family:
+    for labels, value in samples.items():
+        family.add_metric(list(labels), value)
+    return family
+
+
+class _Families:
+    """Lets `generate_latest` write families that were made for this one scrape."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -1,0 +1,117 @@
+"""Prompts in all their forms (text, texts, token ids, chats) to token ids.
+
+Long texts are tokenised on one worker thread, so that they do not hold up other clients' streams; the owner calls `close`.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeGuard, TypeVar
+
+from kvferry.engine.api.admission import MAX_SEQUENCES
+from kvferry.engine.api.chat_template import ChatTemplate
+from kvferry.engine.api.schema import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
+from kvferry.errors import RequestRefused
+
+__all__ = ["PromptReader", "template_message"]
+
+_INLINE_CHARS = 4096
+"""Shorter texts are tokenised on the loop: a hop to a thread costs more."""
+
+Result = TypeVar("Result")
+
+
+class PromptReader:
+    """Reads prompts for one model."""
+
+    def __init__(self, tokenizer: ModelTokenizer, template: ChatTemplate, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._max_model_len = max_model_len
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-tokenizer")
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    async def completion(self, request: CompletionRequest) -> list[list[int]]:
+        """The token ids of each prompt of the body."""
+        special = SpecialTokens.WITHOUT if request.add_special_tokens is False else SpecialTokens.WITH
+        prompts = _split_prompts(request.prompt)
+        return [prompt if isinstance(prompt, list) else await self.text(prompt, special) for prompt in prompts]
+
+    async def chat(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        """The token ids of the rendered conversation. The template has its special tokens in it already."""
+        messages = [template_message(message, position) for position, message in enumerate(request.messages or [])]
+        variables = dict(request.chat_template_kwargs or {})
+        if request.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = request.add_generation_prompt
+        size_chars = sum(len(message.content) for message in request.messages or [] if isinstance(message.content, str))
+        text = await self._off_loop(size_chars, lambda: self._template.render(messages, request.tools, variables))
+        return await self.text(text, SpecialTokens.WITH if request.add_special_tokens else SpecialTokens.WITHOUT)
+
+    async def text(self, text: str, special: SpecialTokens) -> list[int]:
+        if len(text) > self._max_model_len * self._tokenizer.longest_token_chars:
+            raise RequestRefused(
+                f"the prompt has {len(text)} characters, which cannot fit into this model's {self._max_model_len} tokens: shorten it",
+                param="prompt",
+            )
+        return await self._off_loop(len(text), lambda: self._tokenizer.encode(text, special))
+
+    async def _off_loop(self, size_chars: int, work: Callable[[], Result]) -> Result:
+        if size_chars < _INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+
+def template_message(message: ChatMessage, position: int) -> dict[str, Any]:
+    """A message as templates know it: text content, and tool arguments as objects rather than JSON in a string."""
+    shown: dict[str, Any] = {"role": message.role, "content": _text_content(message.content, position)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            shown[name] = value
+    if message.tool_calls is not None:
+        shown["tool_calls"] = [_parsed_call(call, position) for call in message.tool_calls]
+    return shown
+
+
+def _text_content(content: str | list[Any] | None, position: int) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestRefused(
+            f"messages[{position}].content may hold only parts of type text: this model reads nothing else", param="messages"
+        )
+    return "\n".join(str(text) for text in texts)
+
+
+def _parsed_call(call: Any, position: int) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(f"messages[{position}].tool_calls has arguments that are not valid JSON", param="messages") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _split_prompts(prompt: str | Sequence[Any] | None) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestRefused("the prompt is missing or empty: send text or token ids", param="prompt")
+    if len(prompt) > MAX_SEQUENCES and not _is_token_list(prompt):
+        raise RequestRefused(f"{len(prompt)} prompts are more than {MAX_SEQUENCES}: send fewer", param="prompt")
+    if _is_token_list(prompt):
+        return [list(prompt)]
+    if all(isinstance(entry, str) for entry in prompt) or all(_is_token_list(entry) for entry in prompt):
+        return list(prompt)
+    raise RequestRefused("prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids", param="prompt")
+
+
+def _is_token_list(value: Any) -> TypeGuard[list[int]]:
+    # `type(…) is int`, because True is an int too.
+    return isinstance(value, list) and all(type(entry) is int for entry in value)

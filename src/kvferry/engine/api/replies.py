@@ -1,0 +1,107 @@
+"""What completions and chat answers have in common: usage, collected choices, and the seam between answering and shaping. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kvferry.engine.api.assembly import Delta
+from kvferry.engine.step import SampledToken
+
+__all__ = ["Answer", "Replies", "Reply", "Tally", "Usage"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """One JSON body, whole or one chunk of a stream. What is UNSET is left out of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[Any]
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, collected."""
+
+    index: int
+    parts: list[str] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    def add(self, delta: Delta) -> None:
+        self.parts.append(delta.text)
+        self.tokens += delta.tokens
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class Replies(Protocol):
+    """How one kind of request is answered."""
+
+    def whole(self, answers: Sequence[Answer]) -> Reply:
+        """Everything at once; the caller adds usage and kv_transfer_params."""
+
+    def chunks(self, delta: Delta) -> Sequence[Reply]:
+        """One step of a stream: usually one chunk; at a choice's beginning there may be one before it."""
+
+    def closing(self) -> Reply:
+        """A last chunk without choices, for usage."""
+
+
+class Tally:
+    """Counts what has been generated, for `usage`, and remembers the first choice's kv_transfer_params."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], samples: int) -> None:
+        self._prompt_tokens = sum(len(prompt) for prompt in prompts[::samples])
+        self._samples = samples
+        self._unfinished = len(prompts)
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}
+        self.kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self._unfinished == 0
+
+    def add(self, delta: Delta) -> None:
+        self._completion_tokens += len(delta.tokens)
+        self._unfinished -= delta.finish_reason is not None
+        if delta.index % self._samples == 0:
+            self._cached[delta.index] = max(self._cached.get(delta.index, 0), delta.num_cached_tokens)
+        if delta.kv_transfer_params is not None and (delta.index == 0 or self.kv_transfer_params is None):
+            self.kv_transfer_params = delta.kv_transfer_params
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(sum(self._cached.values())),
+        )

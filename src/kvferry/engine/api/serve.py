@@ -1,0 +1,156 @@
+"""Serving one engine over HTTP until a signal or the engine's death: what `kvferry serve` runs. Owns the sockets, not the engine."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from kvferry.engine.api.app import build_app
+from kvferry.engine.api.context import CONTEXT, ApiSettings
+from kvferry.engine.api.engine import Engine
+from kvferry.engine.api.listening import address_of, open_listeners
+from kvferry.engine.api.metrics import MetricSource
+from kvferry.engine.options import EngineOptions
+from kvferry.errors import KVFerryError
+from kvferry.types import Address
+
+__all__ = ["announce", "fast_loop_factory", "make_runner", "run_on_fast_loop", "serve"]
+
+_CANCEL_TIMEOUT_S = 0.1
+"""How long aiohttp waits, twice, before it cancels handlers; draining has given them their time already."""
+
+_LAST_WORDS_TIMEOUT_S = 2.0
+"""For running requests to be answered with the reason when the core has died."""
+
+Result = TypeVar("Result")
+
+
+async def serve(
+    client: Engine,
+    options: EngineOptions,
+    host: str,
+    port: int,
+    *,
+    settings: ApiSettings | None = None,
+    metric_sources: Sequence[MetricSource] = (),
+    on_listening: Callable[[str, Address], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then let running requests finish (`shutdown_timeout_s`; a second signal cuts that short).
+
+    KVFerryError with the reason when the core dies; ConfigError when the address cannot be bound. The caller closes the client."""
+    app = build_app(client, options, settings, metric_sources)
+    runner = make_runner(app)
+    with _stop_signals() as signals:
+        try:
+            await runner.setup()
+            address = await _listen(runner, host, port)
+            (on_listening or announce)(app[CONTEXT].model_name, address)
+            death = await _until_stopped(client, signals)
+            await _drain(runner, app, signals, options.shutdown_timeout_s if death is None else _LAST_WORDS_TIMEOUT_S)
+        finally:
+            await runner.cleanup()
+    if death is not None:
+        raise KVFerryError(f"the engine core died: {death}")
+
+
+def make_runner(app: web.Application) -> web.AppRunner:
+    """Handlers are cancelled when their client leaves, which aborts the client's requests; malformed HTTP is no traceback in the log."""
+    logger = logging.getLogger(f"{__name__}.http")
+    logger.addFilter(_is_our_fault)
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_CANCEL_TIMEOUT_S)
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+
+
+def announce(model_name: str, address: Address) -> None:
+    print(f"kvferry: serving {model_name} on http://{address}", flush=True)
+
+
+def run_on_fast_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`, on uvloop where it is installed."""
+    with asyncio.Runner(loop_factory=fast_loop_factory()) as runner:
+        return runner.run(main)
+
+
+def fast_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, or None for asyncio's own where it is not installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> Address:
+    """Start serving; the first address, for people to use."""
+    listeners = await open_listeners(host, port)
+    address = address_of(listeners[0])
+    for listener in listeners:
+        await web.SockSite(runner, listener).start()
+    return address
+
+
+class _StopSignals:
+    """Counts SIGINT and SIGTERM."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def arrived(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[_StopSignals]:
+    loop = asyncio.get_running_loop()
+    signals = _StopSignals()
+    caught = (signal.SIGINT, signal.SIGTERM)
+    for number in caught:
+        loop.add_signal_handler(number, signals.arrived)
+    try:
+        yield signals
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+
+async def _until_stopped(client: Engine, signals: _StopSignals) -> str | None:
+    """Why the core died, or None when a signal came first."""
+    died = asyncio.ensure_future(client.died())
+    stopped = asyncio.ensure_future(signals.first.wait())
+    try:
+        await asyncio.wait({died, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stopped.done() else died.result()
+    finally:
+        await _cancel(died, stopped)
+
+
+async def _drain(runner: web.AppRunner, app: web.Application, signals: _StopSignals, grace_s: float) -> None:
+    """Take no new requests; wait for the running ones, for the grace period or until the second signal."""
+    for site in list(runner.sites):
+        await site.stop()
+    drain = app[CONTEXT].drain
+    drain.close()
+    idle = asyncio.ensure_future(drain.wait_idle())
+    hurried = asyncio.ensure_future(signals.second.wait())
+    try:
+        done, _ = await asyncio.wait({idle, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if idle not in done:
+            print("kvferry: stopping with requests unfinished", file=sys.stderr, flush=True)
+    finally:
+        await _cancel(idle, hurried)
+
+
+async def _cancel(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,59 @@
+"""What the connector has carried, as Prometheus families: `kvferry:*` per plane, and vLLM's `vllm:nixl_*` names for existing dashboards."""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from kvferry.connectors.stats import COUNTERS, HISTOGRAMS
+from kvferry.engine.messages import Status
+
+__all__ = ["transfer_families"]
+
+_NIXL_COUNTERS = {
+    "vllm:nixl_num_failed_transfers": ("failed_transfers", "failed_handshakes"),
+    "vllm:nixl_num_kv_expired_reqs": ("kv_expired_reqs",),
+}
+
+
+def transfer_families(status: Status, model_name: str) -> Iterator[Metric]:
+    stats = status.connector_stats
+    if not stats and not status.transfers:
+        return
+    yield from _plane_families(status)
+    for name, help_text in COUNTERS.items():
+        if name != "transfers":
+            yield _counter(f"kvferry:{name}", help_text, stats.get(name, 0), model_name)
+    for name, parts in _NIXL_COUNTERS.items():
+        yield _counter(name, "As in vLLM.", sum(stats.get(part, 0) for part in parts), model_name)
+    for name, observed in stats.get("histograms", {}).items():
+        yield _histogram(name, observed, model_name)
+
+
+def _plane_families(status: Status) -> Iterator[Metric]:
+    for name, field, help_text in (
+        ("kvferry:transfers", "transfers", "Transfers by data plane."),
+        ("kvferry:transfer_bytes", "total_bytes", "Bytes moved by data plane."),
+        ("kvferry:transfer_seconds", "seconds", "Time spent moving bytes by data plane."),
+        ("kvferry:transfer_pieces", "pieces", "Descriptors or copies used by data plane."),
+    ):
+        family = CounterMetricFamily(name, help_text, labels=["plane"])
+        for summary in status.transfers:
+            family.add_metric([summary.plane], getattr(summary, field))
+        yield family
+
+
+def _counter(name: str, help_text: str, value: float, model_name: str) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=["model_name"])
+    family.add_metric([model_name], value)
+    return family
+
+
+def _histogram(name: str, observed: Mapping[str, Any], model_name: str) -> Metric:
+    bounds = HISTOGRAMS[name]
+    counts = accumulate(observed["buckets"].get(str(index), 0) for index in range(len(bounds) + 1))
+    buckets = list(zip([*(str(bound) for bound in bounds), "+Inf"], counts, strict=True))
+    family = HistogramMetricFamily(f"vllm:nixl_{name}", "As in vLLM.", labels=["model_name"])
+    family.add_metric([model_name], buckets, observed["sum"])
+    return family

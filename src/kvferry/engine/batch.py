@@ -1,0 +1,253 @@
+"""Which sequences compute how many tokens in the next step, and which blocks that takes.
+
+Running sequences go first, then those whose remote KV has arrived, then new ones, each in order of arrival. A running sequence that
+finds no block takes those of the youngest; a new one waits. Loads by a connector begin here too and take no tokens of the step.
+
+Pure but for the calls to the connector's scheduler role.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvferry.connectors.contract import KVConnectorBase_V1, RequestStatus
+from kvferry.engine.blocks import BlockPool, BlockTable
+from kvferry.engine.counters import Counters
+from kvferry.engine.limits import Limits
+from kvferry.engine.queues import SequenceQueues
+from kvferry.engine.sequence import Match, Sequence, Source
+from kvferry.engine.step import SequenceSlice
+from kvferry.engine.stopping import banned_token_ids
+
+__all__ = ["Batch", "Batcher"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step in the making."""
+
+    limits: Limits
+    slices: list[SequenceSlice] = field(default_factory=list)
+    num_tokens: int = 0
+    has_preempted: bool = False
+    is_answer_pending: bool = False
+    """The connector could not say yet what it has for some request; ask again soon."""
+
+    def share(self, wanted: int) -> int:
+        """How many of `wanted` tokens still fit into this step."""
+        left = self.limits.max_num_batched_tokens - self.num_tokens
+        if self.limits.enable_chunked_prefill or wanted <= left:
+            return min(wanted, left)
+        # Prompts are not to be cut: one that is longer than any step gets a step of its own.
+        return 0 if self.slices else wanted
+
+    def add(self, seq: Sequence, count: int) -> None:
+        end = seq.num_computed_tokens + count
+        is_last = end == seq.num_tokens
+        self.num_tokens += count
+        self.slices.append(
+            SequenceSlice(
+                request_id=seq.request_id,
+                token_ids=tuple(seq.token_ids[seq.num_computed_tokens : end]),
+                start=seq.num_computed_tokens,
+                block_ids=tuple(seq.block_ids),
+                sampling=seq.sampling if is_last else None,
+                draw_seed=seq.draw_seed,
+                draw_index=seq.num_output_tokens,
+                banned_token_ids=banned_token_ids(seq, self.limits) if is_last else (),
+            )
+        )
+
+
+class _Outcome(Enum):
+    ADMITTED = auto()
+    SKIPPED = auto()
+    """Not now, but others may go first."""
+    BLOCKED = auto()
+    """Not now, and nobody behind it either."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What the connector would load after the local prefix."""
+
+    num_tokens: int = 0
+    is_async: bool = False
+
+
+@dataclass(slots=True)
+class Batcher:
+    limits: Limits
+    pool: BlockPool
+    queues: SequenceQueues
+    counters: Counters
+    connector: KVConnectorBase_V1 | None
+
+    def build(self) -> Batch:
+        batch = Batch(self.limits)
+        self._continue_running(batch)
+        self._admit_ready(batch)
+        if not batch.has_preempted:
+            self._admit_waiting(batch)
+        return batch
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def _continue_running(self, batch: Batch) -> None:
+        for seq in list(self.queues.running):
+            count = batch.share(seq.num_uncomputed_tokens)
+            # One that gave up its blocks to an older sequence in this very loop is not running any more.
+            if count and seq.status is RequestStatus.RUNNING and self._make_room(seq, count, batch):
+                batch.add(seq, count)
+
+    def _make_room(self, seq: Sequence, count: int, batch: Batch) -> bool:
+        """Give a running sequence its blocks, at the cost of younger ones if need be."""
+        while not self._extend(seq, count):
+            victim = self.queues.youngest_holder()
+            if self._is_waiting_better(victim is seq):
+                return False
+            self._preempt(victim)
+            batch.has_preempted = True
+            if victim is seq:
+                return False
+        return True
+
+    def _is_waiting_better(self, is_own_victim: bool) -> bool:
+        """Whether blocks will come back without taking anybody's: then nothing is gained by giving up computed tokens."""
+        if not self.queues.has_borrowed_blocks:
+            return False
+        is_alone = is_own_victim and self.queues.num_holders == 1
+        return is_alone or (self.connector is not None and self.connector.has_pending_block_frees())
+
+    def _extend(self, seq: Sequence, count: int) -> bool:
+        missing = self.limits.blocks_for(seq.num_computed_tokens + count) - len(seq.block_ids)
+        if missing <= 0:
+            return True
+        fresh = self.pool.extend(seq.block_ids, missing)
+        if fresh is None:
+            return False
+        seq.block_ids += fresh
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take all blocks of a sequence; it starts again from whatever is still cached then."""
+        self.counters.preemptions += 1
+        self.queues.leave(seq)
+        self.withdraw(seq)
+        self.queues.wait(seq, RequestStatus.PREEMPTED)
+
+    def withdraw(self, seq: Sequence) -> None:
+        """Give back the blocks of a sequence that has to start again."""
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        seq.num_computed_tokens = 0
+        seq.num_published_blocks = 0
+        if seq.source is Source.LOADED:
+            seq.source = Source.MAY_ASK
+
+    # -- ready -----------------------------------------------------------------------------------------------------
+
+    def _admit_ready(self, batch: Batch) -> None:
+        while self.queues.ready:
+            seq = self.queues.ready[0]
+            count = batch.share(seq.num_uncomputed_tokens)
+            if not count or self._is_full() or not self._claim(seq, count, batch):
+                return
+            self.queues.leave(seq)
+            self._start(seq, count, 0, batch)
+
+    def _claim(self, seq: Sequence, count: int, batch: Batch) -> bool:
+        """Give a ready sequence the blocks it still lacks.
+
+        While others run it waits for theirs; when nobody runs, ready ones that block each other wait for ever: the youngest yields."""
+        while not self._extend(seq, count):
+            if self.queues.running or self.queues.ready[-1] is seq:
+                return False
+            self._preempt(self.queues.ready[-1])
+            batch.has_preempted = True
+        return True
+
+    # -- waiting ---------------------------------------------------------------------------------------------------
+
+    def _admit_waiting(self, batch: Batch) -> None:
+        index = 0
+        while index < len(self.queues.waiting) and not self._is_full():
+            outcome = self._admit(self.queues.waiting[index], batch)
+            if outcome is _Outcome.BLOCKED:
+                return
+            index += outcome is _Outcome.SKIPPED
+
+    def _admit(self, seq: Sequence, batch: Batch) -> _Outcome:
+        """On ADMITTED the sequence has left `waiting`."""
+        cached = self._find_cached(seq)
+        offer = self._ask(seq, len(cached) * self.limits.block_size)
+        if offer is None:
+            batch.is_answer_pending = True
+            return _Outcome.SKIPPED
+        # The last token is always computed: sampling needs its logits. Its block is not shared then, because it is written again.
+        usable = cached[: (seq.num_tokens - 1) // self.limits.block_size]
+        return self._begin_load(seq, usable, offer) if offer.is_async else self._begin(seq, usable, offer, batch)
+
+    def _find_cached(self, seq: Sequence) -> list[int]:
+        if not self.limits.enable_prefix_caching:
+            return []
+        return self.pool.find_prefix(seq.block_hashes(self.limits.block_size))
+
+    def _ask(self, seq: Sequence, num_local_tokens: int) -> _Offer | None:
+        if self.connector is None or seq.source is Source.LOCAL_ONLY:
+            return _Offer()
+        count, is_async = self.connector.get_num_new_matched_tokens(seq, num_local_tokens)
+        if count is None:
+            return None
+        count = max(0, min(count, seq.num_tokens - num_local_tokens))
+        return _Offer(count, is_async and count > 0)
+
+    def _begin_load(self, seq: Sequence, cached: list[int], offer: _Offer) -> _Outcome:
+        """Hold blocks for the local prefix and for what is loaded. They are published only when the load has ended well."""
+        assert self.connector is not None
+        match = Match(len(cached) * self.limits.block_size, offer.num_tokens)
+        missing = self.limits.blocks_for(match.total_tokens) - len(cached)
+        # A load cannot be preempted, so it must not take what those who compute are going to need.
+        if self.pool.num_free_beside(cached) - missing < self._reserved_blocks():
+            return _Outcome.BLOCKED
+        self._take(seq, cached, missing, match)
+        seq.num_computed_tokens = match.local_tokens
+        self.queues.leave(seq)
+        self.queues.load(seq)
+        self.connector.update_state_after_alloc(seq, BlockTable(seq.block_ids), offer.num_tokens)
+        return _Outcome.ADMITTED
+
+    def _reserved_blocks(self) -> int:
+        holders = (*self.queues.running, *self.queues.ready)
+        return sum(max(0, self.limits.blocks_for(seq.num_tokens) - len(seq.block_ids)) for seq in holders)
+
+    def _begin(self, seq: Sequence, cached: list[int], offer: _Offer, batch: Batch) -> _Outcome:
+        match = Match(len(cached) * self.limits.block_size, offer.num_tokens)
+        computed = min(match.total_tokens, seq.num_tokens - 1)
+        count = batch.share(seq.num_tokens - computed)
+        missing = self.limits.blocks_for(max(computed + count, match.total_tokens)) - len(cached)
+        if not count or self.pool.num_free_beside(cached) < missing:
+            return _Outcome.BLOCKED
+        self._take(seq, cached, missing, match)
+        seq.num_computed_tokens = computed
+        self.queues.leave(seq)
+        self._start(seq, count, offer.num_tokens, batch)
+        return _Outcome.ADMITTED
+
+    def _take(self, seq: Sequence, cached: list[int], missing: int, match: Match) -> None:
+        fresh = self.pool.acquire(cached, missing)
+        assert fresh is not None, "the caller has looked"
+        seq.block_ids = cached + fresh
+        seq.num_published_blocks = len(cached)
+        seq.matched = match
+        if not seq.num_output_tokens:
+            seq.num_cached_tokens = min(match.total_tokens, seq.num_prompt_tokens)
+
+    def _start(self, seq: Sequence, count: int, num_external_tokens: int, batch: Batch) -> None:
+        self.queues.run(seq)
+        if self.connector is not None:
+            self.connector.update_state_after_alloc(seq, BlockTable(seq.block_ids), num_external_tokens)
+        seq.source = Source.MAY_ASK if seq.source is Source.LOADED else seq.source
+        batch.add(seq, count)
+
+    def _is_full(self) -> bool:
+        return len(self.queues.running) >= self.limits.max_num_seqs

@@ -1,0 +1,170 @@
+"""The API process's end of an engine: starts the core in its own process and turns its messages into streams of outputs.
+
+Everything here runs on one asyncio loop. Sockets are read and written by the loop, so neither a slow core nor a dead one blocks it.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING
+
+from kvferry.engine.link import CoreLink, OutputStream
+from kvferry.engine.messages import AddRequest, CoreReady, RequestOutput, Status
+from kvferry.engine.options import EngineOptions
+from kvferry.engine.setup import EngineSetup
+from kvferry.errors import KVFerryError
+from kvferry.ports.kit import PlaneKit
+
+if TYPE_CHECKING:
+    from kvferry.config import SideChannelConfig
+
+__all__ = ["EngineClient", "OutputStream"]
+
+_log = logging.getLogger(__name__)
+
+_KILL_TIMEOUT_S = 5.0
+"""How long a killed process may take to be gone."""
+
+
+class EngineClient:
+    """One running engine. Make it with `start`, end it with `close`."""
+
+    def __init__(self, process: BaseProcess, options: EngineOptions, on_progress: Callable[[str], None]) -> None:
+        self._process = process
+        self._options = options
+        self._link = CoreLink(on_progress, self._on_closed)
+        self._next_nonce = 0
+        self._ending: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        options: EngineOptions,
+        kit: PlaneKit,
+        *,
+        secret: bytes = b"",
+        side_channel: "SideChannelConfig | None" = None,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> "EngineClient":
+        """Spawn the core and wait until it serves. `on_progress` hears each stage of the start.
+
+        ConfigError when a setting or the model is to blame, KVFerryError for everything else; no process is left behind then."""
+        level = logging.getLogger().getEffectiveLevel()
+        setup = EngineSetup(options, kit, secret=secret, side_channel=side_channel, log_level=level)
+        ours, theirs = socket.socketpair()
+        process = multiprocessing.get_context("spawn").Process(target=_run_core, args=(setup, theirs), name="kvferry-core")
+        loop = asyncio.get_running_loop()
+        client = cls(process, options, on_progress or _ignore_stage)
+        link = client._link
+        try:
+            await loop.run_in_executor(None, process.start)
+            theirs.close()
+            await loop.create_unix_connection(lambda: link, sock=ours)
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(link.ready)
+        except BaseException as error:
+            theirs.close()
+            await client._abandon(ours)
+            if isinstance(error, TimeoutError):
+                raise KVFerryError(f"the engine core was not ready within {timeout_s:g} s; last stage: {link.stage}") from None
+            raise
+        return client
+
+    @property
+    def ready(self) -> CoreReady:
+        """What the core said of itself when it was ready."""
+        return self._link.ready.result()
+
+    @property
+    def options(self) -> EngineOptions:
+        return self._options
+
+    @property
+    def pid(self) -> int | None:
+        """The core's process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._link.death is None
+
+    async def died(self) -> str:
+        """Wait until the core is gone, also after `close`; the reason as one sentence."""
+        return await asyncio.shield(self._link.gone)
+
+    def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
+        """Hand in requests that enter the engine before the same step; one stream each. Never waits.
+
+        RemoteProtocolError when a request cannot be put on the wire (a number beyond 64 bits in its parameters) or its id is in use."""
+        return self._link.add(list(requests))
+
+    async def generate(self, request: AddRequest) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of one request. Leaving the iteration early, or being cancelled in it, aborts the request."""
+        (stream,) = self.add([request])
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with `finish_reason == "abort"`. Unknown ids are ignored."""
+        self._link.abort(request_id)
+
+    async def status(self, timeout_s: float = 5.0) -> Status:
+        """A snapshot of the core. KVFerryError when it is dead or does not answer in time."""
+        self._next_nonce += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._link.ask_status(self._next_nonce)
+        except TimeoutError:
+            raise KVFerryError(f"the engine core did not answer within {timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """Stop the core, gracefully first, and wait until its process is gone. Idempotent."""
+        self._link.shut_down()
+        await self._end_process(self._options.shutdown_timeout_s)
+        self._link.close()
+
+    def _on_closed(self) -> None:
+        self._ending = asyncio.get_running_loop().create_task(self._end_process(_KILL_TIMEOUT_S))
+
+    async def _end_process(self, grace_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._process.pid is None:
+            self._link.lost("the engine core could not be started")
+            return
+        await loop.run_in_executor(None, self._process.join, grace_s)
+        if self._process.is_alive():
+            _log.warning("the engine core did not stop within %g s and is killed", grace_s)
+            self._process.kill()
+            await loop.run_in_executor(None, self._process.join, _KILL_TIMEOUT_S)
+        self._link.lost(f"the engine core has ended {_describe_exit(self._process.exitcode)}")
+
+    async def _abandon(self, sock: socket.socket) -> None:
+        if self._link.is_connected:
+            self._link.close()
+        else:
+            sock.close()
+        await self._end_process(1.0)
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "in a way the operating system does not tell"
+    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+
+
+def _ignore_stage(stage: str) -> None:
+    return None
+
+
+def _run_core(setup: EngineSetup, sock: socket.socket) -> None:
+    # Imported in the child only: the API process never pays for torch.
+    from kvferry.engine.core import run_core
+
+    run_core(setup, sock)

@@ -1,0 +1,267 @@
+"""The engine core: a process whose main thread schedules, executes and updates, step by step, and talks to the API process between steps.
+
+With nothing to compute it sleeps until a message, a connector's wake-up or a rank's notice arrives. It ends when the API process closes
+the pipe, on `Shutdown`, or with the reason of a failure (`CoreFailed`, exit code 1 or 2), and takes its ranks with it.
+"""
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from multiprocessing import connection
+from types import FrameType
+
+import msgspec
+
+from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorRole, ParallelConfig
+from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.engine.executor import Executor
+from kvferry.engine.frames import FrameSocket
+from kvferry.engine.limits import Limits
+from kvferry.engine.messages import (
+    AbortRequest,
+    AddRequest,
+    CoreFailed,
+    CoreProgress,
+    CoreReady,
+    FromCore,
+    GetStatus,
+    Outputs,
+    RequestOutput,
+    Shutdown,
+    ToCore,
+)
+from kvferry.engine.scheduler import Scheduler
+from kvferry.engine.setup import EngineSetup
+from kvferry.engine.totals import TransferTotals
+from kvferry.engine.wakeup import Wakeup
+from kvferry.engine.worker import Worker, connector_config
+from kvferry.errors import ConfigError, KVFerryError, TransportError
+from kvferry.types import FailurePolicy
+
+__all__ = ["EngineCore", "run_core"]
+
+_log = logging.getLogger(__name__)
+
+_RETRY_INTERVAL_S = 0.01
+"""How soon a connector that was unsure, or that cannot wake us, is asked again."""
+
+
+class EngineCore:
+    """Build it with `start`; it owns the executor and the scheduler's connector until `close`."""
+
+    def __init__(self, api: "_ApiPipe", executor: Executor, connector: KVConnectorBase_V1 | None, limits: Limits, wakeup: Wakeup) -> None:
+        self._api = api
+        self._executor = executor
+        self._connector = connector
+        self._scheduler = Scheduler(limits, connector)
+        self._wakeup = wakeup
+        self._totals = TransferTotals()
+        self._is_stopping = False
+        self._is_step_due = False
+        self._has_slept = True
+        self._must_poll = connector is not None and type(connector).set_wakeup is KVConnectorBase_V1.set_wakeup
+
+    @classmethod
+    def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":
+        """Load everything and announce it."""
+        with contextlib.ExitStack() as undo:
+            executor = Executor.start(setup, wakeup.ring, api.say)
+            undo.callback(executor.close)
+            limits = _limits_of(setup, executor.worker)
+            connector = None
+            if setup.options.kv_transfer is not None:
+                api.say("starting the connector")
+                connector = _scheduler_connector(setup, executor, wakeup.ring, undo)
+            core = cls(api, executor, connector, limits, wakeup)
+            if connector is not None:
+                connector.bind_kv_cache_manager(core._scheduler)
+            undo.pop_all()
+        api.send(_announcement(setup, limits))
+        return core
+
+    def run(self) -> None:
+        while self._take_messages():
+            if self._needs_step():
+                self._step()
+            else:
+                self._sleep()
+
+    def _step(self) -> None:
+        self._is_step_due = self._has_slept = False
+        plan = self._scheduler.schedule()
+        result = self._executor.execute(plan)
+        outputs = self._scheduler.update(plan, result)
+        if result.connector_output is not None:
+            self._totals.add(result.connector_output.kv_connector_stats)
+        if self._connector is not None:
+            self._totals.add(self._connector.get_kv_connector_stats())
+        self._report(outputs)
+
+    def _report(self, outputs: list[RequestOutput]) -> None:
+        if outputs:
+            self._api.send(Outputs(outputs))
+        for note in self._scheduler.take_notes():
+            _log.warning("%s", note)
+
+    def _needs_step(self) -> bool:
+        # Called even when a step is due anyway: wake-ups are to be cleared and deaths to be noticed between any two steps.
+        rang, noticed = self._wakeup.clear(), self._executor.take_notices()
+        # A connector that asks for a step again and again gets one per nap, not as many as fit into a second.
+        is_pushed = self._has_slept and self._scheduler.wants_push
+        return self._is_step_due or rang or noticed or is_pushed or self._scheduler.wants_step
+
+    def _sleep(self) -> None:
+        is_blind = self._must_poll and self._scheduler.has_transfers
+        is_unsure = self._scheduler.is_answer_pending or self._scheduler.wants_push or is_blind
+        timeout_s = _RETRY_INTERVAL_S if is_unsure else None
+        ranks = [rank.fileno() for rank in self._executor.ranks]
+        awake = connection.wait([self._api.fileno(), self._wakeup.fileno(), *ranks], timeout_s)
+        self._is_step_due, self._has_slept = not awake, True
+
+    # -- the API process -------------------------------------------------------------------------------------------
+
+    def _take_messages(self) -> bool:
+        """Whether to go on."""
+        outputs: list[RequestOutput] = []
+        for message in self._api.receive():
+            match message:
+                case AddRequest():
+                    refusal = self._scheduler.add(message)
+                    outputs += [] if refusal is None else [refusal]
+                case AbortRequest(request_id=request_id):
+                    self._scheduler.abort(request_id)
+                case GetStatus(nonce=nonce):
+                    self._send_status(nonce)
+                case Shutdown():
+                    self._is_stopping = True
+        self._report(outputs)
+        return self._api.is_open and not self._is_stopping
+
+    def _send_status(self, nonce: int) -> None:
+        status = self._scheduler.status(nonce)
+        self._api.send(msgspec.structs.replace(status, transfers=self._totals.summaries(), connector_stats=self._totals.to_dict()))
+
+    def close(self) -> None:
+        """Stop connector and ranks. Idempotent."""
+        try:
+            if self._connector is not None:
+                self._connector.shutdown()
+        finally:
+            self._executor.close()
+
+
+class _ApiPipe:
+    """Typed messages over the socket to the API process."""
+
+    def __init__(self, sock: FrameSocket) -> None:
+        self._sock = sock
+        self._decode = msgspec.msgpack.Decoder(ToCore).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    @property
+    def is_open(self) -> bool:
+        return self._sock.is_open
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def receive(self) -> ToCore:
+        return [message for frame in self._sock.receive() for message in self._decode(frame)]
+
+    def send(self, message: FromCore) -> None:
+        self._sock.send(self._encode(message))
+
+    def say(self, stage: str) -> None:
+        _log.info("%s", stage)
+        self.send(CoreProgress(stage))
+
+
+def run_core(setup: EngineSetup, sock: socket.socket) -> None:
+    """The main function of the core's process."""
+    # Ctrl-C reaches the whole process group; the API process decides what it means and closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _end_orderly)
+    logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s core %(name)s: %(message)s")
+    link = FrameSocket(sock)
+    api, wakeup = _ApiPipe(link), Wakeup()
+    try:
+        core = EngineCore.start(setup, api, wakeup)
+        try:
+            core.run()
+        finally:
+            core.close()
+    except Exception as error:  # the top of the process: everybody hears why it ends
+        raise SystemExit(_tell_failure(api, error)) from None
+    finally:
+        wakeup.close()
+        link.close()
+
+
+def _tell_failure(api: _ApiPipe, error: Exception) -> int:
+    """Report the end of the core; its exit code."""
+    if not api.is_open:
+        _log.warning("the API process is gone, and so is the engine core")
+        return 1
+    is_config = isinstance(error, ConfigError)
+    if isinstance(error, KVFerryError):
+        _log.error("the engine core ends: %s", error)
+        reason = str(error)
+    else:
+        _log.exception("the engine core ends because of a bug")
+        reason = f"the engine core failed in an unexpected way ({type(error).__name__}: {error}); its log has the details"
+    with contextlib.suppress(TransportError):
+        api.send(CoreFailed(reason, is_config))
+    return 2 if is_config else 1
+
+
+def _end_orderly(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _limits_of(setup: EngineSetup, worker: Worker) -> Limits:
+    options, config = setup.options, worker.runner.config
+    policy = FailurePolicy.FAIL if options.kv_transfer is None else options.kv_transfer.kv_load_failure_policy
+    return Limits(
+        num_blocks=worker.kv_cache_config.num_blocks,
+        block_size=worker.kv_cache_config.block_size,
+        max_model_len=config.max_model_len(options.max_model_len),
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        seed=options.seed,
+        load_failure_policy=policy,
+    )
+
+
+def _scheduler_connector(
+    setup: EngineSetup, executor: Executor, wake: Callable[[], None], undo: contextlib.ExitStack
+) -> KVConnectorBase_V1:
+    worker = executor.worker
+    config = connector_config(setup, worker.runner, ParallelConfig(setup.options.tensor_parallel_size, 0))
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, worker.kv_cache_config)
+    undo.callback(connector.shutdown)
+    connector.set_wakeup(wake)
+    expected = connector.get_finished_count()
+    if expected is not None:
+        executor.expect_reports(expected)
+    if executor.handshakes:
+        connector.set_xfer_handshake_metadata(executor.handshakes)
+    return connector
+
+
+def _announcement(setup: EngineSetup, limits: Limits) -> CoreReady:
+    transfer = setup.options.kv_transfer
+    return CoreReady(
+        max_model_len=limits.max_total_tokens,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        eos_token_ids=list(limits.eos_token_ids),
+        vocab_size=limits.vocab_size,
+        engine_id="" if transfer is None else str(transfer.engine_id or ""),
+        epoch=setup.epoch,
+    )

@@ -1,0 +1,134 @@
+"""What the API process and the engine core say to each other, as msgspec structs over one pipe.
+
+API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or `CoreFailed` once, then
+`RequestOutput`s in batches (one `Outputs` per step), `Status`, and `CoreFailed` if the core dies with a reason.
+"""
+
+from typing import Any
+
+import msgspec
+
+from kvferry.engine.step import SampledToken, SamplingParams
+
+__all__ = [
+    "AbortRequest",
+    "AddRequest",
+    "CoreFailed",
+    "CoreProgress",
+    "CoreReady",
+    "FromCore",
+    "GetStatus",
+    "Outputs",
+    "RequestOutput",
+    "Shutdown",
+    "Status",
+    "ToCore",
+    "TransferSummary",
+]
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True):
+    """One sequence to generate. For `n > 1` the API sends n of these, in one `list` frame, ids `<id>-0`, `<id>-1`, …"""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str = ""
+    draw_seed: int | None = None
+    """Seed of the random stream; None: the engine picks one."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True, tag=True):
+    """Unknown ids are ignored. No output follows."""
+
+    request_id: str
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    nonce: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class CoreReady(msgspec.Struct, frozen=True, tag=True):
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+    vocab_size: int
+    engine_id: str = ""
+    epoch: str = ""
+
+
+class CoreFailed(msgspec.Struct, frozen=True, tag=True):
+    """The core cannot start or go on. `reason` is one sentence for the operator; `is_config` when a setting is to blame."""
+
+    reason: str
+    is_config: bool = False
+
+
+class CoreProgress(msgspec.Struct, frozen=True, tag=True):
+    """What the core is doing on its way to `CoreReady`, for people who wait."""
+
+    stage: str
+
+
+class RequestOutput(msgspec.Struct, frozen=True):
+    request_id: str
+    tokens: list[SampledToken] = []
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `error` on the last output of a request; None before."""
+    stop_reason: int | None = None
+    """The stop token id, when one ended it."""
+    error: str | None = None
+    """Why, when finish_reason is `error`."""
+    error_status: int = 500
+    kv_transfer_params: dict[str, Any] | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed here (local prefix or remote KV)."""
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    outputs: list[RequestOutput]
+
+
+class TransferSummary(msgspec.Struct, frozen=True):
+    """What one plane has carried so far, summed over ranks."""
+
+    plane: str
+    transfers: int = 0
+    total_bytes: int = 0
+    seconds: float = 0.0
+    pieces: int = 0
+
+
+class Status(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot for /metrics and for `assert_quiescent`."""
+
+    nonce: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_remote_kvs: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    """Blocks held by a request or a lease; cached but unheld blocks are not in use."""
+    num_delayed_frees: int = 0
+    """Finished requests whose blocks a peer may still read."""
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    prompt_tokens_by_source: dict[str, int] = {}
+    """`local_compute`, `local_cache_hit`, `external_kv_transfer`."""
+    preemptions_total: int = 0
+    requests_finished_by_reason: dict[str, int] = {}
+    transfers: list[TransferSummary] = []
+    connector_stats: dict[str, Any] = {}
+    """The connector's own stats since start, as its `to_dict` gives them."""
+
+
+ToCore = list[AddRequest | AbortRequest | GetStatus | Shutdown]
+"""One frame holds a batch; requests in one frame enter the engine before its next step."""
+
+FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | Status

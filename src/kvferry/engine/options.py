@@ -1,0 +1,52 @@
+"""What an embedded engine is started with. Plain data, checked on construction; flags of `kvferry serve` come from these fields."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvferry.errors import ConfigError
+from kvferry.types import KVLayout
+
+if TYPE_CHECKING:
+    from kvferry.config import KVTransferConfig
+
+__all__ = ["EngineOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    model: Path
+    served_model_name: str = ""
+    """Empty: the model path as given."""
+    dtype: str = "auto"
+    """Of weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
+    kv_cache_dtype: str = "auto"
+    """Of the cache: auto (as `dtype`), float32, bfloat16, float16."""
+    compute_dtype: str = "auto"
+    """Of arithmetic. auto: float64 for small float32 models on CPUs, so that greedy tokens do not depend on batching; else `dtype`."""
+    device: str = "cpu"
+    block_size: int = 16
+    num_blocks: int = 0
+    """Blocks in the cache; 0: as many as fit into `kv_cache_memory_bytes`."""
+    kv_cache_memory_bytes: int = 256 * 1024 * 1024
+    kv_cache_layout: KVLayout = KVLayout.HND
+    max_model_len: int = 0
+    """0: the checkpoint's own limit."""
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    tensor_parallel_size: int = 1
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    num_threads: int = 1
+    """Torch threads per worker."""
+    seed: int = 0
+    kv_transfer: "KVTransferConfig | None" = None
+    shutdown_timeout_s: float = field(default=10.0)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")

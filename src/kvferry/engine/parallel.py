@@ -1,0 +1,112 @@
+"""The tensor-parallel ranks of one engine and the sums they make together.
+
+Ranks are processes of one machine, joined by gloo over loopback. A rank that has died ends the other ranks' operations at once (its sockets
+close), one that has stopped ends them after `timeout_s`; both are a TransportError. Blocking; the worker's engine thread makes every call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore
+
+from kvferry.connectors.contract import ParallelConfig
+from kvferry.errors import ConfigError, TransportError
+
+__all__ = ["GlooGroup", "SoloGroup", "TensorParallelGroup", "join_group"]
+
+
+class TensorParallelGroup(Protocol):
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, the same bits on each rank. May overwrite `part`."""
+
+    def concatenate(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts side by side along the last dimension, in rank order. Parts have one shape."""
+
+    def close(self) -> None: ...
+
+
+class SoloGroup:
+    """One rank: nothing to add up, no process group."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def concatenate(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def close(self) -> None:
+        return None
+
+
+class GlooGroup:
+    def __init__(self, parallel: ParallelConfig, store: Store, timeout_s: float) -> None:
+        """Meet the other ranks at `store`; blocks until all are there."""
+        self._size = parallel.tp_size
+        self._who = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
+        with self._blamed("could not join the other ranks"):
+            self._gloo: Any = _gloo_on_loopback(parallel, store, timeout_s)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        part = part.contiguous()
+        with self._blamed("lost another rank during a sum"):
+            self._gloo.allreduce([part]).wait()
+        return part
+
+    def concatenate(self, part: torch.Tensor) -> torch.Tensor:
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._size)]
+        with self._blamed("lost another rank during a gather"):
+            self._gloo.allgather([parts], [part]).wait()
+        return torch.cat(parts, dim=-1)
+
+    def close(self) -> None:
+        """Drop the sockets and threads. Idempotent."""
+        self._gloo = None
+
+    @contextmanager
+    def _blamed(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # all that gloo and its stores raise
+            raise TransportError(f"{self._who} {what}: {error}") from error
+
+
+def join_group(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> TensorParallelGroup:
+    """The group of this rank. `rendezvous` is `file:///path` or `tcp://127.0.0.1:port`; prefer a file in a private directory, since a TCP
+    store listens on every interface. The caller removes the file."""
+    if parallel.tp_size == 1:
+        return SoloGroup()
+    return GlooGroup(parallel, _store(parallel, rendezvous, timeout_s), timeout_s)
+
+
+def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Store:
+    url = urlsplit(rendezvous)
+    if url.scheme == "file" and url.path:
+        store: Store = FileStore(url.path, parallel.tp_size)
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return store
+    if url.scheme != "tcp" or not url.hostname or not url.port:
+        raise ConfigError(f"rendezvous must be file:///path or tcp://127.0.0.1:port, got {rendezvous!r}")
+    try:
+        return TCPStore(
+            url.hostname,
+            url.port,
+            parallel.tp_size,
+            is_master=parallel.tp_rank == 0,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise TransportError(f"tensor-parallel rank {parallel.tp_rank} could not reach {rendezvous}: {error}") from error
+
+
+def _gloo_on_loopback(parallel: ParallelConfig, store: Store, timeout_s: float) -> Any:
+    # The usual entry point takes the device from the host name and keeps the group in a global; the class itself does neither.
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001  the only way to choose the interface
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    return gloo(store, parallel.tp_rank, parallel.tp_size, options)

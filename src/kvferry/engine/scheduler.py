@@ -1,0 +1,323 @@
+"""Continuous batching over a paged KV cache, and the scheduler's half of the connector contract.
+
+    add, abort  ->  schedule() -> StepPlan  ->  (workers)  ->  update(plan, StepResult) -> outputs
+
+Blocks are published in the prefix cache only when a finished step or a confirmed load has filled them. A finished request keeps its
+blocks while a load writes into them or the connector asks for it, and gives them back when the connector names it.
+
+Pure but for the calls to the connector: no clock, thread or socket. What a connector reports of unknown requests is counted and noted,
+never fatal.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorOutput, RequestStatus, SupportsHMA
+from kvferry.engine.batch import Batch, Batcher
+from kvferry.engine.blocks import BlockPool
+from kvferry.engine.counters import Counters
+from kvferry.engine.intake import choose_draw_seed, find_excess, find_fault
+from kvferry.engine.limits import Limits
+from kvferry.engine.messages import AddRequest, RequestOutput, Status
+from kvferry.engine.queues import SequenceQueues
+from kvferry.engine.sequence import Hold, Sequence, Source
+from kvferry.engine.step import SampledToken, SequenceSlice, StepPlan, StepResult
+from kvferry.engine.stopping import FINISH_REASONS, find_stop
+from kvferry.errors import LocalProtocolError
+from kvferry.types import FailurePolicy
+
+__all__ = ["Scheduler"]
+
+_BAD_REQUEST, _BAD_GATEWAY = 400, 502
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, connector: KVConnectorBase_V1 | None = None) -> None:
+        self._limits = limits
+        self._connector = connector
+        self._pool = BlockPool(limits.num_blocks)
+        self._queues = SequenceQueues()
+        self._counters = Counters()
+        self._batcher = Batcher(limits, self._pool, self._queues, self._counters, connector)
+        self._batch = Batch(limits)
+        self._finished_ids: set[str] = set()
+        self._load_failures: dict[str, str] = {}
+        self._notes: list[str] = []
+        self._num_steps = 0
+        self._has_changed = False
+
+    # -- what the core asks ----------------------------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    @property
+    def block_pool(self) -> BlockPool:
+        """For connectors that look at it; only the scheduler changes it."""
+        return self._pool
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether a step now could compute something or has finished requests to tell of. False: wait for a message or a wake-up."""
+        has_candidates = self._queues.running or self._queues.ready or self._queues.waiting
+        return bool((self._has_changed and has_candidates) or self._finished_ids)
+
+    @property
+    def wants_push(self) -> bool:
+        """Whether the connector asks for a step, even an empty one."""
+        return self._connector is not None and self._connector.has_pending_push_work()
+
+    @property
+    def is_answer_pending(self) -> bool:
+        """Whether the connector was unsure in the last step, so that a request waits for nothing but to be asked about again."""
+        return self._batch.is_answer_pending
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the connector still has to report the end of something."""
+        return self._queues.has_borrowed_blocks
+
+    def take_notes(self) -> list[str]:
+        """Oddities for the log since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def status(self, nonce: int = 0) -> Status:
+        queues, counters = self._queues, self._counters
+        return Status(
+            nonce=nonce,
+            num_running=len(queues.running),
+            num_waiting=len(queues.waiting) + len(queues.ready),
+            num_waiting_for_remote_kvs=queues.num_loading,
+            num_blocks=self._limits.num_blocks,
+            num_used_blocks=self._pool.num_used,
+            num_delayed_frees=len(queues.held),
+            prompt_tokens_total=counters.prompt_tokens,
+            generation_tokens_total=counters.generation_tokens,
+            prompt_tokens_by_source=dict(counters.prompt_tokens_by_source),
+            preemptions_total=counters.preemptions,
+            requests_finished_by_reason=dict(counters.finished_by_reason),
+        )
+
+    def check(self) -> None:
+        """LocalProtocolError unless every held block belongs to exactly the sequences that list it."""
+        self._pool.check(self._queues.holdings())
+
+    # -- requests come and go --------------------------------------------------------------------------------------
+
+    def add(self, request: AddRequest) -> RequestOutput | None:
+        """Take a request in. An output at once means that it is refused."""
+        fault = find_fault(request, self._limits)
+        if request.request_id in self._queues.known:
+            fault = f"request id {request.request_id} is still in use"
+        if fault is not None:
+            return RequestOutput(request.request_id, finish_reason="error", error=fault, error_status=_BAD_REQUEST)
+        arrival = self._counters.arrivals
+        self._counters.arrivals += 1
+        request = msgspec.structs.replace(request, draw_seed=choose_draw_seed(request, self._limits.seed, arrival))
+        seq = Sequence(request, arrival)
+        self._queues.known[seq.request_id] = seq
+        self._queues.wait(seq)
+        self._has_changed = True
+        if self._connector is not None:
+            self._connector.on_new_request(seq)
+        excess = find_excess(request, self._limits)
+        # The connector knows the request by now, so that it lets go of what a peer may hold for it.
+        return self._fail(seq, excess, _BAD_REQUEST) if excess else None
+
+    def abort(self, request_id: str) -> None:
+        """End a request without an output. Unknown and finished ones are ignored."""
+        seq = self._queues.known.get(request_id)
+        if seq is not None and not seq.status.is_finished:
+            self._finish(seq, RequestStatus.FINISHED_ABORTED)
+
+    def _fail(self, seq: Sequence, reason: str, error_status: int) -> RequestOutput:
+        params = self._finish(seq, RequestStatus.FINISHED_ERROR)
+        return RequestOutput(
+            seq.request_id,
+            finish_reason="error",
+            error=reason,
+            error_status=error_status,
+            kv_transfer_params=params,
+            num_cached_tokens=seq.num_cached_tokens,
+        )
+
+    def _finish(self, seq: Sequence, status: RequestStatus) -> dict[str, Any] | None:
+        """The one way for a request to end. What the connector wants the client to know is returned."""
+        self._queues.leave(seq)
+        seq.status = status
+        self._has_changed = True
+        self._counters.finished_by_reason[FINISH_REASONS[status]] += 1
+        params = None
+        if self._connector is not None:
+            self._finished_ids.add(seq.request_id)
+            is_delayed, params = self._tell_finished(self._connector, seq)
+            if is_delayed:
+                seq.hold |= Hold.SENDING
+        self._settle(seq)
+        return params
+
+    def _tell_finished(self, connector: KVConnectorBase_V1, seq: Sequence) -> tuple[bool, dict[str, Any] | None]:
+        block_ids = seq.block_ids[: self._limits.blocks_for(seq.num_computed_tokens)]
+        if isinstance(connector, SupportsHMA):
+            return connector.request_finished_all_groups(seq, (block_ids,))
+        return connector.request_finished(seq, block_ids)
+
+    def _settle(self, seq: Sequence) -> None:
+        """Forget a finished request, or keep its blocks while somebody touches them."""
+        if seq.hold:
+            self._queues.held[seq.request_id] = seq
+            return
+        self._pool.release(seq.block_ids)
+        seq.block_ids = []
+        self._queues.held.pop(seq.request_id, None)
+        del self._queues.known[seq.request_id]
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """What the workers do next. It may be nothing but what the connector has to tell them."""
+        self._has_changed = False
+        self._batch = self._batcher.build()
+        finished, self._finished_ids = frozenset(self._finished_ids), set()
+        plan = StepPlan(self._num_steps, tuple(self._batch.slices), finished)
+        self._num_steps += 1
+        if self._connector is None:
+            return plan
+        return replace(plan, connector_metadata=self._connector.build_connector_meta(plan))
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take in what the workers did with the plan of the last `schedule`."""
+        news = result.connector_output
+        outputs: list[RequestOutput] = []
+        if self._connector is not None and news is not None:
+            self._connector.update_connector_output(news)
+            outputs += self._drop_invalid(news.invalid_block_ids)
+        for piece in plan.slices:
+            output = self._advance(piece, result.tokens.get(piece.request_id))
+            if output is not None:
+                outputs.append(output)
+        if news is not None:
+            outputs += self._take_transfers(news)
+        self._has_changed = self._has_changed or bool(plan.slices)
+        return outputs
+
+    def _advance(self, piece: SequenceSlice, token: SampledToken | None) -> RequestOutput | None:
+        seq = self._queues.known.get(piece.request_id)
+        if seq is None or seq.status is not RequestStatus.RUNNING or seq.num_computed_tokens != piece.start:
+            # Its blocks turned out to be invalid in this step: what was computed from them does not count.
+            return None
+        seq.num_computed_tokens += len(piece.token_ids)
+        self._publish(seq)
+        if piece.sampling is None:
+            return None
+        if token is None:
+            raise LocalProtocolError(f"the workers sampled no token for request {seq.request_id}")
+        return self._append(seq, token)
+
+    def _append(self, seq: Sequence, token: SampledToken) -> RequestOutput:
+        if not seq.num_output_tokens:
+            self._counters.count_prompt(seq)
+        self._counters.generation_tokens += 1
+        seq.token_ids.append(token.token_id)
+        stop = find_stop(seq, self._limits)
+        if stop is None:
+            return RequestOutput(seq.request_id, [token], num_cached_tokens=seq.num_cached_tokens)
+        return RequestOutput(
+            seq.request_id,
+            [token],
+            finish_reason=FINISH_REASONS[stop.status],
+            stop_reason=stop.token_id,
+            kv_transfer_params=self._finish(seq, stop.status),
+            num_cached_tokens=seq.num_cached_tokens,
+        )
+
+    def _publish(self, seq: Sequence) -> None:
+        """Let others share the blocks that are full and computed, or loaded and not to be written again."""
+        if not self._limits.enable_prefix_caching:
+            return
+        num_full = seq.num_computed_tokens // self._limits.block_size
+        hashes = seq.block_hashes(self._limits.block_size)
+        for index in range(seq.num_published_blocks, num_full):
+            self._pool.publish(seq.block_ids[index], hashes[index])
+        seq.num_published_blocks = max(seq.num_published_blocks, num_full)
+
+    # -- what the connector reports --------------------------------------------------------------------------------
+
+    def _take_transfers(self, news: KVConnectorOutput) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        for request_id in sorted(news.failed_recving):
+            if request_id in self._queues.loading:
+                reason = news.failure_reasons.get(request_id, "the connector gave no reason")
+                self._load_failures.setdefault(request_id, reason)
+        for request_id in sorted(news.finished_recving):
+            outputs += self._end_load(request_id)
+        for request_id in sorted(news.finished_sending):
+            self._end_sending(request_id)
+        return outputs
+
+    def _end_load(self, request_id: str) -> list[RequestOutput]:
+        seq = self._queues.loading.pop(request_id, None)
+        failure = self._load_failures.pop(request_id, None)
+        if seq is None:
+            self._note_unknown("finished_recving", request_id)
+            return []
+        self._has_changed = True
+        seq.hold &= ~Hold.RECEIVING
+        if seq.status.is_finished:
+            self._settle(seq)
+        elif failure is not None:
+            return self._refuse_load(seq, failure)
+        else:
+            self._accept_load(seq)
+        return []
+
+    def _accept_load(self, seq: Sequence) -> None:
+        seq.source = Source.LOADED
+        loaded = seq.num_computed_tokens + seq.matched.external_tokens
+        # The last token is computed again for its logits; its block is published after that, never written while shared.
+        seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
+        self._publish(seq)
+        self._queues.make_ready(seq)
+
+    def _refuse_load(self, seq: Sequence, failure: str) -> list[RequestOutput]:
+        """By the failure policy: an error for the client, or everything computed here from now on."""
+        if self._limits.load_failure_policy is FailurePolicy.FAIL:
+            return [self._fail(seq, f"the KV cache of this request could not be fetched: {failure}", _BAD_GATEWAY)]
+        self._notes.append(f"request={seq.request_id} is computed here because its KV could not be fetched: {failure}")
+        self._has_changed = True
+        self._batcher.withdraw(seq)
+        seq.source = Source.LOCAL_ONLY
+        self._queues.wait(seq)
+        return []
+
+    def _end_sending(self, request_id: str) -> None:
+        seq = self._queues.held.get(request_id)
+        if seq is None or Hold.SENDING not in seq.hold:
+            self._note_unknown("finished_sending", request_id)
+            return
+        self._has_changed = True
+        seq.hold &= ~Hold.SENDING
+        self._settle(seq)
+
+    def _drop_invalid(self, block_ids: set[int]) -> list[RequestOutput]:
+        """Blocks that a load should have filled and did not: nothing that was computed from them counts."""
+        for block in block_ids & set(range(self._limits.num_blocks)):
+            self._pool.forget(block)
+        reason = f"{len(block_ids)} blocks were reported as not loaded"
+        for request_id, seq in self._queues.loading.items():
+            if not block_ids.isdisjoint(seq.block_ids):
+                self._load_failures.setdefault(request_id, reason)
+        outputs: list[RequestOutput] = []
+        for seq in [*self._queues.ready, *self._queues.running]:
+            if not block_ids.isdisjoint(seq.block_ids[: self._limits.blocks_for(seq.num_computed_tokens)]):
+                self._queues.leave(seq)
+                outputs += self._refuse_load(seq, reason)
+        return outputs
+
+    def _note_unknown(self, what: str, request_id: str) -> None:
+        self._counters.unknown_transfers += 1
+        self._notes.append(f"the connector reported {what} of request={request_id}, which has no such transfer; ignored")

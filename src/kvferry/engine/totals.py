@@ -1,0 +1,56 @@
+"""What the connectors of an engine have carried since it started, summed over steps and ranks. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvferry.connectors.stats import KVConnectorStats
+from kvferry.engine.messages import TransferSummary
+
+__all__ = ["TransferTotals"]
+
+_MAX_SAMPLES = 4096
+
+
+class TransferTotals:
+    """Numbers add up, gauges show the latest value, and of a list of samples only the last few thousand are kept."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, Any] = {}
+
+    def add(self, stats: KVConnectorStats | None) -> None:
+        if stats is None or stats.is_empty():
+            return
+        news = stats.to_dict()
+        gauges = news.pop("gauges", None)
+        _add(self._data, news)
+        if gauges is not None:
+            self._data["gauges"] = dict(gauges)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._data)
+
+    def summaries(self) -> list[TransferSummary]:
+        """One line per plane, as far as the connector tells planes apart."""
+        planes = self._data.get("planes", {})
+        return [
+            TransferSummary(
+                plane=name,
+                transfers=int(row.get("transfers", 0)),
+                total_bytes=int(row.get("bytes", 0)),
+                seconds=float(row.get("seconds", 0.0)),
+                pieces=int(row.get("pieces", 0)),
+            )
+            for name, row in sorted(planes.items())
+        ]
+
+
+def _add(into: dict[str, Any], news: Mapping[str, Any]) -> None:
+    for name, value in news.items():
+        if isinstance(value, Mapping):
+            _add(into.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            into[name] = [*into.get(name, []), *value][-_MAX_SAMPLES:]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            into[name] = into.get(name, 0) + value
+        else:
+            into[name] = value

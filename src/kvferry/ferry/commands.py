@@ -1,0 +1,65 @@
+"""What an engine tells its ferry: typed, picklable, in order. The scheduler writes them, a step carries them to every rank."""
+
+from dataclasses import dataclass
+
+from kvferry.types import RequestId
+
+__all__ = ["Abandon", "Abort", "Command", "Grant", "Reject", "Settle", "Start", "Track"]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A request with a genuine ticket has arrived: shake hands, attach, keep the lease alive."""
+
+    request: RequestId
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Blocks are there: fill them with the KV of token positions `first_token` to `end_token` (exclusive)."""
+
+    request: RequestId
+    blocks: tuple[tuple[int, ...], ...]
+    first_token: int
+    end_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Nothing is needed from the producer after all."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The request is over."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Report this request as failed: its parameters cannot be honoured."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Readers with ticket `serial` may read this request's blocks from now on."""
+
+    request: RequestId
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The holder of this request's ticket has given it up."""
+
+    request: RequestId
+
+
+Command = Track | Start | Settle | Abort | Reject | Grant | Abandon

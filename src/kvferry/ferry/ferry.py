@@ -1,0 +1,210 @@
+"""The ferry: feeds the pure producer and consumer with commands, messages and completions, and performs what they ask for.
+
+Owned by one thread (`FerryThread`), or stepped by a test. It has no opinion about the protocol.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
+from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
+from kvferry.ferry.commands import Abandon, Abort, Command, Grant, Reject, Settle, Start, Track
+from kvferry.ports.control import ControlPlane, Disconnected, Received
+from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
+from kvferry.protocol import codec
+from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send, StartRead, StopRead
+from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    HandshakeRefused,
+    HandshakeReply,
+    Heartbeat,
+    HeartbeatReply,
+    Refused,
+)
+from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.tickets import TicketKey
+from kvferry.types import PeerId, RequestId
+
+__all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
+
+MAX_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FerrySettings:
+    producer: ProducerSettings
+    consumer: ConsumerSettings
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FerrySnapshot:
+    """What a ferry holds right now; all zero when quiescent."""
+
+    leases: int = 0
+    pulls: int = 0
+    reads: int = 0
+    peers: int = 0
+
+
+class Ferry:
+    def __init__(self, settings: FerrySettings, planes: Sequence[DataPlane], control: ControlPlane, clock: Callable[[], float]) -> None:
+        self._key = TicketKey(settings.secret)
+        self._producer = Producer(settings.producer, self._key)
+        self._consumer = Consumer(settings.consumer)
+        self._planes = {plane.name: plane for plane in planes}
+        self._control = control
+        self._clock = clock
+        self._reads: dict[tuple[str, Handle], tuple[RequestId, PeerId]] = {}
+        self._events: deque[Event] = deque()
+
+    def snapshot(self) -> FerrySnapshot:
+        return FerrySnapshot(self._producer.num_leases, self._consumer.num_pulls, len(self._reads), self._consumer.num_peers)
+
+    def step(self, commands: Sequence[Command], *, wait_s: float | None = None) -> list[Event]:
+        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened."""
+        timeout = self.idle_s() if wait_s is None else wait_s
+        received = self._control.poll(0.0 if commands else timeout)
+        now = self._clock()
+        for news in received:
+            self._take_news(news, now)
+        for command in commands:
+            self._obey(command, now)
+        for plane in self._planes.values():
+            for completion in plane.poll():
+                self._take_completion(plane.name, completion, now)
+        self._producer.advance(now)
+        self._consumer.advance(now)
+        self._perform(now)
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def idle_s(self) -> float:
+        """How long nothing needs to be done, unless news comes in."""
+        now = self._clock()
+        waits = [at - now for at in (self._producer.next_deadline(), self._consumer.next_deadline()) if at is not None]
+        for plane in self._planes.values():
+            intervals = [plane.poll_interval_s()]
+            if self._producer.num_readers(plane.name):
+                intervals.append(plane.serving_interval_s())
+            waits += [interval for interval in intervals if interval is not None]
+        return max(0.0, min([MAX_WAIT_S, *waits]))
+
+    def close(self) -> None:
+        for plane in self._planes.values():
+            plane.close()
+        self._control.close()
+
+    # -- inputs ----------------------------------------------------------------------------------------------------
+
+    def _take_news(self, news: Received | Disconnected, now: float) -> None:
+        if isinstance(news, Disconnected):
+            self._consumer.disconnected(news.address, now)
+            return
+        try:
+            message = codec.decode(news.frame)
+        except RemoteProtocolError as error:
+            self._events.append(MessageDropped(str(error)))
+            return
+        is_inbound = not news.route.dialled
+        match message:
+            case Attach() | Heartbeat() | Confirm() | Detach() if is_inbound:
+                self._producer.receive(news.route, message, now)
+            case HandshakeReply() | HandshakeRefused() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
+                self._consumer.receive(news.route.dialled, message, now)
+            case _:
+                self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
+
+    def _obey(self, command: Command, now: float) -> None:
+        match command:
+            case Grant(request, serial):
+                self._producer.grant(request, serial, now)
+            case Abandon(request):
+                self._producer.abandon(request, now)
+            case Track(request, ticket):
+                self._consumer.track(request, self._key.open(ticket), ticket, now)
+            case Start(request, blocks, first_token, end_token):
+                self._consumer.start(request, blocks, range(first_token, end_token), now)
+            case Settle(request):
+                self._consumer.settle(request, now)
+            case Abort(request):
+                self._consumer.abort(request, now)
+            case Reject(request, reason):
+                self._events.append(PullFailed(request, reason))
+
+    def _take_completion(self, plane: str, completion: Completion, now: float) -> None:
+        self._events.append(
+            BytesMoved(plane, completion.total_bytes, completion.pieces, completion.post_s, completion.transfer_s, completion.ok)
+        )
+        read = self._reads.pop((plane, completion.handle), None)
+        if read is not None:
+            self._consumer.read_ended(*read, completion.error, now)
+
+    # -- effects ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, now: float) -> None:
+        while actions := self._consumer.take_actions():
+            for action in actions:
+                self._perform_one(action, now)
+        for reply in self._producer.take_replies():
+            self._control.reply(reply.route, codec.encode(reply.message))
+        self._events.extend(LeaseEnded(ended.request, ended.end) for ended in self._producer.take_ended())
+        self._events.extend(self._consumer.take_events())
+
+    def _perform_one(self, action: Action, now: float) -> None:
+        match action:
+            case Send(address, message):
+                self._send(address, codec.encode(message), now)
+            case HangUp(address):
+                self._control.forget(address)
+            case OpenPeer():
+                self._open(action, now)
+            case ClosePeer(peer, control_address):
+                for plane in self._planes.values():
+                    plane.disconnect(peer)
+                self._control.forget(control_address)
+            case StartRead():
+                self._start_read(action, now)
+            case StopRead(request, peer):
+                for (name, handle), read in self._reads.items():
+                    if read == (request, peer):
+                        self._planes[name].cancel(handle)
+
+    def _send(self, address: str, frame: bytes, now: float) -> None:
+        try:
+            self._control.send(address, frame)
+        except TransportError:
+            self._control.forget(address)
+            self._consumer.disconnected(address, now)
+
+    def _open(self, action: OpenPeer, now: float) -> None:
+        problems = []
+        for choice in action.candidates:
+            offer = next(o for o in action.offers if o.plane == choice.plane)
+            try:
+                self._planes[choice.plane].connect(action.peer, PlaneOffer(offer.plane, offer.reach, offer.blob), action.geometry.regions)
+            except KVFerryError as error:
+                problems.append(f"{choice.plane}: {error}")
+                continue
+            reason = "; ".join([choice.reason, *problems])
+            self._events.append(PeerConnected(action.peer.engine, choice.plane, reason))
+            self._consumer.peer_opened(action.peer, choice.plane, now)
+            return
+        self._consumer.peer_unreachable(action.peer, f"no plane reaches the producer ({'; '.join(problems)})", now)
+
+    def _start_read(self, action: StartRead, now: float) -> None:
+        if not action.pieces:
+            self._consumer.read_ended(action.request, action.peer, None, now)
+            return
+        try:
+            handle = self._planes[action.plane].read(action.peer, action.pieces)
+        except TransportError as error:
+            self._consumer.read_ended(action.request, action.peer, str(error), now)
+            return
+        self._reads[action.plane, handle] = (action.request, action.peer)

@@ -1,0 +1,100 @@
+"""The side channel of a scheduler: tells consumers how to reach the workers, and takes tickets back from routers.
+
+One thread owns the socket. Nothing that arrives can stop it: malformed messages are counted and, where there is someone to answer,
+answered.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
+from kvferry.ports.control import ControlPlane, Received
+from kvferry.protocol import codec
+from kvferry.protocol.handshake import ServedEngine, answer
+from kvferry.protocol.messages import HandshakeRequest, Release
+from kvferry.protocol.tickets import TicketKey
+from kvferry.types import RequestId
+
+__all__ = ["SideChannel"]
+
+MAX_RELEASED = 100_000
+POLL_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class SideChannel:
+    def __init__(self, control: ControlPlane, served: ServedEngine, key: TicketKey, wake_engine: Callable[[], None]) -> None:
+        self._control = control
+        self._served = served
+        self._key = key
+        self._wake_engine = wake_engine
+        self._released: deque[RequestId] = deque(maxlen=MAX_RELEASED)
+        self._num_dropped = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were malformed, forged or out of place."""
+        return self._num_dropped
+
+    @property
+    def has_released(self) -> bool:
+        return bool(self._released)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take_released(self) -> list[RequestId]:
+        """Requests whose ticket was handed back since the last call."""
+        return [self._released.popleft() for _ in range(len(self._released))]
+
+    def close(self) -> None:
+        """Stop the thread and close the socket. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._thread.ident is None:
+            self._control.close()
+            return
+        self._control.wake()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise KVFerryError(f"the side channel did not stop within {CLOSE_TIMEOUT_S:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                for news in self._control.poll(POLL_S):
+                    if isinstance(news, Received):
+                        self._take(news)
+        finally:
+            self._control.close()
+
+    def _take(self, news: Received) -> None:
+        try:
+            message = codec.decode(news.frame)
+            match message:
+                case HandshakeRequest():
+                    self._control.reply(news.route, codec.encode(answer(self._served, message)))
+                case Release(ticket):
+                    self._release(ticket)
+                case _:
+                    raise RemoteProtocolError(f"a {type(message).__name__} is not for a side channel")
+        except KVFerryError as error:
+            self._num_dropped += 1
+            _log.info("side channel dropped a message: %s", error)
+        except Exception:  # top of a request: one message must never end the service for all others
+            self._num_dropped += 1
+            _log.exception("side channel failed on a message")
+
+    def _release(self, text: str) -> None:
+        ticket = self._key.open(text)
+        if (ticket.engine_id, ticket.epoch_id) != (self._served.engine, self._served.epoch):
+            raise InvalidTicket("a ticket of another engine life was handed back")
+        self._released.append(ticket.lease)
+        self._wake_engine()

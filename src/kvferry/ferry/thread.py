@@ -1,0 +1,99 @@
+"""The thread that runs a ferry. The engine's thread hands it commands and takes events; nothing else is shared."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvferry.errors import KVFerryError, LocalProtocolError
+from kvferry.events import Event, LeaseEnded, PullFailed, PullFinished
+from kvferry.ferry.commands import Command
+from kvferry.ferry.ferry import Ferry, FerrySnapshot
+
+__all__ = ["FerryThread"]
+
+MAX_QUEUED = 1_000_000
+CLOSE_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class FerryThread:
+    """Owns a ferry from `start` to `close`. `wake_ferry` interrupts its sleep and may be called from any thread."""
+
+    def __init__(self, ferry: Ferry, wake_ferry: Callable[[], None], name: str = "kvferry") -> None:
+        self._ferry = ferry
+        self._wake_ferry = wake_ferry
+        self._wake_engine: Callable[[], None] = _nobody
+        # A deque's append and popleft are atomic, and each end has one user: no lock is needed.
+        self._inbox: deque[Command] = deque()
+        self._outbox: deque[Event] = deque()
+        self._is_closing = False
+        self._failure: str | None = None
+        self._snapshot = FerrySnapshot()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from the ferry's thread, when there is news the engine waits for."""
+        self._wake_engine = wake
+
+    def submit(self, commands: Iterable[Command]) -> None:
+        """Hand over commands; never waits. KVFerryError when the ferry has died."""
+        if self._failure is not None:
+            raise KVFerryError(f"the ferry has stopped: {self._failure}")
+        before = len(self._inbox)
+        self._inbox.extend(commands)
+        if len(self._inbox) > MAX_QUEUED:
+            raise LocalProtocolError(f"more than {MAX_QUEUED} commands wait for the ferry")
+        if len(self._inbox) > before:
+            self._wake_ferry()
+
+    def take_events(self) -> list[Event]:
+        if self._failure is not None:
+            raise KVFerryError(f"the ferry has stopped: {self._failure}")
+        return [self._outbox.popleft() for _ in range(len(self._outbox))]
+
+    def snapshot(self) -> FerrySnapshot:
+        """What the ferry held after its last turn."""
+        return self._snapshot
+
+    def close(self) -> None:
+        """Stop the thread and close the ferry. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._thread.ident is None:
+            self._ferry.close()
+            return
+        self._wake_ferry()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise KVFerryError(f"the ferry did not stop within {CLOSE_TIMEOUT_S:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+        except Exception as error:  # top of the thread: the engine must learn of it, or its requests would wait for ever
+            _log.exception("ferry stopped by an error of its own")
+            self._failure = f"{type(error).__name__}: {error}"
+            self._wake_engine()
+        finally:
+            self._ferry.close()
+
+    def _turn(self) -> None:
+        commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        events = self._ferry.step(commands)
+        self._snapshot = self._ferry.snapshot()
+        if not events:
+            return
+        self._outbox.extend(events)
+        if any(isinstance(event, PullFinished | PullFailed | LeaseEnded) for event in events):
+            self._wake_engine()
+
+
+def _nobody() -> None:
+    return None

@@ -1,0 +1,52 @@
+"""Range checks of transfers: every offset lies in its region, before any address is computed.
+
+Pure. Shared by all data planes, so that they refuse the same things with the same errors.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
+from kvferry.ports.data import Pieces
+from kvferry.types import Region
+
+__all__ = ["check_pieces", "check_regions"]
+
+MAX_ADDRESS = 1 << 63
+"""Offsets and addresses are computed in signed 64 bits."""
+
+
+def check_pieces(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
+    """LocalProtocolError when our side of a piece is impossible, TransportError when the peer's is."""
+    for part in pieces:
+        if part.piece_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
+            raise LocalProtocolError(
+                f"a transfer with {peer} has {part.piece_bytes} bytes a piece, {len(part.local_offsets)} local and "
+                f"{len(part.remote_offsets)} remote offsets; this is a bug in its planning"
+            )
+        _check_side(part.local_region, part.local_offsets, part.piece_bytes, local, ("our", LocalProtocolError))
+        _check_side(part.remote_region, part.remote_offsets, part.piece_bytes, remote, (f"{peer}'s", TransportError))
+
+
+def check_regions(regions: Sequence[Region], peer: object) -> None:
+    """TransportError unless a peer's regions are possible memory ranges."""
+    for region in regions:
+        numbers = (region.address, region.block_bytes, region.stride_bytes, region.num_blocks)
+        if min(numbers) < 0 or region.address + region.size_bytes >= MAX_ADDRESS:
+            raise TransportError(f"region {region.name!r} of {peer} is not a range of memory; drop this peer")
+
+
+def _check_side(
+    region: int, offsets: npt.NDArray[np.int64], piece_bytes: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]
+) -> None:
+    whose, error = blame
+    if not 0 <= region < len(regions):
+        raise error(f"region {region} is not one of {whose} {len(regions)} regions")
+    size_bytes = regions[region].size_bytes
+    if len(offsets) and (int(offsets.min()) < 0 or int(offsets.max()) > size_bytes - piece_bytes):
+        raise error(
+            f"offsets {int(offsets.min())} to {int(offsets.max())} with {piece_bytes} bytes a piece leave {whose} region "
+            f"{region} of {size_bytes} bytes"
+        )

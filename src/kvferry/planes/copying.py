@@ -1,0 +1,98 @@
+"""The transfers of a plane that copies by itself: what is under way, sliced, in turn.
+
+Owned by the plane's thread. The plane says which peers are alive; this does the rest of the data plane's contract.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.planes.gather import Bytes, Direction, RegionCopy, Stage
+from kvferry.ports.data import Completion, Handle, Pieces
+from kvferry.types import PeerId
+
+__all__ = ["CopyQueue", "CopyTransfer"]
+
+
+@dataclass(slots=True, eq=False)
+class CopyTransfer:
+    """One read or write. `slices` holds the only references to the peer's memory."""
+
+    handle: Handle
+    peer: PeerId
+    started: float
+    slices: Iterator[tuple[int, int]]
+    post_s: float
+    total_bytes: int = 0
+    copies: int = 0
+
+    def completion(self, error: str | None) -> Completion:
+        return Completion(self.handle, error, self.total_bytes, self.copies, self.post_s, time.perf_counter() - self.started)
+
+
+@dataclass(slots=True)
+class CopyQueue:
+    """Transfers in turn, one slice each, so that a long one does not hold up a short one."""
+
+    _active: deque[CopyTransfer] = field(default_factory=deque)
+    _ended: list[Completion] = field(default_factory=list)
+    _stage: Stage = field(default_factory=Stage)
+    _last_handle: int = 0
+
+    def __len__(self) -> int:
+        return len(self._active) + len(self._ended)
+
+    def start(
+        self, peer: PeerId, pieces: Sequence[Pieces], local: Sequence[Bytes], remote: Sequence[Bytes], direction: Direction
+    ) -> Handle:
+        started = time.perf_counter()
+        self._last_handle += 1
+        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction, self._stage) for part in pieces]
+        handle = Handle(self._last_handle)
+        self._active.append(CopyTransfer(handle, peer, started, _all_slices(copies), time.perf_counter() - started))
+        return handle
+
+    def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
+        """One slice of the transfer whose turn it is. `is_alive` is asked before and after, and calls `fail_peer` for a dead one."""
+        if not self._active or not is_alive(self._active[0].peer):
+            return
+        transfer = self._active[0]
+        moved = next(transfer.slices, None)
+        if not is_alive(transfer.peer):
+            return
+        self._active.popleft()
+        if moved is None:
+            self._end(transfer, None)
+            return
+        transfer.total_bytes += moved[0]
+        transfer.copies += moved[1]
+        self._active.append(transfer)
+
+    def take_ended(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, handle: Handle) -> None:
+        self._end_where(lambda transfer: transfer.handle == handle, "cancelled")
+
+    def fail_peer(self, peer: PeerId, error: str) -> None:
+        self._end_where(lambda transfer: transfer.peer == peer, error)
+
+    def clear(self) -> None:
+        self._active.clear()
+        self._ended.clear()
+
+    def _end_where(self, matches: Callable[[CopyTransfer], bool], error: str) -> None:
+        for transfer in [each for each in self._active if matches(each)]:
+            self._active.remove(transfer)
+            self._end(transfer, error)
+
+    def _end(self, transfer: CopyTransfer, error: str | None) -> None:
+        transfer.slices = iter(())
+        self._ended.append(transfer.completion(error))
+
+
+def _all_slices(copies: list[RegionCopy]) -> Iterator[tuple[int, int]]:
+    for copy in copies:
+        yield from copy.slices()

@@ -1,0 +1,279 @@
+"""The `memory` planes: peers in one process, joined by a network object. For tests and the simulator.
+
+Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. The data plane belongs to one thread each; the control
+planes of one network may belong to different threads.
+"""
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.errors import ConfigError, LocalProtocolError, TransportError
+from kvferry.planes.bounds import check_pieces
+from kvferry.planes.copying import CopyQueue
+from kvferry.planes.gather import Bytes, Direction
+from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
+from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.types import MemoryKind, PeerId, Region
+
+__all__ = ["MemoryControlPlane", "MemoryDataPlane", "MemoryNetwork"]
+
+MAX_QUEUED_FRAMES = 1000
+
+
+@dataclass(slots=True)
+class MemoryNetwork:
+    """What joins memory planes. A plane that closes is gone for all others, as a process that died would be."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    control: dict[str, "MemoryControlPlane"] = field(default_factory=dict)
+    data: dict[int, "MemoryDataPlane"] = field(default_factory=dict)
+    _last_number: int = 0
+
+    def next_number(self) -> int:
+        with self.lock:
+            self._last_number += 1
+            return self._last_number
+
+
+class MemoryDataPlane:
+    """Implements `ports.data.DataPlane` for regions of this process."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+        self._number = network.next_number()
+        self._regions: tuple[Region, ...] = ()
+        self._views: list[Bytes] = []
+        self._peers: dict[PeerId, MemoryDataPlane] = {}
+        self._queue = CopyQueue()
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self._regions
+
+    @property
+    def views(self) -> list[Bytes]:
+        return self._views
+
+    def register(self, regions: Sequence[Region]) -> bool:
+        if any(region.memory is not MemoryKind.DRAM for region in regions):
+            return False
+        self._regions = tuple(regions)
+        self._views = [_view(region) for region in regions]
+        self._network.data[self._number] = self
+        return True
+
+    def offer(self) -> PlaneOffer:
+        return PlaneOffer(self.name, f"network {id(self._network)}", str(self._number).encode())
+
+    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+        number = int(offer.blob) if offer.blob.isdigit() else 0
+        other = self._network.data.get(number)
+        if other is None or offer.reach != self.offer().reach or other.regions != tuple(regions):
+            raise TransportError(f"peer {peer} is not on this memory network, or not with these regions")
+        self.disconnect(peer)
+        self._peers[peer] = other
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._queue.fail_peer(peer, f"peer {peer} was disconnected")
+        self._peers.pop(peer, None)
+
+    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+        return self._start(peer, pieces, Direction.READ)
+
+    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+        return self._start(peer, pieces, Direction.WRITE)
+
+    def poll(self) -> list[Completion]:
+        self._queue.advance(self._is_alive)
+        return self._queue.take_ended()
+
+    def cancel(self, handle: Handle) -> None:
+        self._queue.cancel(handle)
+
+    def poll_interval_s(self) -> float | None:
+        return 0.0 if len(self._queue) else None
+
+    def serving_interval_s(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        self._network.data.pop(self._number, None)
+        self._queue.clear()
+        self._peers.clear()
+        self._views = []
+        self._regions = ()
+
+    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction) -> Handle:
+        other = self._peers.get(peer)
+        if other is None or not self._is_alive(peer):
+            raise TransportError(f"peer {peer} is not connected over memory")
+        check_pieces(pieces, self._regions, other.regions, peer)
+        return self._queue.start(peer, pieces, self._views, other.views, direction)
+
+    def _is_alive(self, peer: PeerId) -> bool:
+        if self._peers[peer] in self._network.data.values():
+            return True
+        self._queue.fail_peer(peer, f"peer {peer} has left the memory network")
+        self._peers.pop(peer)
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """From the side that dialled to the side that is dialled. Frames wait in `unsent` while nobody listens there."""
+
+    dialler: "MemoryControlPlane"
+    address: str
+    identity: bytes
+    listener: "MemoryControlPlane | None" = None
+    unsent: deque[bytes] = field(default_factory=deque)
+
+
+class MemoryControlPlane:
+    """Implements `ports.control.ControlPlane`. Port 0: the next free one."""
+
+    def __init__(self, network: MemoryNetwork, port: int = 0) -> None:
+        self._network = network
+        self._address = f"tcp://memory:{port or 50_000 + network.next_number()}"
+        self._news = threading.Condition(network.lock)
+        self._events: deque[ControlEvent] = deque()
+        self._dialled: dict[str, _Connection] = {}
+        self._accepted: dict[bytes, _Connection] = {}
+        self._is_woken = False
+        self._is_closed = False
+        self._dropped_frames = 0
+        self._listen()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def dropped_frames(self) -> int:
+        """Frames that were too long."""
+        return self._dropped_frames
+
+    def send(self, address: str, frame: bytes) -> None:
+        with self._news:
+            if self._is_closed or not self._is_short(frame):
+                return
+            connection = self._dialled.get(address) or self._dial(address)
+            waiting = len(connection.unsent) if connection.listener is None else connection.listener.queued()
+            if waiting >= MAX_QUEUED_FRAMES:
+                raise TransportError(f"{address} takes no more frames: {waiting} are waiting for it")
+            connection.unsent.append(frame)
+            _deliver(connection)
+
+    def reply(self, route: Route, frame: bytes) -> None:
+        if route.dialled:
+            with self._news:
+                if route.dialled in self._dialled:
+                    self.send(route.dialled, frame)
+            return
+        with self._news:
+            connection = self._accepted.get(route.identity)
+            if connection is not None and self._is_short(frame) and connection.dialler.queued() < MAX_QUEUED_FRAMES:
+                connection.dialler.receive(Received(Route(b"", connection.address), frame))
+
+    def poll(self, timeout_s: float | None) -> list[ControlEvent]:
+        with self._news:
+            self._news.wait_for(lambda: self._events or self._is_woken or self._is_closed, timeout_s)
+            self._is_woken = False
+            arrived, self._events = list(self._events), deque()
+            return arrived
+
+    def wake(self) -> None:
+        with self._news:
+            self._is_woken = True
+            self._news.notify_all()
+
+    def forget(self, address: str) -> None:
+        with self._news:
+            connection = self._dialled.pop(address, None)
+            if connection is not None and connection.listener is not None:
+                connection.listener.hang_up(connection)
+
+    def close(self) -> None:
+        with self._news:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for address in list(self._dialled):
+                self.forget(address)
+            del self._network.control[self._address]
+            for connection in list(self._accepted.values()):
+                connection.dialler.lose(connection)
+            self._accepted.clear()
+            self._events.clear()
+            self._news.notify_all()
+
+    # -- what planes of one network do to each other; the network's lock is held ----------------------------------------
+
+    def accept(self, connection: _Connection) -> None:
+        connection.listener = self
+        self._accepted[connection.identity] = connection
+
+    def hang_up(self, connection: _Connection) -> None:
+        self._accepted.pop(connection.identity, None)
+
+    def lose(self, connection: _Connection) -> None:
+        if self._dialled.pop(connection.address, None) is not None:
+            self.receive(Disconnected(connection.address))
+
+    def receive(self, event: ControlEvent) -> None:
+        self._events.append(event)
+        self._news.notify_all()
+
+    def queued(self) -> int:
+        return len(self._events)
+
+    def connections(self) -> list[_Connection]:
+        return list(self._dialled.values())
+
+    # -- our own ------------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with self._news:
+            if self._address in self._network.control:
+                raise ConfigError(f"{self._address} is taken; choose another port")
+            self._network.control[self._address] = self
+            for plane in list(self._network.control.values()):
+                for connection in plane.connections():
+                    if connection.address == self._address:
+                        _deliver(connection, self)
+
+    def _dial(self, address: str) -> _Connection:
+        if not address.startswith("tcp://"):
+            raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
+        connection = _Connection(self, address, self._network.next_number().to_bytes(8, "big"))
+        self._dialled[address] = connection
+        listener = self._network.control.get(address)
+        if listener is not None:
+            listener.accept(connection)
+        return connection
+
+    def _is_short(self, frame: bytes) -> bool:
+        self._dropped_frames += len(frame) > MAX_FRAME_BYTES
+        return len(frame) <= MAX_FRAME_BYTES
+
+
+def _deliver(connection: _Connection, newcomer: MemoryControlPlane | None = None) -> None:
+    if newcomer is not None:
+        newcomer.accept(connection)
+    while connection.listener is not None and connection.unsent:
+        connection.listener.receive(Received(Route(connection.identity), connection.unsent.popleft()))
+
+
+def _view(region: Region) -> Bytes:
+    if region.size_bytes <= 0:
+        raise LocalProtocolError(f"region {region.name!r} is empty")
+    return np.ctypeslib.as_array((ctypes.c_uint8 * region.size_bytes).from_address(region.address))

@@ -1,0 +1,80 @@
+"""A KV cache that other processes of this host and user can map: an anonymous, sealed, named-by-nobody file in memory.
+
+Whoever allocates it owns it. It has no path, so nothing is left behind whatever kills its owner; peers reach it through the owner's
+entry in /proc while the owner lives.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+
+__all__ = ["SEALS", "SharedMemory", "SharedMemoryAllocator"]
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""A shared file that could shrink would kill, with SIGBUS, whoever has mapped it."""
+
+
+class SharedMemory:
+    """Implements `ports.memory.CacheMemory`. All its pages are taken at once, so that an engine cannot run out of them later."""
+
+    def __init__(self, fd: int, pages: mmap.mmap) -> None:
+        self._fd = fd
+        self._pages: mmap.mmap | None = pages
+        self._view = memoryview(pages)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        self._size_bytes = len(pages)
+
+    @classmethod
+    def allocate(cls, size_bytes: int) -> "SharedMemory":
+        """ConfigError when this host has not that much memory to give."""
+        if size_bytes <= 0:
+            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block")
+        fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            return cls(fd, mmap.mmap(fd, size_bytes))
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be had ({error}); make the cache smaller") from error
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    @property
+    def buffer(self) -> memoryview:
+        return self._view
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        """The file is closed at once; its pages go when the last view of them has gone, here and in peers."""
+        if self._pages is None:
+            return
+        pages, self._pages = self._pages, None
+        os.close(self._fd)
+        with contextlib.suppress(BufferError):  # a tensor still refers to them: unmapping under it would crash the process
+            self._view.release()
+            pages.close()
+        self._view = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryAllocator:
+    """Implements `ports.memory.CacheAllocator`."""
+
+    def allocate(self, size_bytes: int) -> SharedMemory:
+        return SharedMemory.allocate(size_bytes)

@@ -1,0 +1,1 @@
+"""The router: one address in front of prefill and decode instances."""

@@ -1,0 +1,68 @@
+"""Which instances there are, and which one a request goes to: round robin per role.
+
+Pure. An `InstancePool` is used by one thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.errors import ConfigError
+from kvferry.types import Address
+
+__all__ = ["Instance", "InstancePool", "Role", "pair_instances"]
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One engine's HTTP address in the role the router uses it for."""
+
+    role: Role
+    address: Address
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def __str__(self) -> str:
+        return f"{self.role} instance {self.url}"
+
+
+def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tuple[Instance, ...]:
+    """Host i with port i. One host may stand for several ports."""
+    if len(hosts) == 1:
+        hosts = [hosts[0]] * len(ports)
+    if len(hosts) != len(ports) or not ports:
+        raise ConfigError(f"{len(hosts)} {role} hosts and {len(ports)} {role} ports were given; give one port per host")
+    for host, port in zip(hosts, ports, strict=True):
+        if not host or not 0 < port < 65536:
+            raise ConfigError(f"{host!r} port {port} is no address of a {role} instance; give a host name and a port from 1 to 65535")
+    return tuple(Instance(role, Address(host, port)) for host, port in zip(hosts, ports, strict=True))
+
+
+@dataclass(slots=True)
+class InstancePool:
+    """Takes turns among the instances of each role."""
+
+    prefillers: tuple[Instance, ...]
+    decoders: tuple[Instance, ...]
+    _turns: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0), init=False)
+
+    def __post_init__(self) -> None:
+        for role in Role:
+            if not self.of(role):
+                raise ConfigError(f"no {role} instance was given; name at least one")
+
+    def of(self, role: Role) -> tuple[Instance, ...]:
+        return self.prefillers if role is Role.PREFILL else self.decoders
+
+    def choose(self, role: Role) -> Instance:
+        instances = self.of(role)
+        turn = self._turns[role]
+        self._turns[role] = (turn + 1) % len(instances)
+        return instances[turn]

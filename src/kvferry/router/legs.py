@@ -1,0 +1,125 @@
+"""The two requests that one client's request becomes, and what the first answer says.
+
+Pure. Values are kept as the JSON text the client sent and only the keys that change are replaced, so that a long prompt is
+never decoded here and reaches both engines exactly as written.
+"""
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.types import Address
+
+__all__ = ["ClientRequest", "Handover", "Refusal", "read_client_request", "read_prefill_answer"]
+
+_Fields = dict[str, msgspec.Raw]
+
+_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
+_encoder = msgspec.json.Encoder()
+
+# A client's own kv_transfer_params would point the engines at blocks of somebody else; conversation_id is addressed to the router.
+_NEVER_FORWARDED = ("kv_transfer_params", "conversation_id")
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "n", "best_of")
+_PREFILL_PARAMS = msgspec.Raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,'
+    b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+_LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that goes to no engine, and the sentence the client gets."""
+
+    status: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What P's answer says of the blocks it holds for us."""
+
+    params: msgspec.Raw
+    """`kv_transfer_params` as P wrote them."""
+    ticket: str | None
+    """None: P issues no tickets, nothing can be released early."""
+    side_channel: Address | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A well-formed request, still undecoded below its first level."""
+
+    fields: _Fields
+
+    @property
+    def is_streamed(self) -> bool:
+        return bytes(self.fields.get("stream", b"")) == b"true"
+
+    def prefill_body(self) -> bytes:
+        """Computes the prompt, keeps the blocks, answers with one token at once."""
+        leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
+        one = msgspec.Raw(b"1")
+        leg |= {"stream": msgspec.Raw(b"false"), "max_tokens": one, "kv_transfer_params": _PREFILL_PARAMS}
+        if "max_completion_tokens" in leg:
+            leg["max_completion_tokens"] = one
+        return _encoder.encode(leg)
+
+    def decode_body(self, handover: Handover | None) -> bytes:
+        """The client's request with P's blocks attached; without any, D computes the prompt itself."""
+        if handover is None:
+            return _encoder.encode(self.fields)
+        return _encoder.encode(self.fields | {"kv_transfer_params": handover.params})
+
+
+def read_client_request(body: bytes) -> ClientRequest | Refusal:
+    try:
+        fields = _decoder.decode(body)
+    except msgspec.ValidationError:
+        return Refusal(400, "the request body must be a JSON object")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Refusal(400, f"the request body is not valid JSON: {error}")
+    except RecursionError:
+        return Refusal(400, "the request body is not valid JSON: it is nested too deeply")
+    prompts = _count_prompts(fields.get("prompt"))
+    if prompts > 1:
+        return Refusal(400, f"prompt is a list of {prompts} prompts; the router takes one prompt per request, send one request for each")
+    return ClientRequest({key: value for key, value in fields.items() if key not in _NEVER_FORWARDED})
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Params(msgspec.Struct):
+    ticket: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+
+
+def read_prefill_answer(body: bytes) -> Handover | None:
+    """P's blocks; None when P kept none (it may: a prompt with nothing worth moving). RemoteProtocolError for anything malformed."""
+    try:
+        raw = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
+        params = msgspec.json.decode(raw, type=_Params | None)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"its answer cannot be read: {error}") from None
+    if params is None:
+        return None
+    return Handover(raw.copy(), params.ticket or None, _side_channel(params))
+
+
+def _side_channel(params: _Params) -> Address | None:
+    if not params.remote_host or params.remote_port is None or not 0 < params.remote_port < 65536:
+        return None
+    return Address(params.remote_host, params.remote_port)
+
+
+def _count_prompts(prompt: msgspec.Raw | None) -> int:
+    # Token ids are by far the longest lists, and are told apart by the first character after the bracket.
+    text = memoryview(prompt) if prompt is not None else memoryview(b"")
+    if not _LIST_OF_PROMPTS.match(text):
+        return 1
+    return len(msgspec.json.decode(text, type=list[msgspec.Raw]))

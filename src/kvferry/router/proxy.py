@@ -1,0 +1,236 @@
+"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers.
+
+Runs on the event loop. A client that leaves cancels the handler, which closes the connection of the leg under way; an engine aborts what
+lost its connection. What P holds is given back unless D has taken over (`Held`).
+"""
+
+import asyncio
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from kvferry.errors import RemoteProtocolError, TransportError
+from kvferry.router.failures import error_body, error_event
+from kvferry.router.instances import Instance, InstancePool, Role
+from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.options import RouterOptions
+from kvferry.router.release import Held, Releases
+from kvferry.router.request_ids import choose_request_id
+
+__all__ = ["Proxy", "error_response"]
+
+_log = logging.getLogger(__name__)
+
+_TO_INSTANCES = ("Authorization",)
+_TO_CLIENTS = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
+_EXCERPT_CHARS = 300
+_PIECEWISE_ABOVE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One client's request on its way."""
+
+    http: web.Request
+    client: ClientRequest
+    request_id: str
+
+    def leg_headers(self) -> dict[str, str]:
+        passed = {name: self.http.headers[name] for name in _TO_INSTANCES if name in self.http.headers}
+        return passed | {"X-Request-Id": self.request_id, "Content-Type": "application/json"}
+
+
+class Proxy:
+    def __init__(
+        self, options: RouterOptions, pool: InstancePool, session: aiohttp.ClientSession, releases: Releases, metrics: RouterMetrics
+    ) -> None:
+        self._options = options
+        self._pool = pool
+        self._session = session
+        self._releases = releases
+        self._metrics = metrics
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Completions and chat. TransportError when an instance fails before the client has got anything."""
+        client = read_client_request(await self._read_body(request))
+        if isinstance(client, Refusal):
+            return error_response(client.status, client.message)
+        exchange = _Exchange(request, client, choose_request_id(request.headers.get("X-Request-Id")))
+        answer = await self._prefill(exchange)
+        if isinstance(answer, web.Response):
+            return answer
+        with Held(self._releases, answer) as held:
+            return await self._decode(exchange, held)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        instance = self._pool.choose(Role.DECODE)
+        headers = {name: request.headers[name] for name in _TO_INSTANCES if name in request.headers}
+        with self._named(instance):
+            async with self._session.get(instance.url + request.path, headers=headers, timeout=self._answer_timeout()) as answer:
+                return _copied(answer, await self._read_answer(answer), {})
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._options.idle_timeout_s):
+                return await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(reason="the request body did not arrive in time") from None
+        except (aiohttp.ClientError, web.RequestPayloadError, ConnectionError) as error:
+            raise web.HTTPBadRequest(reason="the request body cannot be read") from error
+
+    # -- prefill leg ---------------------------------------------------------------------------------------------------
+
+    async def _prefill(self, exchange: _Exchange) -> Handover | web.Response | None:
+        """P's blocks, or P's objection to the request, which is the client's answer."""
+        instance = self._pool.choose(Role.PREFILL)
+        with self._named(instance):
+            async with self._session.post(
+                instance.url + exchange.http.path,
+                data=_upload(exchange.client.prefill_body()),
+                headers=exchange.leg_headers(),
+                timeout=self._answer_timeout(),
+                allow_redirects=False,
+            ) as answer:
+                body = await self._read_answer(answer)
+                if 400 <= answer.status < 500:
+                    return _copied(answer, body, {"X-Request-Id": exchange.request_id})
+                if answer.status != 200:
+                    raise RemoteProtocolError(f"it answered with status {answer.status}: {_excerpt(body)}")
+                handover = read_prefill_answer(body)
+        if handover is None:
+            self._metrics.without_blocks.inc()
+        return handover
+
+    async def _read_answer(self, answer: aiohttp.ClientResponse) -> bytes:
+        parts, size = [], 0
+        async for part in answer.content.iter_any():
+            size += len(part)
+            if size > self._options.max_body_bytes:
+                raise RemoteProtocolError(f"its answer is over {self._options.max_body_bytes} bytes")
+            parts.append(part)
+        return b"".join(parts)
+
+    # -- decode leg ----------------------------------------------------------------------------------------------------
+
+    async def _decode(self, exchange: _Exchange, held: Held) -> web.StreamResponse:
+        instance = self._pool.choose(Role.DECODE)
+        with self._named(instance):
+            async with self._session.post(
+                instance.url + exchange.http.path,
+                data=_upload(exchange.client.decode_body(held.handover)),
+                headers=exchange.leg_headers(),
+                timeout=self._stream_timeout() if exchange.client.is_streamed else self._answer_timeout(),
+                allow_redirects=False,
+            ) as answer:
+                if answer.status == 200:
+                    held.hand_over()
+                response = web.StreamResponse(status=answer.status, headers=_passed_headers(answer))
+                response.headers["X-Request-Id"] = exchange.request_id
+                await self._relay(exchange.http, answer, response, _DecodeLeg(instance, held))
+        return response
+
+    async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse, response: web.StreamResponse, leg: "_DecodeLeg") -> None:
+        """Pass the body on as it comes. Raises nothing but cancellation: the client has the status line already."""
+        tail = b""
+        try:
+            await response.prepare(request)
+            while True:
+                try:
+                    chunk = await answer.content.readany()
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    await self._break_off(request, response, leg, tail, _described(error))
+                    return
+                if not chunk:
+                    break
+                tail = (tail + chunk)[-4:] if len(chunk) < 4 else chunk[-4:]
+                async with asyncio.timeout(self._options.idle_timeout_s):
+                    await response.write(chunk)
+            await response.write_eof()
+        except (ConnectionError, TimeoutError):
+            # The client left or stopped reading, before aiohttp had a chance to cancel us. D notices by its closed connection.
+            self._metrics.aborts.inc()
+            _abort(request)
+
+    async def _break_off(self, request: web.Request, response: web.StreamResponse, leg: "_DecodeLeg", tail: bytes, what: str) -> None:
+        """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
+        leg.held.take_back()
+        self._metrics.failures.labels(leg.instance.role, leg.instance.url).inc()
+        message = f"{leg.instance} broke off its answer: {what}"
+        _log.warning("stream broken request=%s: %s", response.headers["X-Request-Id"], message)
+        if response.content_type != "text/event-stream":
+            _abort(request)
+            return
+        await response.write(error_event(502, message, tail))
+        await response.write_eof()
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _named(self, instance: Instance) -> Iterator[None]:
+        """Whatever goes wrong with an instance becomes a TransportError that names it."""
+        try:
+            yield
+        except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
+            self._metrics.failures.labels(instance.role, instance.url).inc()
+            raise TransportError(f"{instance} failed: {_described(error)}") from error
+
+    def _answer_timeout(self) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=self._options.answer_timeout_s, sock_connect=self._options.connect_timeout_s)
+
+    def _stream_timeout(self) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_timeout_s, sock_read=self._options.idle_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeLeg:
+    instance: Instance
+    held: Held
+
+
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=error_body(status, message), content_type="application/json", headers=headers)
+
+
+def _upload(body: bytes) -> bytes | io.BytesIO:
+    # A file is sent in pieces between which the loop does other things; bytes go out at once, which is faster for all but the longest.
+    return body if len(body) <= _PIECEWISE_ABOVE_BYTES else io.BytesIO(body)
+
+
+def _passed_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: answer.headers[name] for name in _TO_CLIENTS if name in answer.headers}
+
+
+def _copied(answer: aiohttp.ClientResponse, body: bytes, headers: Mapping[str, str]) -> web.Response:
+    return web.Response(
+        status=answer.status, body=body, headers=_passed_headers(answer) | {"Content-Length": str(len(body))} | dict(headers)
+    )
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"it cannot be reached ({error.os_error.strerror or error.os_error})"
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "it did not accept a connection in time"
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    if isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | aiohttp.ClientPayloadError):
+        return "it closed the connection in the middle of an answer"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "its answer is not HTTP"
+    return str(error)
+
+
+def _excerpt(body: bytes) -> str:
+    text = body.decode(errors="replace").strip()
+    return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "…"
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()

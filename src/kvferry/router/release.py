@@ -1,0 +1,146 @@
+"""Gives P's blocks back at once when nobody will come for them: the router presents P's ticket.
+
+Best effort. Without it the lease runs out by itself, so nothing here waits, retries or raises.
+"""
+
+import logging
+import queue
+import threading
+import time
+from types import TracebackType
+from typing import Protocol
+
+from kvferry.errors import TransportError
+from kvferry.ports.control import ControlPlane, Disconnected
+from kvferry.protocol.codec import encode
+from kvferry.protocol.messages import Release
+from kvferry.router.legs import Handover
+
+__all__ = ["Held", "NoReleases", "ReleaseSender", "Releases"]
+
+_log = logging.getLogger(__name__)
+
+# A connection that has carried nothing for this long is closed: tickets may name side channels of engines long gone.
+_LINGER_S = 30.0
+# Frames sent in the last moment need a connection that may still be in the making.
+_FLUSH_S = 0.25
+_JOIN_S = 5.0
+
+
+class Releases(Protocol):
+    def release(self, handover: Handover) -> None:
+        """Ask P to free the blocks. Never waits, never raises."""
+
+
+class NoReleases:
+    """For clusters without a side channel: leases run out by themselves."""
+
+    def release(self, handover: Handover) -> None:
+        return None
+
+
+class Held:
+    """P's blocks on behalf of one request: released when the block ends before D has taken over.
+
+    `with Held(releases, handover) as held: …; held.hand_over()`
+    """
+
+    def __init__(self, releases: Releases, handover: Handover | None) -> None:
+        self._releases = releases
+        self.handover = handover
+        self._is_ours = handover is not None
+
+    def hand_over(self) -> None:
+        """D has the ticket and answers; from now on it releases by itself, whatever happens to the request."""
+        self._is_ours = False
+
+    def take_back(self) -> None:
+        """D died after all."""
+        self._is_ours = self.handover is not None
+
+    def __enter__(self) -> "Held":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._is_ours and self.handover is not None:
+            self._is_ours = False
+            self._releases.release(self.handover)
+
+
+class ReleaseSender:
+    """One thread that owns a control plane and sends `Release` messages over it. `release` may be called from any thread."""
+
+    def __init__(self, control: ControlPlane, capacity: int = 1024) -> None:
+        self._control = control
+        self._inbox: queue.Queue[tuple[str, str] | None] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._run, name="kvferry-release")
+        self._last_used: dict[str, float] = {}
+        self.sent = 0
+        self.dropped = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def release(self, handover: Handover) -> None:
+        if handover.ticket is None or handover.side_channel is None:
+            self.dropped += 1
+            return
+        try:
+            self._inbox.put_nowait((f"tcp://{handover.side_channel}", handover.ticket))
+        except queue.Full:
+            self.dropped += 1
+            return
+        self._control.wake()
+
+    def close(self) -> None:
+        """Send what is queued, stop the thread and close the plane. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._inbox.put(None, timeout=_JOIN_S)
+        except queue.Full:
+            raise TransportError("the release thread takes nothing from its inbox and cannot be closed") from None
+        self._control.wake()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():
+            raise TransportError("the release thread did not stop in time")
+
+    def _run(self) -> None:
+        try:
+            while self._send_queued():
+                self._forget_idle(time.monotonic())
+                for event in self._control.poll(_LINGER_S if self._last_used else None):
+                    if isinstance(event, Disconnected):
+                        self._last_used.pop(event.address, None)
+        except Exception:
+            _log.exception("the release thread stops: blocks of aborted requests are freed by their leases from now on")
+        finally:
+            self._control.close()
+
+    def _send_queued(self) -> bool:
+        """False once told to close."""
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if item is None:
+                if self._last_used:
+                    self._control.poll(_FLUSH_S)
+                return False
+            self._send(*item)
+
+    def _send(self, address: str, ticket: str) -> None:
+        try:
+            self._control.send(address, encode(Release(ticket=ticket)))
+        except TransportError as error:
+            self.dropped += 1
+            _log.warning("release not sent peer=%s: %s", address, error)
+            return
+        self.sent += 1
+        self._last_used[address] = time.monotonic()
+
+    def _forget_idle(self, now: float) -> None:
+        for address in [address for address, used in self._last_used.items() if now - used >= _LINGER_S]:
+            self._control.forget(address)
+            del self._last_used[address]

@@ -1,0 +1,1 @@
+"""Public test aids: conformance suites and small stand-ins for the outside world."""

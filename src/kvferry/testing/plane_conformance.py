@@ -1,0 +1,348 @@
+"""What every data plane must do: the contract of `kvferry.ports.data`, as cases that any implementation can run.
+
+source = PairSource(make_side, SpawnedFar)
+for case in CASES:
+    case.run(source)      # AssertionError when the plane breaks its contract
+source.close()
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
+from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.testing.plane_sides import (
+    LARGE_BLOCK_BYTES,
+    LARGE_BLOCKS,
+    LARGE_REGION,
+    SMALL_BLOCK_BYTES,
+    SMALL_BLOCKS,
+    SMALL_REGIONS,
+    Bytes,
+    LocalFar,
+    Pair,
+    PairSource,
+    Side,
+    SideMaker,
+    SpawnedFar,
+    digest,
+    pattern,
+)
+from kvferry.types import EngineId
+
+__all__ = ["CASES", "Case", "LocalFar", "PairSource", "Side", "SideMaker", "SpawnedFar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One promise. `run` raises AssertionError when it is broken."""
+
+    run: Callable[[PairSource], None]
+    needs_death: bool = False
+    """Only for sources whose far side can be seen to die."""
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+def scattered_reads_bring_exactly_the_named_bytes(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        for piece_bytes in (512, SMALL_BLOCK_BYTES):
+            _read_and_compare(pair, [_scattered(region, (region + 5) % SMALL_REGIONS, piece_bytes, seed=region) for region in range(3)])
+
+
+def reads_of_neighbours_are_joined_and_equal(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        blocks = np.arange(10, 50, dtype=np.int64) * SMALL_BLOCK_BYTES
+        pieces = Pieces(2, 1, SMALL_BLOCK_BYTES, blocks[::-1].copy(), (blocks - 4 * SMALL_BLOCK_BYTES)[::-1].copy())
+        assert _read_and_compare(pair, [pieces]).pieces == 1
+
+
+def pieces_at_odd_offsets_are_read(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        local = np.array([1, 3001, 7777], np.int64)
+        _read_and_compare(pair, [Pieces(0, 1, 999, local, np.array([13, 7, 250_001], np.int64))])
+
+
+def a_scattered_source_fills_a_contiguous_target(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        blocks = np.random.default_rng(5).permutation(SMALL_BLOCKS).astype(np.int64) * SMALL_BLOCK_BYTES
+        _read_and_compare(pair, [Pieces(4, 7, SMALL_BLOCK_BYTES, np.sort(blocks), blocks)])
+
+
+def scattered_writes_bring_exactly_the_named_bytes(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        parts = [_scattered(region, (region + 5) % SMALL_REGIONS, SMALL_BLOCK_BYTES, seed=region) for region in range(3)]
+        before = digest(pair.near.memory)
+        handle = pair.near.plane.write(pair.peer, parts)
+        completion = pair.wait(handle)[handle]
+        assert completion.ok, completion.error
+        assert completion.total_bytes == sum(part.total_bytes for part in parts)
+        expected = pattern(pair.far_seed).copy()
+        for part in parts:
+            for local, remote in zip(part.local_offsets, part.remote_offsets, strict=True):
+                at, origin = pair.place(part.remote_region, int(remote)), pair.place(part.local_region, int(local))
+                expected[at : at + part.piece_bytes] = pair.near.memory[origin : origin + part.piece_bytes]
+        assert pair.far.digest() == digest(expected), "other bytes than the named ones were written"
+        assert pair.far.digest() != digest(pattern(pair.far_seed)), "nothing was written"
+        assert digest(pair.near.memory) == before, "a write changed the side it came from"
+
+
+def empty_transfers_complete_with_nothing(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        empty = np.empty(0, np.int64)
+        before = digest(pair.near.memory)
+        handles = [pair.near.plane.read(pair.peer, []), pair.near.plane.write(pair.peer, [Pieces(0, 0, 64, empty, empty)])]
+        for completion in pair.wait(*handles).values():
+            assert completion.ok, completion.error
+            assert (completion.total_bytes, completion.pieces) == (0, 0)
+        assert digest(pair.near.memory) == before
+        assert pair.near.plane.poll() == []
+
+
+def many_regions_move_in_one_transfer(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        _read_and_compare(pair, [_scattered(region, SMALL_REGIONS - 1 - region, 1024, seed=region) for region in range(SMALL_REGIONS)])
+
+
+def a_large_transfer_spans_many_slices(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        _read_and_compare(pair, [_large(seed=3)])
+
+
+def large_pieces_of_a_large_region_are_joined(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
+        _read_and_compare(pair, [Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)])
+
+
+def impossible_offsets_are_refused_before_anything_moves(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        before = digest(pair.near.memory)
+        good, size = np.array([0], np.int64), SMALL_BLOCK_BYTES
+        end = SMALL_BLOCKS * SMALL_BLOCK_BYTES
+        for bad in (-1, end - size + 1, end, 2**62):
+            wrong = np.array([bad], np.int64)
+            _refused(pair, Pieces(0, 0, size, wrong, good), LocalProtocolError)
+            _refused(pair, Pieces(0, 0, size, good, wrong), TransportError)
+        for region in (-1, LARGE_REGION + 1):
+            _refused(pair, Pieces(region, 0, size, good, good), LocalProtocolError)
+            _refused(pair, Pieces(0, region, size, good, good), TransportError)
+        _refused(pair, Pieces(0, 0, 0, good, good), LocalProtocolError)
+        _refused(pair, Pieces(0, 0, size, good, np.array([0, size], np.int64)), LocalProtocolError)
+        assert pair.turn() == []
+        assert digest(pair.near.memory) == before
+        _read_and_compare(pair, [_scattered(0, 1, size, seed=1)])
+
+
+def a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        at_once = pair.near.plane.read(pair.peer, [_large(seed=1)])
+        pair.near.plane.cancel(at_once)
+        completion = pair.wait(at_once)[at_once]
+        assert completion.error is not None
+        assert "cancelled" in completion.error
+        under_way = pair.near.plane.read(pair.peer, [_large(seed=2)])
+        assert pair.turn() == [], "a large transfer was not done in slices"
+        pair.near.plane.cancel(under_way)
+        assert not pair.wait(under_way)[under_way].ok
+        pair.near.memory[:] = 77
+        for _ in range(20):
+            assert pair.turn() == []
+        assert np.all(pair.near.memory == 77), "a cancelled read wrote after it had ended"
+        pair.near.plane.cancel(under_way)
+        pair.near.plane.cancel(Handle(2**40))
+        assert pair.turn() == []
+
+
+def unknown_peers_are_refused_or_ignored(source: PairSource) -> None:
+    with source.pair() as pair:
+        for start in (pair.near.plane.read, pair.near.plane.write):
+            with _raises(TransportError):
+                start(pair.peer, [_scattered(0, 0, 512, seed=1)])
+        pair.near.plane.disconnect(pair.peer)
+        for blob in (b"", b"garbage", pair.far.offer.blob[:-3]):
+            with _raises(TransportError):
+                pair.near.plane.connect(pair.peer, PlaneOffer(pair.far.offer.plane, pair.far.offer.reach, blob), pair.far.regions)
+        pair.connect()
+        _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
+
+
+def a_disconnect_fails_what_is_under_way(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        handle = pair.near.plane.read(pair.peer, [_large(seed=4)])
+        assert pair.turn() == []
+        pair.near.plane.disconnect(pair.peer)
+        assert not pair.wait(handle)[handle].ok
+        with _raises(TransportError):
+            pair.near.plane.read(pair.peer, [_scattered(0, 0, 512, seed=1)])
+        pair.connect()
+        _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
+
+
+def connecting_twice_replaces_the_first_connection(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        _read_and_compare(pair, [_scattered(0, 3, 512, seed=1)])
+        pair.connect()
+        _read_and_compare(pair, [_scattered(1, 2, 512, seed=2)])
+
+
+def two_transfers_at_once_both_arrive(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        parts = [_large(seed=6), _scattered(0, 1, 512, seed=7)]
+        expected = pair.near.memory.copy()
+        handles = [pair.near.plane.read(pair.peer, [part]) for part in parts]
+        assert len(set(handles)) == len(parts)
+        for completion in pair.wait(*handles).values():
+            assert completion.ok, completion.error
+        _apply(pair, parts, expected)
+        _same(pair.near.memory, expected)
+
+
+def a_finished_read_tells_bytes_pieces_and_times(source: PairSource) -> None:
+    with source.pair() as pair:
+        pair.connect()
+        parts = [_scattered(0, 1, SMALL_BLOCK_BYTES, seed=1), _scattered(1, 2, 512, seed=2)]
+        handle = pair.near.plane.read(pair.peer, parts)
+        assert pair.near.plane.poll_interval_s() is not None, "a plane with work to do does not ask to be polled"
+        completion = pair.wait(handle)[handle]
+        assert completion.ok, completion.error
+        assert completion.total_bytes == sum(part.total_bytes for part in parts)
+        assert 1 <= completion.pieces <= sum(len(part.local_offsets) for part in parts)
+        assert completion.post_s >= 0.0
+        assert completion.transfer_s > 0.0
+
+
+def a_dead_peer_fails_its_transfers_and_no_others(source: PairSource) -> None:
+    with source.pair() as pair, source.doomed_far() as doomed:
+        pair.connect()
+        gone = replace(pair.peer, engine=EngineId("doomed"))
+        pair.near.plane.connect(gone, doomed.offer, doomed.regions)
+        lost = pair.near.plane.read(gone, [_large(seed=8)])
+        assert pair.turn() == []
+        doomed.die()
+        assert not pair.wait(lost)[lost].ok, "a read from a dead peer succeeded"
+        with _raises(TransportError):
+            pair.near.plane.read(gone, [_scattered(0, 0, 512, seed=1)])
+        with contextlib.suppress(TransportError):  # some transports can tell at once that nobody is there, others when they try
+            pair.near.plane.connect(gone, doomed.offer, doomed.regions)
+            lost = pair.near.plane.read(gone, [_scattered(0, 0, 512, seed=1)])
+            assert not pair.wait(lost)[lost].ok, "a dead peer came back"
+        _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
+
+
+def close_is_complete_and_idempotent(source: PairSource) -> None:
+    with source.pair() as pair:  # libraries that keep things for the whole process have loaded them after this
+        pair.connect()
+        _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
+    before = _held()
+    with source.pair() as pair:
+        pair.connect()
+        _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
+        pair.near.plane.read(pair.peer, [_large(seed=9)])
+        pair.turn()
+        pair.near.plane.close()
+        pair.near.plane.close()
+        assert pair.near.plane.poll() == []
+    assert _held() == before, "(files, threads, shared mappings) were left behind"
+
+
+CASES = (
+    Case(scattered_reads_bring_exactly_the_named_bytes),
+    Case(reads_of_neighbours_are_joined_and_equal),
+    Case(pieces_at_odd_offsets_are_read),
+    Case(a_scattered_source_fills_a_contiguous_target),
+    Case(scattered_writes_bring_exactly_the_named_bytes),
+    Case(empty_transfers_complete_with_nothing),
+    Case(many_regions_move_in_one_transfer),
+    Case(a_large_transfer_spans_many_slices),
+    Case(large_pieces_of_a_large_region_are_joined),
+    Case(impossible_offsets_are_refused_before_anything_moves),
+    Case(a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards),
+    Case(unknown_peers_are_refused_or_ignored),
+    Case(a_disconnect_fails_what_is_under_way),
+    Case(connecting_twice_replaces_the_first_connection),
+    Case(two_transfers_at_once_both_arrive),
+    Case(a_finished_read_tells_bytes_pieces_and_times),
+    Case(a_dead_peer_fails_its_transfers_and_no_others, needs_death=True),
+    Case(close_is_complete_and_idempotent),
+)
+
+
+def _read_and_compare(pair: Pair, parts: Sequence[Pieces]) -> Completion:
+    expected = pair.near.memory.copy()
+    handle = pair.near.plane.read(pair.peer, parts)
+    completion = pair.wait(handle)[handle]
+    assert completion.ok, completion.error
+    assert completion.total_bytes == sum(part.total_bytes for part in parts)
+    _apply(pair, parts, expected)
+    _same(pair.near.memory, expected)
+    return completion
+
+
+def _apply(pair: Pair, parts: Sequence[Pieces], memory: Bytes) -> None:
+    """Do to a copy of our memory what a right read does."""
+    for part in parts:
+        for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
+            at = pair.place(part.local_region, local)
+            memory[at : at + part.piece_bytes] = pair.far_bytes(part.remote_region, remote, part.piece_bytes)
+
+
+def _same(memory: Bytes, expected: Bytes) -> None:
+    assert np.array_equal(memory, expected), f"{np.count_nonzero(memory != expected)} bytes are not what they should be"
+
+
+def _scattered(local_region: int, remote_region: int, piece_bytes: int, seed: int) -> Pieces:
+    """A third of the pieces of a small region, in any order, to any place."""
+    slots = SMALL_BLOCKS * SMALL_BLOCK_BYTES // piece_bytes
+    random = np.random.default_rng(seed)
+    local, remote = (random.permutation(slots)[: slots // 3].astype(np.int64) * piece_bytes for _ in range(2))
+    return Pieces(local_region, remote_region, piece_bytes, local, remote)
+
+
+def _large(seed: int) -> Pieces:
+    """All of the large region, shuffled."""
+    random = np.random.default_rng(seed)
+    local, remote = (random.permutation(LARGE_BLOCKS).astype(np.int64) * LARGE_BLOCK_BYTES for _ in range(2))
+    return Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, local, remote)
+
+
+def _refused(pair: Pair, part: Pieces, error: type[KVFerryError]) -> None:
+    for start in (pair.near.plane.read, pair.near.plane.write):
+        with _raises(error):
+            start(pair.peer, [_scattered(0, 0, 512, seed=1), part])
+
+
+@contextlib.contextmanager
+def _raises(error: type[KVFerryError]) -> Iterator[None]:
+    try:
+        yield
+    except error:
+        return
+    raise AssertionError(f"no {error.__name__} was raised")
+
+
+def _held() -> tuple[int, int, int]:
+    """Open files, threads, and mappings of shared files of this process."""
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared

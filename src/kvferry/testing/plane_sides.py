@@ -1,0 +1,278 @@
+"""The two sides of a data-plane conformance run: ours, and a far one in this process or in a spawned one.
+
+Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer may touch.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
+from kvferry.types import EngineId, Epoch, PeerId, Region
+
+__all__ = [
+    "LARGE_BLOCKS",
+    "LARGE_BLOCK_BYTES",
+    "LARGE_REGION",
+    "MEMORY_BYTES",
+    "SMALL_BLOCKS",
+    "SMALL_BLOCK_BYTES",
+    "SMALL_REGIONS",
+    "Bytes",
+    "Far",
+    "LocalFar",
+    "Pair",
+    "PairSource",
+    "Side",
+    "SideMaker",
+    "SpawnedFar",
+    "digest",
+    "layout",
+    "pattern",
+]
+
+Bytes = npt.NDArray[np.uint8]
+
+SMALL_REGIONS, SMALL_BLOCKS, SMALL_BLOCK_BYTES = 24, 64, 4096
+LARGE_REGION, LARGE_BLOCKS, LARGE_BLOCK_BYTES = SMALL_REGIONS, 640, 64 * 1024
+"""The large region is longer than any plane's slice or batch."""
+GAP_BYTES = 4096
+DEADLINE_S = 30.0
+IDLE_S = 0.02
+NEAR_SEED, FAR_SEEDS = 99, 3
+MEMORY_BYTES = SMALL_REGIONS * (SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES) + LARGE_BLOCKS * LARGE_BLOCK_BYTES + 2 * GAP_BYTES
+
+
+def layout(address: int) -> tuple[Region, ...]:
+    """The regions of a memory that starts at an address."""
+    regions = []
+    at = address + GAP_BYTES
+    for number in range(SMALL_REGIONS):
+        regions.append(Region(f"small.{number}", at, SMALL_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_BLOCKS))
+        at += SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES
+    return (*regions, Region("large", at, LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, LARGE_BLOCKS))
+
+
+@lru_cache(maxsize=4)
+def pattern(seed: int) -> Bytes:
+    """The bytes a memory is filled with. Not to be written."""
+    return np.random.default_rng(seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+
+
+@dataclass(slots=True)
+class Side:
+    """A registered plane with MEMORY_BYTES of memory in the suite's layout. `close_memory` is called after the plane is closed."""
+
+    plane: DataPlane
+    memory: Bytes
+    regions: tuple[Region, ...]
+    close_memory: Callable[[], None]
+
+    def close(self) -> None:
+        self.plane.close()
+        self.memory = np.empty(0, np.uint8)
+        self.close_memory()
+
+
+SideMaker = Callable[[], Side]
+"""For a spawned far side it must be picklable: a module's own function."""
+
+
+class Far(Protocol):
+    """The other side, as far as a case may touch it."""
+
+    regions: tuple[Region, ...]
+    offer: PlaneOffer
+
+    def fill(self, seed: int) -> None: ...
+    def digest(self) -> bytes: ...
+    def turn(self) -> None:
+        """Let it make progress, if it does not by itself."""
+
+    def die(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class LocalFar:
+    """A far side in this process. It dies by closing its plane, which only some planes can tell."""
+
+    def __init__(self, make: SideMaker) -> None:
+        self._side = make()
+        self.regions = self._side.regions
+        self.offer = self._side.plane.offer()
+
+    def fill(self, seed: int) -> None:
+        self._side.memory[:] = pattern(seed)
+
+    def digest(self) -> bytes:
+        return digest(self._side.memory)
+
+    def turn(self) -> None:
+        self._side.plane.poll()
+
+    def die(self) -> None:
+        self._side.plane.close()
+
+    def close(self) -> None:
+        self._side.close()
+
+
+class SpawnedFar:
+    """A far side in a process of its own. It dies by SIGKILL."""
+
+    def __init__(self, make: SideMaker) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.regions, self.offer = self._answer()
+
+    def fill(self, seed: int) -> None:
+        self._pipe.send(("fill", seed))
+        self._answer()
+
+    def digest(self) -> bytes:
+        self._pipe.send(("digest", 0))
+        answer: bytes = self._answer()
+        return answer
+
+    def turn(self) -> None:
+        return None
+
+    def die(self) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(DEADLINE_S)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(("close", 0))
+            self._process.join(DEADLINE_S)
+        self.die()
+        self._pipe.close()
+        self._process.close()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError("the far side of a plane conformance run does not answer")
+        return self._pipe.recv()
+
+
+@dataclass(slots=True)
+class Pair:
+    """Our side, not yet connected, and the far side, filled with `pattern(far_seed)`."""
+
+    near: Side
+    far: Far
+    peer: PeerId
+    far_seed: int
+
+    def connect(self) -> None:
+        self.near.plane.connect(self.peer, self.far.offer, self.far.regions)
+
+    def turn(self) -> list[Completion]:
+        self.far.turn()
+        completions = self.near.plane.poll()
+        interval_s = self.near.plane.poll_interval_s()
+        if not completions and interval_s != 0.0:
+            time.sleep(min(interval_s or IDLE_S, IDLE_S))
+        return completions
+
+    def wait(self, *handles: Handle) -> dict[Handle, Completion]:
+        """The completions of exactly these handles; nothing else may complete, and none twice."""
+        ended: dict[Handle, Completion] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(ended) < len(handles):
+            assert time.monotonic() < deadline, f"transfers {set(handles) - set(ended)} have not ended after {DEADLINE_S:g} s"
+            for completion in self.turn():
+                assert completion.handle in handles, f"{completion} was not asked for"
+                assert completion.handle not in ended, f"{completion} came twice"
+                ended[completion.handle] = completion
+        return ended
+
+    def far_bytes(self, region: int, offset: int, size: int) -> Bytes:
+        """What the far side was filled with."""
+        at = self.far.regions[region].address - self.far.regions[0].address + GAP_BYTES + offset
+        return pattern(self.far_seed)[at : at + size]
+
+    def place(self, region: int, offset: int) -> int:
+        """Where an offset into a region lies in either memory."""
+        return self.near.regions[region].address - self.near.regions[0].address + GAP_BYTES + offset
+
+
+class PairSource:
+    """Makes pairs: our side anew for each, the far side shared by all but those that are to die."""
+
+    def __init__(self, make: SideMaker, far: type[LocalFar] | type[SpawnedFar]) -> None:
+        self.make = make
+        self._make_far = far
+        self._shared: Far | None = None
+        self._pairs = 0
+
+    @contextmanager
+    def pair(self) -> Iterator[Pair]:
+        if self._shared is None:
+            self._shared = self._make_far(self.make)
+        near = self.make()
+        try:
+            yield self._filled(near, self._shared)
+        finally:
+            near.close()
+
+    @contextmanager
+    def doomed_far(self) -> Iterator[Far]:
+        """A far side that the case may kill."""
+        far = self._make_far(self.make)
+        try:
+            yield far
+        finally:
+            far.close()
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def _filled(self, near: Side, far: Far) -> Pair:
+        self._pairs += 1
+        seed = self._pairs % FAR_SEEDS
+        near.memory[:] = pattern(NEAR_SEED)
+        far.fill(seed)
+        return Pair(near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed)
+
+
+def digest(memory: Bytes) -> bytes:
+    return hashlib.blake2b(memory.data, digest_size=16).digest()
+
+
+def _serve(pipe: Connection, make: SideMaker) -> None:
+    """The far process: answers the suite, and polls as often as its plane asks for."""
+    side = make()
+    pipe.send((side.regions, side.plane.offer()))
+    while True:
+        side.plane.poll()
+        interval_s = side.plane.serving_interval_s()
+        try:
+            if not pipe.poll(IDLE_S if interval_s is None else interval_s):
+                continue
+            order, seed = pipe.recv()
+        except (EOFError, OSError):  # the suite has gone
+            break
+        if order == "close":
+            break
+        if order == "fill":
+            side.memory[:] = pattern(seed)
+        pipe.send(digest(side.memory) if order == "digest" else None)
+    side.close()

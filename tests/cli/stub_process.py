@@ -1,0 +1,63 @@
+"""A process as `kvferry up` starts them, without an engine in it: announces a port, serves, ends as told.
+
+`stub_process.py MODE [PORT]` with MODE serve, deaf (ignores SIGTERM and has a child that does too), fail, silent, unhealthy or finish.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from kvferry.cli.announce import announce_address
+from kvferry.types import Address
+
+METRICS = """\
+# TYPE kvferry:transfer_bytes_total counter
+kvferry:transfer_bytes_total{plane="shm"} 3145728.0
+# TYPE kvferry:transfer_seconds_total counter
+kvferry:transfer_seconds_total{plane="shm"} 0.5
+# TYPE kvferry:transfers_total counter
+kvferry:transfers_total{plane="shm"} 2.0
+kvferry:transfers_total{plane="nixl"} 0.0
+"""
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._send(503 if sys.argv[1] == "unhealthy" else 200, METRICS if self.path == "/metrics" else "")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(200, '{"choices": [{"text": "hello"}]}')
+
+    def _send(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+def main() -> None:
+    mode, port = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    print(f"this is {mode}", flush=True)
+    if mode == "finish":
+        return
+    if mode == "fail":
+        sys.exit("the model has three legs")
+    if mode == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(120)"])
+    if mode == "silent":
+        time.sleep(120)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Answers)
+    announce_address(Address("127.0.0.1", server.server_address[1]), os.environ)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""A `kvferry up` of stub processes, for tests that kill it: prints the pids of its group as they are once all are up, then waits."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from kvferry.cli.guardian import members_of_group
+from kvferry.cli.local_cluster import LocalCluster
+from kvferry.cli.processes import ProcessGroup
+from kvferry.cli.startup_view import StartupView
+from tests.cli.test_processes import StubLaunch
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    with ProcessGroup(directory, patience_s=2) as group:
+        directory.mkdir()
+        (directory / "file").write_text("x")
+        cluster = LocalCluster(StubLaunch(sys.argv[2]), os.environ, group.id, start_timeout_s=30)
+        console = Console(stderr=True)
+        with StartupView(console) as view:
+            cluster.start(1, 1, view)
+        print(*members_of_group(group.id), flush=True)
+        time.sleep(120)
+
+
+if __name__ == "__main__":
+    main()

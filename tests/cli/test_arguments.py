@@ -1,0 +1,113 @@
+"""Both spellings of --kv-transfer-config mean the same."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.cli.arguments import FLAG, split_transfer_arguments
+from kvferry.config import KVTransferConfig, NixlExtraConfig
+from kvferry.errors import ConfigError
+
+
+def merged(*arguments: str) -> dict[str, Any] | None:
+    return split_transfer_arguments(arguments).mapping
+
+
+def test_the_two_spellings_of_the_seeds_mean_the_same() -> None:
+    whole = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_connector_extra_config":{"backends":["LIBFABRIC"]}}'
+    dotted = [f"{FLAG}.kv_connector", "NixlConnector", f"{FLAG}.kv_role", "kv_both"]
+    dotted += [f"{FLAG}.kv_connector_extra_config.backends+", "LIBFABRIC"]
+    mapping = merged(*dotted)
+    assert mapping == merged(FLAG, whole) == json.loads(whole)
+    assert mapping is not None
+    extra = KVTransferConfig.from_mapping(mapping).extra
+    assert isinstance(extra, NixlExtraConfig)
+    assert extra.backends == ("LIBFABRIC",)
+
+
+def test_other_arguments_pass_through_in_order() -> None:
+    split = split_transfer_arguments(["model", "--port", "1", f"{FLAG}.kv_role=kv_both", "--max_model_len=8", "--", f"{FLAG}.x"])
+    assert split.rest == ("model", "--port", "1", "--max-model-len=8", "--", f"{FLAG}.x")
+    assert split.mapping == {"kv_role": "kv_both"}
+
+
+def test_nothing_said_is_not_an_empty_config() -> None:
+    assert merged("model", "--port", "1") is None
+    assert merged(FLAG, "{}") == {}
+
+
+def test_a_dotted_value_wins_over_the_json_whatever_the_order() -> None:
+    dotted, whole = [f"{FLAG}.kv_role", "kv_consumer"], [FLAG, '{"kv_role": "kv_both", "engine_id": "x"}']
+    assert merged(*dotted, *whole) == merged(*whole, *dotted) == {"kv_role": "kv_consumer", "engine_id": "x"}
+
+
+def test_appending_adds_to_the_list_of_the_json() -> None:
+    whole = '{"kv_connector_extra_config": {"backends": ["UCX"]}}'
+    flag = f"{FLAG}.kv_connector_extra_config.backends+"
+    assert merged(flag, "A", FLAG, whole, f"{flag}=B") == {"kv_connector_extra_config": {"backends": ["UCX", "A", "B"]}}
+
+
+VALUES: list[tuple[str, object]] = [
+    ("60", 60),
+    ("-1.5", -1.5),
+    ("true", True),
+    ("null", None),
+    ('["a"]', ["a"]),
+    ("kv", "kv"),
+    ("True", "True"),
+    ("a=b", "a=b"),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_values_are_json_where_they_can_be(text: str, value: object) -> None:
+    assert merged(f"{FLAG}.a.b", text) == merged(f"{FLAG}.a.b={text}") == {"a": {"b": value}}
+
+
+def test_underscores_in_the_flag_are_dashes() -> None:
+    assert (
+        merged("--kv_transfer_config.kv_role", "kv_both") == merged('--kv_transfer_config={"kv_role":"kv_both"}') == {"kv_role": "kv_both"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([FLAG], "--kv-transfer-config needs a value"),
+        ([f"{FLAG}.kv_role", "--port"], "--kv-transfer-config.kv_role needs a value"),
+        ([FLAG, "{}", FLAG, "{}"], "--kv-transfer-config is given twice"),
+        ([FLAG, "{'kv_role': 1}"], "--kv-transfer-config is not JSON"),
+        ([FLAG, "[" * 100_000], "--kv-transfer-config is not JSON"),
+        ([FLAG, "[]"], "--kv-transfer-config must be a JSON object, got []"),
+        ([FLAG, '{"a": 1, "a": 2}'], "--kv-transfer-config has the key 'a' twice"),
+        ([f"{FLAG}.a", "1", f"{FLAG}.a", "2"], "--kv-transfer-config.a is given twice"),
+        ([f"{FLAG}.a.b", "1", f"{FLAG}.a", "2"], "--kv-transfer-config.a.b goes into a, which is given a value too"),
+        ([FLAG, '{"a": 3}', f"{FLAG}.a.b", "1"], "a is 3, so a.b cannot be set in it"),
+        ([FLAG, '{"a": "UCX"}', f"{FLAG}.a+", "1"], "a is 'UCX', so nothing can be appended to it"),
+        ([f"{FLAG}.", "1"], "--kv-transfer-config. is not a dotted key"),
+        ([f"{FLAG}.a..b", "1"], "--kv-transfer-config.a..b is not a dotted key"),
+        ([f"{FLAG}.a+.b", "1"], "--kv-transfer-config.a+.b is not a dotted key"),
+        ([f"{FLAG}.{'a.' * 50}b", "1"], "'--kv-transfer-config.a.a"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        split_transfer_arguments(arguments)
+    assert str(caught.value).startswith(sentence)
+
+
+words = (
+    st.sampled_from([FLAG, f"{FLAG}.a", f"{FLAG}.a.b", f"{FLAG}.a+", f"{FLAG}.a.b+=1", f"{FLAG}=", "{}", '{"a":[]}', "--", "x"]) | st.text()
+)
+
+
+@given(st.lists(words))
+def test_any_arguments_become_a_mapping_or_one_sentence(arguments: list[str]) -> None:
+    try:
+        split = split_transfer_arguments(arguments)
+    except ConfigError:
+        return
+    assert len(split.rest) <= len(arguments)

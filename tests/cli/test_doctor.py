@@ -1,0 +1,125 @@
+"""The doctor turns answers into findings, survives probes that do not answer, and changes nothing."""
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.doctor import examine
+from kvferry.cli.findings import (
+    Failed,
+    Level,
+    NixlReport,
+    TorchReport,
+    core_finding,
+    descriptor_finding,
+    enabled_transports,
+    gpu_finding,
+    nixl_findings,
+    python_finding,
+    torch_finding,
+    transport_finding,
+)
+from kvferry.cli.main import main
+from kvferry.cli.probes import Answer, can_share_memory, is_port_free, run_probe
+
+TABLE = """
+[vm:1 :0]   | Type       | Component | Transport | Device (System device)  |
+[vm:1 :0]   | network    | tcp       | + tcp     | + eth0  + lo            |
+[vm:1 :0]   |            | ib        | - rc_mlx5 | - mlx5_0                |
+[vm:1 :0]   | intra-node | sysv      | + sysv    | + memory                |
+[vm:1 :0]   |            | cma       | + cma     | + memory                |
+[vm:1 :0]   | Legend: + = enabled, - = disabled                           |
+"""
+
+
+def test_only_enabled_transports_are_read_from_the_table() -> None:
+    assert enabled_transports(TABLE) == ["cma", "sysv", "tcp"]
+    assert enabled_transports("") == []
+
+
+@pytest.mark.parametrize(
+    ("transports", "level", "words"),
+    [
+        (["cma", "tcp"], Level.OK, "over TCP"),
+        (["cma", "rc_mlx5", "tcp"], Level.OK, "rc_mlx5"),
+        (["tcp"], Level.ADVICE, "without cma"),
+        ([], Level.ADVICE, "told nothing"),
+    ],
+)
+def test_transports_decide_what_is_advised(transports: list[str], level: Level, words: str) -> None:
+    finding = transport_finding(transports, {"UCX_TLS": "tcp"})
+    assert finding.level is level
+    assert words in finding.text
+    assert "UCX_TLS=tcp" in finding.text
+
+
+def test_what_is_missing_is_a_problem_or_advice() -> None:
+    failed = Failed("cannot be used")
+    assert torch_finding(failed).level is Level.PROBLEM
+    assert torch_finding(TorchReport("2.13.0")).level is Level.OK
+    assert nixl_findings(failed)[0].level is Level.PROBLEM
+    assert nixl_findings(NixlReport("1.5", ["POSIX"]))[0].level is Level.PROBLEM
+    assert nixl_findings(NixlReport("1.5", ["UCX"], is_ucx_up=True))[0].level is Level.OK
+    assert gpu_finding(failed, []).level is Level.ADVICE
+    assert "cannot use them" in gpu_finding(TorchReport("2.13.0+cpu"), ["GPU 0"]).text
+    assert gpu_finding(TorchReport("2.13.0", ["H200"], "13.0"), []).level is Level.OK
+    assert [python_finding(version).level for version in ((3, 10, 9), (3, 11, 0), (3, 14, 1))] == [Level.PROBLEM, Level.OK, Level.OK]
+    assert [core_finding(cores).level for cores in (2, 8)] == [Level.ADVICE, Level.OK]
+    assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [Level.ADVICE, Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11"),
+        ("import no_such_module", "No module named"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("pass", "exit code 0"),
+        ("import time; time.sleep(60)", "no answer within 0.5 s"),
+    ],
+)
+def test_a_probe_that_fails_is_survived(code: str, reason: str) -> None:
+    answer = run_probe(code, timeout_s=0.5 if "sleep" in code else 30.0)
+    assert isinstance(answer, Failed)
+    assert reason in answer.reason
+
+
+def test_a_probe_answers_with_its_last_line() -> None:
+    assert run_probe("print('noise'); print('word')") == Answer("word", "noise\nword\n")
+
+
+def test_memory_can_be_shared_with_another_process_here() -> None:
+    assert can_share_memory() is None
+
+
+def test_a_port_in_use_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert not is_port_free("127.0.0.1", port)
+    assert is_port_free("127.0.0.1", port)
+
+
+@pytest.mark.slow
+def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    findings = {finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})}
+    assert {"Python", "torch", "GPUs", "NIXL", "UCX", "shared memory", "side channel", "secret", "API port", "open files", "cores"} == set(
+        findings
+    )
+    assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Level.OK] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_problem_is_in_the_json_and_in_the_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KVFERRY_SECRET", "short")
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_ok"] is False
+    assert [finding["topic"] for finding in report["findings"] if finding["level"] == "problem"] == ["secret"]

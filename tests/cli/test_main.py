@@ -1,0 +1,119 @@
+"""The command says what is wrong in one sentence and ends with the right code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry import __version__
+from kvferry.cli.main import COMMANDS, main
+
+PULL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What goes to stderr for a wrong setting: one line, and nothing on stdout."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    return captured.err.strip()
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvferry {__version__}\n"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: kvferry {command}" in out
+    assert f"examples:\n  kvferry {command}" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["sreve"], "kvferry: sreve is not a command of kvferry; did you mean serve?"),
+        (["serve", "m", "--prot", "1"], "kvferry: --prot is not an argument of `kvferry serve`; did you mean --port?"),
+        (
+            ["serve", "m", "--max_model_le=1"],
+            "kvferry: --max-model-le is not an argument of `kvferry serve`; did you mean --max-model-len?",
+        ),
+        (["serve", "m", "--port", "x"], "kvferry: --port: invalid int value: 'x'; see `kvferry serve --help`"),
+        (["serve"], "kvferry: the following arguments are required: MODEL; see `kvferry serve --help`"),
+        (["serve", "m", "n"], "kvferry: n is one argument too many for `kvferry serve`; remove it"),
+        (["serve", "m", "--kv-transfer-config", "{"], "kvferry: --kv-transfer-config is not JSON"),
+        (
+            ["serve", "m", "--kv-transfer-config.kv_rol", "kv_both"],
+            "kvferry: kv_rol is not a setting of --kv-transfer-config; did you mean",
+        ),
+        (["serve", "no/such-model", "--kv-transfer-config", PULL], "kvferry: MODEL is 'no/such-model', which is neither a folder nor"),
+        (
+            ["serve", "m", "--kv-cache-memory-bytes", "lots"],
+            "kvferry: --kv-cache-memory-bytes: 'lots' is no size; write it like 4096, 8k or 1G",
+        ),
+        (["serve", "m", "--dtype", "int3"], "kvferry: --dtype: invalid choice: 'int3'"),
+        (["proxy", "--prefiller-hosts", "a", "b", "--prefiller-ports", "1"], "kvferry: 2 prefill hosts and 1 prefill ports were given"),
+        (["proxy", "--kv-transfer-config", "{}"], "kvferry: --kv-transfer-config is not an argument of `kvferry proxy`"),
+        (["make-model"], "kvferry: the following arguments are required: DIR"),
+        (["doctor", "--jsn"], "kvferry: --jsn is not an argument of `kvferry doctor`; did you mean --json?"),
+        (["up", "--prefil", "2"], "kvferry: --prefil is not an argument of `kvferry up`; did you mean --prefill?"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, *arguments).startswith(sentence)
+
+
+def test_a_wrong_setting_in_the_environment_is_said_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "0.0.0.0")
+    sentence = complaint(capsys, "serve", str(tmp_path), "--kv-transfer-config", PULL)
+    assert sentence.startswith("kvferry: VLLM_NIXL_SIDE_CHANNEL_HOST is 0.0.0.0, which no peer can dial")
+
+
+def test_other_machines_need_the_operators_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.1")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE", "KVFERRY_SIDE_CHANNEL_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    sentence = complaint(capsys, "serve", str(tmp_path), "--kv-transfer-config", PULL)
+    assert sentence.startswith("kvferry: KVFERRY_SECRET_FILE must be set to the cluster's secret")
+
+
+def test_start_up_is_light() -> None:
+    """Help and errors must not wait for torch or aiohttp."""
+    code = (
+        "import sys; from kvferry.cli.main import main; main(['--help']); print(sorted({'torch', 'aiohttp', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_output_nobody_reads_is_no_reason_for_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", "kvferry", "--help"], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

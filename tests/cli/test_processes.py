@@ -1,0 +1,231 @@
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvferry.cli.announce import announce_address, parse_announcement
+from kvferry.cli.guardian import members_of_group
+from kvferry.cli.local_cluster import LocalCluster
+from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.cli.startup_view import StartupView
+from kvferry.errors import KVFerryError
+from kvferry.types import Address
+
+STUB = Path(__file__).with_name("stub_process.py")
+STUB_UP = Path(__file__).with_name("stub_up.py")
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class StubLaunch:
+    engine_mode: str = "serve"
+    router_mode: str = "serve"
+
+    def engine(self) -> Sequence[str]:
+        return stub(self.engine_mode)
+
+    def router(self, prefillers: Sequence[Address], decoders: Sequence[Address]) -> Sequence[str]:
+        assert prefillers
+        assert decoders
+        return stub(self.router_mode)
+
+
+def stub(mode: str) -> list[str]:
+    return [sys.executable, str(STUB), mode]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[ProcessGroup]:
+    with ProcessGroup(tmp_path / "scratch", patience_s=0.5) as group:
+        yield group
+        group_id = group.id
+    assert members_of_group(group_id) == set()
+
+
+def eventually(claim: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not claim():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def started(mode: str, group: ProcessGroup) -> ChildProcess:
+    child = ChildProcess(f"the {mode}", stub(mode), os.environ)
+    child.start(group.id)
+    return child
+
+
+# -- announcements -----------------------------------------------------------------------------------------------------
+
+
+def test_an_announced_address_is_read_back() -> None:
+    reading, writing = os.pipe()
+    environ = {"KVFERRY_ANNOUNCE_FD": str(writing)}
+    announce_address(Address("127.0.0.1", 4711), environ)
+    assert parse_announcement(os.read(reading, 100)) == Address("127.0.0.1", 4711)
+    assert os.read(reading, 1) == b""
+    assert environ == {}
+    os.close(reading)
+
+
+@pytest.mark.parametrize("value", [None, "", "x", "-1", "99999"])
+def test_without_a_waiting_parent_nothing_is_announced(value: str | None) -> None:
+    announce_address(Address("h", 1), {} if value is None else {"KVFERRY_ANNOUNCE_FD": value})
+
+
+@pytest.mark.parametrize("line", [b"", b"\n", b"host", b"host x", b"host 0", b"host 70000", b"\xff 1 2"])
+def test_what_is_no_address_is_none(line: bytes) -> None:
+    assert parse_announcement(line) is None
+
+
+# -- one child ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_says_where_it_listens_and_is_gone_after_close(group: ProcessGroup) -> None:
+    child = started("serve", group)
+    eventually(lambda: child.poll_address() is not None)
+    assert child.tail() == ["this is serve"]
+    pid = child.pid
+    child.close()
+    assert not is_alive(pid)
+    child.close()
+
+
+def test_a_child_that_fails_is_reported_with_its_exit_code_and_last_words(group: ProcessGroup) -> None:
+    child = started("fail", group)
+    with pytest.raises(KVFerryError, match="the fail ended with exit code 1"):
+        eventually(lambda: child.poll_address() is not None)
+    assert child.has_failed
+    assert child.tail() == ["this is fail", "the model has three legs"]
+    child.close()
+
+
+def test_a_child_that_is_killed_is_reported_with_the_signal(group: ProcessGroup) -> None:
+    child = started("silent", group)
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(KVFerryError, match="the silent was killed by SIGKILL"):
+        eventually(lambda: child.poll_address() is not None)
+    child.close()
+
+
+def test_a_child_that_ignores_sigterm_is_killed(group: ProcessGroup) -> None:
+    child = started("deaf", group)
+    eventually(lambda: child.poll_address() is not None)
+    pid = child.pid
+    child.close(patience_s=0.2)
+    assert not is_alive(pid)
+
+
+def test_a_child_with_work_to_do_is_waited_for(group: ProcessGroup) -> None:
+    child = started("finish", group)
+    child.wait(timeout_s=20)
+    child.close()
+    failing = started("fail", group)
+    with pytest.raises(KVFerryError, match="exit code 1"):
+        failing.wait(timeout_s=20)
+    failing.close()
+    slow = started("silent", group)
+    with pytest.raises(KVFerryError, match="did not end within"):
+        slow.wait(timeout_s=0.1)
+    slow.close()
+
+
+def test_a_command_that_does_not_exist_is_an_error_in_a_sentence(group: ProcessGroup) -> None:
+    child = ChildProcess("x", ["/nonexistent/program"], {})
+    with pytest.raises(KVFerryError, match="x cannot be started: No such file"):
+        child.start(group.id)
+    child.close()
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_up_when_everyone_is_healthy_and_says_so_in_plain_lines(group: ProcessGroup) -> None:
+    text = io.StringIO()
+    cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=30)
+    with StartupView(Console(file=text)) as view:
+        cluster.run_to_end("model", stub("finish"), view)
+        router = cluster.start(2, 1, view)
+    assert len(cluster.decoders) == 1
+    assert router not in cluster.decoders
+    cluster.check_alive()
+    cluster.close()
+    for name in ("prefill-0", "prefill-1", "decode-0", "router"):
+        assert f"{name}: ready on 127.0.0.1:" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("launch", "timeout_s", "sentence"),
+    [
+        (StubLaunch(engine_mode="fail"), 30, "-0 ended with exit code 1"),
+        (StubLaunch(router_mode="fail"), 30, "router ended with exit code 1"),
+        (StubLaunch(engine_mode="unhealthy"), 1, "prefill-0, decode-0 did not become healthy within 1 s"),
+    ],
+)
+def test_a_cluster_that_does_not_come_up_names_who_failed(launch: StubLaunch, timeout_s: float, sentence: str, group: ProcessGroup) -> None:
+    cluster = LocalCluster(launch, os.environ, group.id, timeout_s)
+    with StartupView(Console(file=io.StringIO())) as view, pytest.raises(KVFerryError, match=sentence):
+        cluster.start(1, 1, view)
+    assert cluster.last_words()
+    cluster.close()
+
+
+def test_a_member_that_dies_while_serving_is_noticed(group: ProcessGroup) -> None:
+    cluster = LocalCluster(StubLaunch(), os.environ, group.id, start_timeout_s=30)
+    with StartupView(Console(file=io.StringIO())) as view:
+        cluster.start(1, 1, view)
+    victim = min(members_of_group(group.id) - {group.id})
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(KVFerryError, match="prefill-0 was killed by SIGKILL"):
+        eventually(lambda: _all_live(cluster))
+    cluster.close()
+
+
+def _all_live(cluster: LocalCluster) -> bool:
+    """Never true: it is called until it raises."""
+    cluster.check_alive()
+    return False
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "number"), [("serve", signal.SIGKILL), ("serve", signal.SIGTERM), ("deaf", signal.SIGKILL)])
+def test_when_the_starter_dies_its_processes_and_its_directory_go_too(mode: str, number: signal.Signals, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(STUB_UP), str(scratch), mode], stdout=subprocess.PIPE, env=environment) as starter:
+        assert starter.stdout is not None
+        pids = [int(pid) for pid in starter.stdout.readline().split()]
+        assert len(pids) == (6 if mode == "deaf" else 4)
+        assert all(map(is_alive, pids))
+        assert scratch.is_dir()
+        starter.send_signal(number)
+        starter.wait(10)
+        eventually(lambda: not any(map(is_alive, pids)))
+    assert not scratch.exists()
+
+
+def test_closing_a_group_ends_members_nobody_closed(tmp_path: Path) -> None:
+    with ProcessGroup(tmp_path / "scratch") as group:
+        child = started("serve", group)
+        eventually(lambda: child.poll_address() is not None)
+        pid = child.pid
+    assert not is_alive(pid)
+    child.close()

@@ -1,0 +1,121 @@
+"""Flags of `kvferry serve` become engine options."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.arguments import split_transfer_arguments
+from kvferry.cli.parser import Parser
+from kvferry.cli.serve import add_arguments, api_host, engine_options
+from kvferry.cli.sizes import parse_size
+from kvferry.config import SideChannelConfig, find_checkpoint
+from kvferry.engine.options import EngineOptions
+from kvferry.errors import ConfigError
+from kvferry.types import KVLayout
+
+PULL = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_load_failure_policy":"fail"}'
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = Parser("kvferry serve", "")
+    add_arguments(parser)
+    split = split_transfer_arguments(arguments)
+    found = parser.parse(split.rest)
+    found.kv_transfer_config = split.mapping
+    return found
+
+
+def options(*arguments: str) -> EngineOptions:
+    return engine_options(parsed(*arguments), {})
+
+
+def test_without_flags_the_options_have_their_own_defaults(model: Path) -> None:
+    assert options(str(model)) == EngineOptions(model=model, served_model_name=str(model))
+
+
+def test_every_flag_reaches_its_option(model: Path) -> None:
+    flags = "--dtype float32 --kv-cache-dtype bfloat16 --block-size 32 --num-gpu-blocks-override 7 --kv-cache-memory-bytes 1G"
+    flags += " --max-model-len 8k --max-num-seqs 3 --max-num-batched-tokens 512 -tp 2 --no-enable-prefix-caching --enforce-eager"
+    flags += (
+        " --no-enable-chunked-prefill --served-model-name x --seed 9 --gpu-memory-utilization 0.5 --num-threads 2 --compute-dtype float64"
+    )
+    assert options(str(model), *flags.split()) == EngineOptions(
+        model=model,
+        served_model_name="x",
+        dtype="float32",
+        kv_cache_dtype="bfloat16",
+        compute_dtype="float64",
+        block_size=32,
+        num_blocks=7,
+        kv_cache_memory_bytes=2**30,
+        max_model_len=8000,
+        max_num_seqs=3,
+        max_num_batched_tokens=512,
+        tensor_parallel_size=2,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        num_threads=2,
+        seed=9,
+    )
+
+
+def test_the_commands_of_the_seeds_are_understood(model: Path) -> None:
+    first = parsed(str(model), "--port", "8100", "--enforce-eager", "--kv-transfer-config", PULL)
+    assert first.port == 8100
+    transfer = engine_options(first, {}).kv_transfer
+    assert transfer is not None
+    assert transfer.kv_connector == "NixlConnector"
+    second = options(str(model), "--port", "8000", "--tensor-parallel-size", "8", "--kv-transfer-config", PULL)
+    assert second.tensor_parallel_size == 8
+
+
+def test_the_layout_comes_from_the_environment(model: Path) -> None:
+    assert engine_options(parsed(str(model)), {"VLLM_KV_CACHE_LAYOUT": "NHD"}).kv_cache_layout is KVLayout.NHD
+
+
+def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_buffer_device cannot be cuda with --device cpu"):
+        options(str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cuda")
+    options(str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cpu")
+
+
+def test_the_api_is_as_reachable_as_the_side_channel() -> None:
+    local, remote = SideChannelConfig(), SideChannelConfig("10.0.0.1", "10.0.0.1")
+    assert [api_host(None, local), api_host(None, remote), api_host("127.0.0.5", remote)] == ["localhost", "0.0.0.0", "127.0.0.5"]
+
+
+@pytest.mark.parametrize(("text", "size"), [("0", 0), ("4096", 4096), ("8k", 8000), ("1K", 1024), ("1.5G", 3 * 2**29), ("512Mi", 2**29)])
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1 G", "G", "0x10", "1e9", "1.0001K", "٣", "inf", "9" * 30])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_size(text)
+
+
+def test_a_model_is_a_folder_or_in_the_cache(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    environ = {"HF_HOME": str(tmp_path)}
+    with pytest.raises(ConfigError, match="kvferry downloads nothing"):
+        find_checkpoint("Qwen/Qwen3-0.6B", environ)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    assert find_checkpoint("Qwen/Qwen3-0.6B", environ) == snapshot
+    assert find_checkpoint(str(snapshot), {}) == snapshot
+
+
+@pytest.mark.parametrize("model", ["", "../..", "a/b/c", "a\0b", "~nobody-here/x", "/"])
+def test_what_is_no_model_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match="MODEL is"):
+        find_checkpoint(model, {"HF_HOME": "/nonexistent"})

@@ -1,0 +1,185 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.test_processes import eventually, is_alive, stub
+
+from kvferry.cli.http_client import Carried, complete, is_healthy, read_carried, sum_carried
+from kvferry.cli.launch import LocalLaunch, UpOptions, child_environment
+from kvferry.cli.main import main
+from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.errors import ConfigError, TransportError
+from kvferry.types import Address
+
+ROOT = Path(__file__).parents[2]
+
+
+def value_of(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+# -- what is started ---------------------------------------------------------------------------------------------------
+
+
+def test_engines_take_free_ports_and_name_the_plane_that_was_asked_for(tmp_path: Path) -> None:
+    command = LocalLaunch(UpOptions(planes=("nixl",), tensor_parallel_size=2), tmp_path).engine()
+    assert command[:5] == [sys.executable, "-m", "kvferry", "serve", str(tmp_path)]
+    assert value_of(command, "--port") == "0"
+    assert value_of(command, "--tensor-parallel-size") == "2"
+    assert json.loads(value_of(command, "--kv-transfer-config")) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"planes": ["nixl"]},
+    }
+
+
+def test_the_plane_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path) -> None:
+    assert "planes" not in value_of(LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config")
+
+
+def test_the_router_is_told_of_every_engine(tmp_path: Path) -> None:
+    addresses = [Address("127.0.0.1", port) for port in (1, 2, 3)]
+    command = LocalLaunch(UpOptions(port=99), tmp_path).router(addresses[:2], addresses[2:])
+    assert command[3:] == [
+        *("proxy", "--host", "127.0.0.1", "--port", "99"),
+        *("--prefiller-hosts", "127.0.0.1", "127.0.0.1", "--prefiller-ports", "1", "2"),
+        *("--decoder-hosts", "127.0.0.1", "--decoder-ports", "3"),
+    ]
+
+
+def test_a_cluster_has_its_own_secret_unless_the_operator_gave_one(tmp_path: Path) -> None:
+    own = child_environment({"A": "b"}, tmp_path / "secret")
+    assert own["KVFERRY_SECRET_FILE"] == str(tmp_path / "secret")
+    assert (own["A"], own["KVFERRY_SIDE_CHANNEL_PORT"]) == ("b", "0")
+    assert child_environment({"KVFERRY_SECRET_FILE": "x"}, tmp_path)["KVFERRY_SECRET_FILE"] == "x"
+    assert "KVFERRY_SECRET_FILE" not in child_environment({"KVFERRY_SECRET": "x"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"prefill": 0}, "--prefill must be at least 1, got 0"),
+        ({"decode": -1}, "--decode must be at least 1, got -1"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size must be at least 1"),
+        ({"port": 65536}, "--port must be from 0 to 65535"),
+        ({"model": Path("/nonexistent")}, "--model /nonexistent is not a directory"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_in_one_sentence(settings: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        UpOptions(**settings)  # type: ignore[arg-type]
+    assert sentence in str(caught.value)
+
+
+def test_clients_call_a_given_model_by_the_name_of_its_folder(tmp_path: Path) -> None:
+    assert UpOptions(model=tmp_path / ".").model_name == tmp_path.name
+    assert UpOptions().model_name == "tiny"
+
+
+def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["up", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == (
+        f"kvferry: port {port} cannot be used (Address already in use); stop what listens there or choose another --port\n"
+    )
+
+
+# -- what is asked of it -----------------------------------------------------------------------------------------------
+
+
+def test_a_completion_and_what_the_planes_carried_are_read_over_http(tmp_path: Path) -> None:
+    with ProcessGroup(tmp_path / "scratch") as group:
+        child = ChildProcess("stub", stub("serve"), os.environ)
+        child.start(group.id)
+        eventually(lambda: child.poll_address() is not None)
+        address = child.poll_address()
+        assert address is not None
+        assert is_healthy(address)
+        assert complete(address, {"prompt": "x"}, timeout_s=10) == "hello"
+        assert read_carried(address) == [Carried("shm", transfers=2, total_bytes=3145728, seconds=0.5)]
+        child.close()
+        assert not is_healthy(address)
+        with pytest.raises(TransportError, match="did not answer POST"):
+            complete(address, {"prompt": "x"}, timeout_s=10)
+
+
+def test_what_several_instances_carried_is_added_up_by_plane() -> None:
+    parts = [Carried("shm", 1, 100, 1.0), Carried("nixl", 1, 500, 1.0), Carried("shm", 2, 200, 0.5), Carried("memory")]
+    assert sum_carried(parts) == [Carried("nixl", 1, 500, 1.0), Carried("shm", 3, 300, 1.5)]
+    assert sum_carried(parts)[1].bytes_per_s == 200
+    assert Carried("shm").bytes_per_s == 0
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def up(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`kvferry up` with an empty temporary directory of its own, so that what it leaves behind can be seen."""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "kvferry", "up", "--port", "0", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def descendants(pid: int) -> set[int]:
+    """Living processes below `pid`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in found | {pid}} - found:
+        found |= more
+    return found
+
+
+@pytest.mark.slow
+def test_up_once_shows_an_answer_and_the_plane_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = shared_memory()
+    with up(tmp_path, "--once", "--planes", "nixl") as process:
+        output, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, output
+    assert "answer: " in output
+    assert "of KV cache by nixl in 1 transfer(s) at " in output
+    assert list(tmp_path.iterdir()) == []
+    assert shared_memory() - before == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_up_serves_until_it_is_stopped_or_killed_and_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
+    before = shared_memory()
+    with up(tmp_path) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("serving on "):
+                break
+        else:
+            pytest.fail("it ended instead of serving:\n" + "".join(lines))
+        assert any("of KV cache by shm in 1 transfer(s) at " in line for line in lines)
+        port = int(lines[-1].split(";")[0].rsplit(":", 1)[1])
+        assert is_healthy(Address("127.0.0.1", port))
+        pids = descendants(process.pid)
+        assert len(pids) >= 4
+        process.send_signal(number)
+        code = process.wait(60)
+        assert code == (0 if number == signal.SIGINT else -signal.SIGKILL)
+        eventually(lambda: not any(map(is_alive, pids)), within_s=30)
+        eventually(lambda: list(tmp_path.iterdir()) == [])
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    assert shared_memory() - before == set()

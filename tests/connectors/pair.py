@@ -1,0 +1,177 @@
+"""Two engines' connectors in one process: real schedulers, real ferries with their threads, memory planes between them."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.config import KVTransferConfig, SideChannelConfig
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    ModelIdentity,
+    ParallelConfig,
+    RequestStatus,
+)
+from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
+from kvferry.ports.control import ControlPlane
+from kvferry.ports.data import DataPlane
+from kvferry.ports.memory import CacheMemory
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 32
+DEADLINE_S = 10.0
+
+
+@dataclass
+class FakeDevice:
+    type: str = "cpu"
+
+
+@dataclass
+class CacheTensor:
+    """A numpy array with the few methods of a torch tensor that connectors use."""
+
+    array: npt.NDArray[np.uint8]
+    device: FakeDevice = field(default_factory=FakeDevice)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.array.shape
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data)
+
+    def stride(self, dim: int) -> int:
+        return self.array.strides[dim] // self.array.itemsize
+
+    def element_size(self) -> int:
+        return self.array.itemsize
+
+
+@dataclass
+class EngineRequest:
+    """What an engine knows of a request, as the contract shows it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: Any = None
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    cache_salt: str = ""
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    ids: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.ids
+
+
+@dataclass(frozen=True)
+class MemoryKit:
+    network: MemoryNetwork
+
+    def allocate_cache(self, size_bytes: int) -> CacheMemory:
+        raise NotImplementedError
+
+    def data_planes(self, memory: CacheMemory | None) -> list[DataPlane]:
+        return [MemoryDataPlane(self.network)]
+
+    def control_plane(self) -> ControlPlane:
+        return MemoryControlPlane(self.network)
+
+    def side_channel(self) -> ControlPlane:
+        return MemoryControlPlane(self.network)
+
+
+class EngineSide:
+    """One engine: both roles of its connector and the memory behind them."""
+
+    def __init__(self, name: str, network: MemoryNetwork, policy: str = "fail", **extra: Any) -> None:
+        transfer = KVTransferConfig.from_mapping(
+            {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "engine_id": name,
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": extra,
+            }
+        )
+        cache = KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, (KVCacheGroup(("layer.0", "layer.10", "layer.2")),), "HND", 1, 8, "float32")
+        identity = ModelIdentity("Tiny", "abc", 3, 1, 8, "float32")
+        config = ConnectorConfig(
+            transfer,
+            identity,
+            ParallelConfig(),
+            SideChannelConfig(port=0),
+            b"a secret of the cluster",
+            f"epoch of {name}",
+            MemoryKit(network),
+        )
+        self.memory = {layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8) for layer in cache.groups[0].layer_names}
+        self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+        self.worker.register_kv_caches({layer: CacheTensor(array) for layer, array in self.memory.items()})
+        self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
+        metadata = self.worker.get_handshake_metadata()
+        assert metadata is not None
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
+        self.seen = KVConnectorTransferResults()
+
+    def step(self) -> None:
+        """What an engine does with its connector in a step without tokens."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        news = self.worker.get_transfer_results(set())
+        self.worker.clear_connector_metadata()
+        for name in ("finished_sending", "finished_recving", "failed_recving"):
+            assert not getattr(self.seen, name) & getattr(news, name), "reported twice"
+            getattr(self.seen, name).update(getattr(news, name))
+        self.seen.failure_reasons.update(news.failure_reasons)
+
+    def prefill(self, request: EngineRequest, blocks: list[int]) -> dict[str, Any]:
+        """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.kv_transfer_params = {"do_remote_decode": True}
+        is_delayed, params = self.scheduler.request_finished(request, blocks)
+        assert is_delayed
+        assert params is not None
+        return params
+
+    def fill(self, blocks: list[int], seed: int) -> None:
+        for number, array in enumerate(self.memory.values()):
+            array[blocks] = np.random.default_rng([seed, number]).integers(1, 256, array[blocks].shape, dtype=np.uint8)
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def step_until(condition: Callable[[], bool], *sides: EngineSide) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, [side.seen for side in sides]
+        for side in sides:
+            side.step()
+        time.sleep(0.001)

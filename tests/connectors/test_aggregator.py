@@ -1,0 +1,68 @@
+"""A transfer is over when every rank says so, however often and in whatever order they say it."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.connectors.aggregator import KVOutputAggregator
+from kvferry.connectors.contract import KVConnectorOutput
+from kvferry.connectors.stats import TransferStats
+
+
+def test_an_id_is_finished_when_the_last_rank_reports_it() -> None:
+    ranks = KVOutputAggregator(2)
+    assert ranks.aggregate([KVConnectorOutput(finished_sending={"a"}), None]).finished_sending == set()
+    assert ranks.num_partial == 1
+    assert ranks.aggregate([None, KVConnectorOutput(finished_sending={"a"})]).finished_sending == {"a"}
+    assert ranks.num_partial == 0
+
+
+def test_a_rank_that_reports_twice_does_not_stand_in_for_another() -> None:
+    ranks = KVOutputAggregator(2)
+    for _ in range(3):
+        assert ranks.aggregate([KVConnectorOutput(finished_recving={"a"}), None]).finished_recving == set()
+
+
+def test_one_failed_rank_fails_the_whole_and_is_reported_with_the_last() -> None:
+    ranks = KVOutputAggregator(2)
+    failed = KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}, failure_reasons={"a": "lost"})
+    assert ranks.aggregate([failed, None]).failed_recving == set()
+    whole = ranks.aggregate([None, KVConnectorOutput(finished_recving={"a"})])
+    assert (whole.finished_recving, whole.failed_recving, whole.failure_reasons) == ({"a"}, {"a"}, {"a": "lost"})
+    again = ranks.aggregate([KVConnectorOutput(finished_recving={"a"}), KVConnectorOutput(finished_recving={"a"})])
+    assert again.failed_recving == set()
+
+
+def test_reports_that_never_become_whole_are_bounded() -> None:
+    ranks = KVOutputAggregator(2, max_partial=10)
+    for number in range(1000):
+        ranks.aggregate([KVConnectorOutput(finished_recving={str(number)}, failed_recving={str(number)}), None])
+    assert ranks.num_partial == 10
+
+
+def test_stats_add_up_over_ranks() -> None:
+    def output() -> KVConnectorOutput:
+        stats = TransferStats()
+        stats.record_transfer("shm", 100, 2, 0.001, 0.5)
+        stats.count("failed_pulls")
+        return KVConnectorOutput(kv_connector_stats=stats, invalid_block_ids={1})
+
+    whole = KVOutputAggregator(2).aggregate([output(), output()])
+    assert whole.kv_connector_stats is not None
+    data = whole.kv_connector_stats.to_dict()
+    assert data["planes"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "pieces": 4}}
+    assert data["failed_pulls"] == 2
+    assert sum(data["histograms"]["bytes_transferred"]["buckets"].values()) == 2
+    assert whole.kv_connector_stats.reduce()["Num successful transfers"] == 2
+    assert whole.invalid_block_ids == {1}
+
+
+@given(st.permutations([(rank, name) for rank in range(3) for name in "ab"]))
+def test_the_order_of_reports_does_not_matter(reports: list[tuple[int, str]]) -> None:
+    ranks = KVOutputAggregator(3)
+    finished: list[str] = []
+    for rank, name in reports:
+        outputs: list[KVConnectorOutput | None] = [None, None, None]
+        outputs[rank] = KVConnectorOutput(finished_sending={name})
+        finished += ranks.aggregate(outputs).finished_sending
+    assert sorted(finished) == ["a", "b"]
+    assert finished[-1] == reports[-1][1]

@@ -1,0 +1,208 @@
+"""`NixlConnector`, driven as an engine drives it: how many tokens it claims, what it reports, and what it leaves behind."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
+
+from kvferry.connectors.contract import KVConnectorOutput, RequestStatus
+from kvferry.planes.memory import MemoryControlPlane, MemoryNetwork
+from kvferry.protocol import codec
+from kvferry.protocol.messages import Release
+
+TOKENS = list(range(100, 110))
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def pair(network: MemoryNetwork) -> Iterator[tuple[EngineSide, EngineSide]]:
+    p, d = EngineSide("p", network, kv_lease_duration=600), EngineSide("d", network)
+    yield p, d
+    for side in (p, d):
+        side.shutdown()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+
+
+def arrive(d: EngineSide, params: Any, tokens: list[int] = TOKENS, name: str = "r") -> EngineRequest:
+    request = EngineRequest(name, tokens, params)
+    d.scheduler.on_new_request(request)
+    return request
+
+
+def test_a_prompt_is_handed_over_whole(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    p.fill([5, 6, 7], seed=1)
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    step_until(lambda: "r" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
+    assert d.seen.failed_recving == set()
+    for layer, array in d.memory.items():
+        assert (array[[1, 2, 3]] == p.memory[layer][[5, 6, 7]]).all()
+        assert not array[4:].any()
+    d.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
+    request.status = RequestStatus.FINISHED_STOPPED
+    assert d.scheduler.request_finished(request, [1, 2, 3]) == (False, None)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_what_the_params_say_is_what_vllms_routers_expect(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, _ = pair
+    params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 9, 30])
+    assert {key: params[key] for key in params if key not in ("ticket", "remote_port")} == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[5, 6, 9]],
+        "remote_engine_id": "p",
+        "remote_request_id": "a",
+        "remote_host": "memory",
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": 10,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+    }
+    p.step()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "matched"),
+    [
+        (TOKENS, 10),
+        ([*TOKENS, 1, 2, 3], 10),
+        (TOKENS[:9], 8),
+        ([*TOKENS[:5], 1, 2, 3], 4),
+        ([1, *TOKENS], 0),
+    ],
+)
+def test_only_the_common_prefix_is_claimed(pair: tuple[EngineSide, EngineSide], tokens: list[int], matched: int) -> None:
+    p, d = pair
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]), tokens)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (matched, matched > 0)
+    assert d.scheduler.get_num_new_matched_tokens(request, 4) == (max(0, matched - 4), matched > 4)
+
+
+def test_another_salt_matches_nothing(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    params = p.prefill(EngineRequest("a", TOKENS, cache_salt="tenant 1"), [5, 6, 7])
+    request = EngineRequest("r", TOKENS, params, cache_salt="tenant 2")
+    d.scheduler.on_new_request(request)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_full_local_hit_frees_the_producer_without_a_read(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS[:8]), [5, 6]), TOKENS[:8])
+    assert d.scheduler.get_num_new_matched_tokens(request, 8) == (0, False)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2],)), 0)
+    step_until(lambda: "a" in p.seen.finished_sending, p, d)
+    assert d.seen.finished_recving == set()
+    assert not any(array.any() for array in d.memory.values())
+
+
+@pytest.mark.parametrize("moment", ["queued", "tracked", "started"])
+def test_an_aborted_request_frees_both_sides(pair: tuple[EngineSide, EngineSide], moment: str) -> None:
+    p, d = pair
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    p.step()
+    if moment != "queued":
+        d.step()
+    if moment == "started":
+        d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+        d.step()
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert d.scheduler.request_finished(request, []) == (False, None)
+    step_until(lambda: "a" in p.seen.finished_sending, p, d)
+    if moment == "started":
+        step_until(lambda: "r" in d.seen.finished_recving, p, d)
+    else:
+        assert d.seen.finished_recving == set()
+
+
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"do_remote_prefill": "yes"}, {"do_remote_prefill": True, "ticket": 3}])
+def test_bad_params_fail_the_request_in_the_way_the_engine_knows(pair: tuple[EngineSide, EngineSide], params: Any) -> None:
+    _, d = pair
+    request = arrive(d, params)
+    assert d.scheduler.get_num_new_matched_tokens(request, 4) == (6, True)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 6)
+    step_until(lambda: "r" in d.seen.finished_recving, d)
+    assert d.seen.failed_recving == {"r"}
+    assert d.seen.failure_reasons["r"]
+
+
+def test_bad_params_are_computed_locally_when_the_policy_says_so(network: MemoryNetwork) -> None:
+    d = EngineSide("d", network, policy="recompute")
+    request = arrive(d, {"do_remote_prefill": True, "ticket": "forged"})
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
+    d.step()
+    assert d.seen.finished_recving == set()
+    stats = d.scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["rejected_params"] == 1
+    d.shutdown()
+
+
+def test_an_engine_does_not_dial_itself(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, _ = pair
+    request = arrive(p, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    assert p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    step_until(lambda: "a" in p.seen.finished_sending, p)
+
+
+def test_a_router_hands_a_ticket_back(pair: tuple[EngineSide, EngineSide], network: MemoryNetwork) -> None:
+    p, _ = pair
+    params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    p.step()
+    woken = threading.Event()
+    p.scheduler.set_wakeup(woken.set)
+    router = MemoryControlPlane(network)
+    for ticket in ("forged", params["ticket"]):
+        router.send(f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(Release(ticket)))
+    assert woken.wait(5)
+    step_until(lambda: "a" in p.seen.finished_sending, p)
+    router.close()
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_an_unfinished_prefill_is_not_handed_over(pair: tuple[EngineSide, EngineSide], status: RequestStatus) -> None:
+    p, _ = pair
+    request = EngineRequest("a", TOKENS, {"do_remote_decode": True}, status, 10)
+    assert p.scheduler.request_finished(request, [1, 2, 3]) == (False, None)
+
+
+def test_ordinary_requests_pass_untouched(pair: tuple[EngineSide, EngineSide]) -> None:
+    _, d = pair
+    request = arrive(d, None)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1],)), 0)
+    request.status = RequestStatus.FINISHED_STOPPED
+    request.num_computed_tokens = 10
+    assert d.scheduler.request_finished(request, [1]) == (False, None)
+    assert not d.scheduler.has_pending_push_work()
+
+
+def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    woken = threading.Event()
+    d.worker.set_wakeup(woken.set)
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    assert d.scheduler.has_pending_push_work()
+    p.step()
+    d.step()
+    assert woken.wait(5)
+    d.step()
+    assert d.seen.finished_recving == {"r"}
+    stats = d.worker.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["finished_pulls"] == 1
+    assert stats.data["planes"]["memory"]["bytes"] == 3 * 3 * 4 * 16

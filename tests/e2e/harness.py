@@ -1,0 +1,267 @@
+"""Real engines and routers as child processes, and what tests ask of them. Every wait has a deadline."""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import psutil
+
+from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.types import Address
+
+START_S = 90.0
+REQUEST_S = 60.0
+SETTLE_S = 30.0
+QUIET = (
+    "kvferry:num_used_blocks",
+    "kvferry:num_delayed_frees",
+    "kvferry:num_requests_waiting_for_remote_kvs",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One completion to ask for."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int = 16
+    temperature: float = 0.0
+    seed: int | None = None
+    n: int = 1
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": "tiny",
+            "prompt": list(self.token_ids),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "n": self.n,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    body: Any = field(default=None, compare=False)
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == 200
+
+    @property
+    def message(self) -> str:
+        return str(self.body["error"]["message"])
+
+
+class Engine:
+    """One `kvferry serve`."""
+
+    def __init__(self, process: ChildProcess, address: Address) -> None:
+        self.process = process
+        self.address = address
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def kill(self) -> None:
+        """As the kernel's out-of-memory killer would, and wait until the whole family is gone."""
+        family = self.family()
+        os.kill(self.process.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, f"left behind: {alive}"
+
+    def family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def pause(self) -> None:
+        for member in self.family():
+            member.suspend()
+
+    def resume(self) -> None:
+        for member in self.family():
+            member.resume()
+
+
+class Cluster:
+    """Owns engines and routers; whatever happens, nothing of it outlives the `with` block."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self._directory = directory
+        self._model = model
+        self._group = ProcessGroup(directory / "group", patience_s=3.0)
+        self._children: list[ChildProcess] = []
+        self._secret = secrets.token_hex(32)
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret.encode()
+
+    def __enter__(self) -> "Cluster":
+        self._group.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for child in self._children:
+            child.terminate()
+        for child in self._children:
+            if error is not None:
+                print(f"--- last lines of {child.name}", *child.tail(40), sep="\n")
+            child.close(patience_s=5.0)
+        self._group.close()
+
+    def serve(
+        self,
+        name: str,
+        *flags: str,
+        extra: dict[str, Any] | None = None,
+        policy: str = "fail",
+        environment: dict[str, str] | None = None,
+        is_plain: bool = False,
+        port: int = 0,
+        engine_id: str = "",
+    ) -> "Starting":
+        """Start an engine; ask the result for it when it is needed. `is_plain`: one that knows nothing of transfers."""
+        transfer = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": extra or {},
+        }
+        if engine_id:
+            transfer["engine_id"] = engine_id
+        command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(64 << 20), *flags]
+        if not is_plain:
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        return self._start(name, command, environment or {})
+
+    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> "Starting":
+        command = [sys.executable, "-m", "kvferry", "proxy", "--host", "127.0.0.1", "--port", "0"]
+        for role, engines in (("prefiller", prefill), ("decoder", decode)):
+            command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
+            command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
+        return self._start("router", command, {})
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> "Starting":
+        own = {
+            "KVFERRY_SECRET": self._secret,
+            "KVFERRY_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "KVFERRY_SIDE_CHANNEL_PORT": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        child = ChildProcess(name, command, {**os.environ, **own, **environment})
+        self._children.append(child)
+        child.start(self._group.id)
+        return Starting(child)
+
+
+class Starting:
+    """A process on its way; `ready` waits for it."""
+
+    def __init__(self, child: ChildProcess) -> None:
+        self.child = child
+
+    def ready(self) -> Engine:
+        deadline = time.monotonic() + START_S
+        while (address := self.child.poll_address()) is None:
+            assert time.monotonic() < deadline, "\n".join([f"{self.child.name} did not start", *self.child.tail(40)])
+            time.sleep(0.05)
+        return Engine(self.child, address)
+
+
+async def ask(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt, **changes: Any) -> Answer:
+    return await post(session, engine, {**prompt.body(), **changes})
+
+
+async def post(session: aiohttp.ClientSession, engine: Engine, body: Any, path: str = "/v1/completions") -> Answer:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with session.post(f"{engine.url}{path}", data=data, headers={"Content-Type": "application/json"}) as response:
+        raw = await response.read()
+        try:
+            found = json.loads(raw)
+        except ValueError:
+            raise AssertionError(f"status {response.status} with a body that is no JSON: {raw[:200]!r}") from None
+        if response.status != 200:
+            assert "message" in found["error"], found
+            return Answer(response.status, body=found)
+        return Answer(200, tuple(tuple(choice.get("token_ids") or ()) for choice in found["choices"]), found)
+
+
+def new_session(timeout_s: float = REQUEST_S) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s))
+
+
+async def ask_all(engine: Engine, prompts: Sequence[Prompt], concurrency: int = 16, timeout_s: float = REQUEST_S) -> list[Answer]:
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(session: aiohttp.ClientSession, prompt: Prompt) -> Answer:
+        async with gate:
+            return await ask(session, engine, prompt)
+
+    async with new_session(timeout_s) as session:
+        return list(await asyncio.gather(*(one(session, prompt) for prompt in prompts)))
+
+
+PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+async def prefill(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> dict[str, Any]:
+    """The P leg as a router takes it: the parameters for D."""
+    answer = await ask(session, engine, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)
+    assert answer.is_ok, answer.body
+    params = answer.body["kv_transfer_params"]
+    assert isinstance(params, dict)
+    return params
+
+
+async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, float]:
+    """Samples by name, summed over labels, and by name{plane}."""
+    async with session.get(f"{engine.url}/metrics") as response:
+        text = await response.text()
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        name, _, value = line.rpartition(" ")
+        plain, _, labels = name.partition("{")
+        found[plain] = found.get(plain, 0.0) + float(value)
+        if 'plane="' in labels:
+            plane = labels.split('plane="')[1].split('"')[0]
+            found[f"{plain}/{plane}"] = float(value)
+    return found
+
+
+async def until(what: str, condition: Callable[[], Awaitable[bool]], timeout_s: float = SETTLE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.05)
+
+
+async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> None:
+    """Sooner or later: no block in use, nothing running, waiting, held or on its way."""
+
+    async def is_quiet() -> bool:
+        seen = [await metrics(session, engine) for engine in engines]
+        return all(found[name] == 0 for found in seen for name in QUIET)
+
+    await until("all blocks free and nothing waiting", is_quiet)

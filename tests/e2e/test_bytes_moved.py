@@ -1,0 +1,94 @@
+"""Only what D lacks is moved, and P is freed as soon as nobody needs its blocks. Bytes are counted, not times."""
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from tests.e2e.harness import Cluster, Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+BLOCK = 16
+LONG_LEASE = {"kv_lease_duration": 600}
+
+
+def token_bytes(model: Path) -> int:
+    config = msgspec.json.decode((model / "config.json").read_bytes())
+    return int(config["num_hidden_layers"]) * 2 * int(config["num_key_value_heads"]) * int(config["head_dim"]) * 4
+
+
+async def moved_by(session: aiohttp.ClientSession, source: Engine, sink: Engine, prompt: Prompt) -> int:
+    """Bytes that one request through both brings over, with the answer checked against `source`'s own."""
+    before = (await metrics(session, sink)).get("kvferry:transfer_bytes_total", 0)
+    params = await prefill(session, source, prompt)
+    answer = await ask(session, sink, prompt, kv_transfer_params=params)
+    assert answer.is_ok, answer.body
+    assert answer == await ask(session, source, prompt)
+    after = (await metrics(session, sink)).get("kvferry:transfer_bytes_total", 0)
+    return int(after - before)
+
+
+def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(cluster: Cluster, model: Path) -> None:
+    starting = [cluster.serve(name, extra=LONG_LEASE) for name in ("prefill", "decode")]
+    p, d = (process.ready() for process in starting)
+    block_bytes = BLOCK * token_bytes(model)
+
+    async def check() -> None:
+        async with new_session() as session:
+            start = tuple(range(10, 10 + 4 * BLOCK))
+            assert await moved_by(session, p, d, Prompt(start)) == 4 * block_bytes
+            # D has the first 4 blocks now; the next prompt shares them and adds 2 and a bit.
+            longer = start + tuple(range(200, 200 + 2 * BLOCK + 3))
+            assert await moved_by(session, p, d, Prompt(longer)) == 3 * block_bytes
+            # All full blocks are there; only the partly filled last one is not.
+            assert await moved_by(session, p, d, Prompt(longer)) <= block_bytes
+            # A prompt that ends with a block D has in full: nothing to move. The lease is 600 s, so P is free only if it was told.
+            await until("D has it all", lambda: nothing_moves(session, p, d, Prompt(start + tuple(range(200, 200 + BLOCK)))))
+            await assert_quiescent(session, p, d)
+
+    asyncio.run(check())
+
+
+async def nothing_moves(session: aiohttp.ClientSession, p: Engine, d: Engine, prompt: Prompt) -> bool:
+    return await moved_by(session, p, d, prompt) == 0
+
+
+def test_a_prompt_shorter_than_a_block_moves_one_block_per_layer(cluster: Cluster, model: Path) -> None:
+    starting = [cluster.serve(name, extra=LONG_LEASE) for name in ("prefill", "decode")]
+    p, d = (process.ready() for process in starting)
+
+    async def check() -> None:
+        async with new_session() as session:
+            assert await moved_by(session, p, d, Prompt((11, 12, 13))) == BLOCK * token_bytes(model)
+            await assert_quiescent(session, p, d)
+
+    asyncio.run(check())
+
+
+def test_params_of_another_prompt_bring_only_the_common_prefix(cluster: Cluster, model: Path) -> None:
+    starting = [cluster.serve(name, extra=LONG_LEASE) for name in ("prefill", "decode")]
+    p, d = (process.ready() for process in starting)
+    base = tuple(range(10, 10 + 4 * BLOCK))
+    cases = {
+        base[: 2 * BLOCK] + tuple(range(300, 340)): 2,
+        base + tuple(range(300, 340)): 4,
+        base[:-5]: 3,
+        tuple(range(300, 364)): 0,
+    }
+
+    async def check() -> None:
+        async with new_session() as session:
+            for number, (token_ids, blocks) in enumerate(cases.items()):
+                salt = f"case {number}"
+                theirs, ours = Prompt(base), Prompt(token_ids)
+                before = (await metrics(session, d)).get("kvferry:transfer_bytes_total", 0)
+                produced = await ask(session, p, theirs, max_tokens=1, cache_salt=salt, kv_transfer_params={"do_remote_decode": True})
+                answer = await ask(session, d, ours, cache_salt=salt, kv_transfer_params=produced.body["kv_transfer_params"])
+                assert answer == await ask(session, p, ours)
+                after = (await metrics(session, d)).get("kvferry:transfer_bytes_total", 0)
+                assert after - before == blocks * BLOCK * token_bytes(model)
+            await assert_quiescent(session, p, d)
+
+    asyncio.run(check())

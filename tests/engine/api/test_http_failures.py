@@ -1,0 +1,259 @@
+"""Bad clients, failing engines, clients that leave: always an answer in the right shape, never a request left behind."""
+
+import asyncio
+import json
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engine.api.stage import ScriptedEngine, events_of, outputs_of, serving, stage, until
+
+from kvferry.engine.api.context import ApiSettings
+from kvferry.engine.api.schema import ChatRequest, CompletionRequest
+from kvferry.engine.messages import AddRequest, RequestOutput
+from kvferry.engine.step import SampledToken
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_unhandled(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    assert [record.getMessage() for record in caplog.get_records("call") if record.levelno >= logging.ERROR] == []
+
+
+def silent(request: AddRequest) -> Sequence[RequestOutput]:
+    return []
+
+
+def is_error(answer: Any, status: int) -> bool:
+    return set(answer["error"]) == {"message", "type", "param", "code"} and answer["error"]["code"] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (COMPLETIONS, b"", 400),
+        (COMPLETIONS, b"{", 400),
+        (COMPLETIONS, b"[" * 100_000, 400),
+        (COMPLETIONS, {}, 400),
+        (COMPLETIONS, {"prompt": []}, 400),
+        (COMPLETIONS, {"prompt": [[]]}, 400),
+        (COMPLETIONS, {"prompt": ""}, 400),
+        (COMPLETIONS, {"prompt": [True]}, 400),
+        (COMPLETIONS, {"prompt": [1, "a"]}, 400),
+        (COMPLETIONS, {"prompt": [[1], "a"]}, 400),
+        (COMPLETIONS, {"prompt": [1.5]}, 400),
+        (COMPLETIONS, {"prompt": [512]}, 400),
+        (COMPLETIONS, {"prompt": [10**25]}, 400),
+        (COMPLETIONS, {"prompt": "x " * 1000}, 400),
+        (COMPLETIONS, {"prompt": "x" * 1_000_000}, 400),
+        (COMPLETIONS, {"prompt": ["x"] * 2000}, 400),
+        (COMPLETIONS, {"prompt": [5], "max_tokens": 1000}, 400),
+        (COMPLETIONS, {"prompt": [5], "model": "other"}, 404),
+        (COMPLETIONS, {"prompt": [5], "stream_options": {"include_usage": True}}, 400),
+        (CHAT, {"messages": HELLO, "model": "other"}, 404),
+        (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400),
+        (CHAT, {"messages": HELLO, "tools": [5]}, 400),
+        (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400),
+        ("/v1/nothing", {}, 404),
+        ("/health", {}, 405),
+    ],
+)
+def test_a_bad_request_gets_a_json_error_with_the_right_status(model: Path, path: str, body: Any, status: int) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine()
+        async with stage(engine, model) as s:
+            got, answer = await s.post(path, body)
+            assert (got, is_error(answer, status)) == (status, True), answer
+            assert not engine.frames
+            await s.complete(prompt=[5])
+
+    asyncio.run(scene())
+
+
+def test_a_body_that_is_too_large_is_413_also_when_it_was_compressed(model: Path) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model, ApiSettings(max_body_bytes=1000)) as s:
+            body = json.dumps({"prompt": "x" * 2000}).encode()
+            assert (await s.post(COMPLETIONS, body))[0] == 413
+            packed = {"Content-Encoding": "deflate", "Content-Type": "application/json"}
+            assert (await s.post(COMPLETIONS, zlib.compress(body), **packed))[0] == 413
+            assert (await s.post(COMPLETIONS, b"garbage", **packed))[0] == 400
+
+    asyncio.run(scene())
+
+
+def test_a_body_that_does_not_arrive_is_408(model: Path) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model, ApiSettings(body_timeout_s=0.05)) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(scene())
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=True) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+KNOWN = sorted({*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__})
+bodies = st.dictionaries(st.sampled_from(KNOWN), json_values, max_size=5)
+good = st.fixed_dictionaries({}, optional={"prompt": st.just("x"), "messages": st.just(HELLO)})
+
+
+def test_no_json_body_makes_the_server_fail(model: Path) -> None:
+    with asyncio.Runner() as runner:
+
+        async def start() -> tuple[Any, Any]:
+            manager = serving(ScriptedEngine(), model)
+            return manager, await manager.__aenter__()
+
+        manager, s = runner.run(start())
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]), bodies, good)
+        def fuzz(path: str, body: dict[str, Any], base: dict[str, Any]) -> None:
+            async def send() -> None:
+                async with s.session.post(s.url + path, data=json.dumps(base | body)) as answer:
+                    if answer.content_type == "text/event-stream":
+                        events_of(await answer.read())
+                    else:
+                        shown = await answer.json()
+                        assert answer.status == 200 or (answer.status in (400, 404) and is_error(shown, answer.status)), shown
+
+            runner.run(send())
+
+        fuzz()
+        runner.run(manager.__aexit__(None, None, None))
+
+
+def test_an_engine_error_before_the_first_token_is_a_status(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine(
+            lambda request: [RequestOutput(request.request_id, finish_reason="error", error="peer lost", error_status=502)]
+        )
+        async with stage(engine, model) as s:
+            for stream in (False, True):
+                for path, body in ((COMPLETIONS, {"prompt": [5]}), (CHAT, {"messages": HELLO})):
+                    status, answer = await s.post(path, {**body, "stream": stream})
+                    assert (status, answer["error"]["message"]) == (502, "peer lost")
+
+    asyncio.run(scene())
+
+
+def test_an_engine_error_after_the_first_token_is_an_event(model: Path) -> None:
+    def fails_late(request: AddRequest) -> list[RequestOutput]:
+        last = RequestOutput(request.request_id, finish_reason="error", error="peer lost", error_status=502)
+        return [RequestOutput(request.request_id, [SampledToken(40)]), last]
+
+    async def scene() -> None:
+        async with stage(ScriptedEngine(fails_late), model) as s:
+            first, last = await s.stream(COMPLETIONS, prompt=[5])
+            assert first["choices"][0]["text"]
+            assert is_error(last, 502)
+            status, _ = await s.post(COMPLETIONS, {"prompt": [5]})
+            assert status == 502
+
+    asyncio.run(scene())
+
+
+def test_one_failing_sample_ends_them_all(model: Path) -> None:
+    def one_fails(request: AddRequest) -> list[RequestOutput]:
+        if "-1-" not in request.request_id:
+            return []
+        return [RequestOutput(request.request_id, finish_reason="error", error="peer lost", error_status=500)]
+
+    async def scene() -> None:
+        engine = ScriptedEngine(one_fails)
+        async with stage(engine, model) as s:
+            status, _ = await s.post(COMPLETIONS, {"prompt": [5], "n": 3}, **{"X-Request-Id": "x"})
+            assert status == 500
+            assert not engine.live
+            assert len(engine.aborted) == 2
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(model: Path, stream: bool) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine(silent)
+        async with stage(engine, model) as s:
+            asking = asyncio.ensure_future(s.post(COMPLETIONS, {"prompt": [5], "n": 3, "stream": stream}))
+            await until(lambda: len(engine.live) == 3)
+            asking.cancel()
+            await until(lambda: not engine.live)
+            assert len(engine.aborted) == 3
+            engine.script = lambda request: outputs_of(request, [40])
+            await s.complete(prompt=[5])
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_its_request(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], None))
+        async with stage(engine, model) as s:
+            async with s.session.post(s.url + CHAT, json={"messages": HELLO, "stream": True}) as answer:
+                await answer.content.readline()
+                assert engine.live
+                answer.close()
+            await until(lambda: not engine.live)
+            assert len(engine.aborted) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine(silent)
+        async with stage(engine, model, ApiSettings(stall_timeout_s=0.2)) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1)
+            body = json.dumps({"prompt": [5], "stream": True, "return_token_ids": True}).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            await until(lambda: bool(engine.live))
+            (request_id,) = engine.live
+            huge = RequestOutput(request_id, [SampledToken(40)] * 20_000)
+            for _ in range(120):
+                if request_id in engine.live:
+                    engine.put(huge)
+                    await asyncio.sleep(0)
+            engine.script = lambda request: outputs_of(request, [40])
+            await s.complete(prompt=[6])
+            await until(lambda: not engine.live)
+            assert engine.aborted == [request_id]
+            writer.close()
+            assert reader
+
+    asyncio.run(scene())
+
+
+def test_garbage_instead_of_http_changes_nothing(model: Path) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model) as s:
+            for garbage in (
+                b"\x00\xff" * 500 + b"\r\n\r\n",
+                b"GET\r\n\r\n",
+                b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+                b"",
+            ):
+                _, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+                writer.write(garbage)
+                writer.close()
+                await writer.wait_closed()
+            await s.complete(prompt=[5])
+
+    asyncio.run(scene())

@@ -1,0 +1,24 @@
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from kvferry.engine.api.metrics import ApiMetrics
+from kvferry.engine.messages import Status, TransferSummary
+
+
+def carried_bytes(status: Status, model_name: str) -> Iterator[Metric]:
+    family = CounterMetricFamily("kvferry:transfer_bytes", "Bytes carried, by plane.", labels=["model_name", "plane"])
+    for transfer in status.transfers:
+        family.add_metric([model_name, transfer.plane], transfer.total_bytes)
+    yield family
+
+
+def test_another_part_can_add_its_own_families() -> None:
+    metrics = ApiMetrics("tiny", [carried_bytes])
+    lines = metrics.render(Status(nonce=1, transfers=[TransferSummary("shm", total_bytes=64)])).decode().splitlines()
+    assert 'kvferry:transfer_bytes_total{model_name="tiny",plane="shm"} 64.0' in lines
+    assert not any("transfer_bytes" in line for line in ApiMetrics("tiny").render(Status(nonce=1)).decode().splitlines())
+
+
+def test_an_empty_cache_has_no_usage() -> None:
+    assert 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0' in ApiMetrics("tiny").render(Status(nonce=1)).decode()

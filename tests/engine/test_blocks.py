@@ -1,0 +1,199 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.engine.blocks import BlockPool, BlockTable, hash_block, hash_root
+from kvferry.errors import LocalProtocolError
+
+
+def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
+    hashes: list[bytes] = []
+    for tokens in blocks:
+        hashes.append(hash_block(hashes[-1] if hashes else hash_root(salt), tokens))
+    return hashes
+
+
+def acquire(pool: BlockPool, count: int, shared: tuple[int, ...] = ()) -> list[int]:
+    blocks = pool.acquire(shared, count)
+    assert blocks is not None
+    return blocks
+
+
+def test_a_hash_depends_on_tokens_parents_and_salt() -> None:
+    assert chain([1, 2], [3, 4]) == chain([1, 2], [3, 4])
+    others = [chain([1, 2], [4, 3]), chain([2, 1], [3, 4]), chain([1, 2], [3, 4], salt="tenant"), chain([0, 0], [3, 4])]
+    assert len({hashes[-1] for hashes in [*others, chain([1, 2], [3, 4])]}) == 5
+
+
+def test_a_fresh_pool_hands_out_a_run() -> None:
+    pool = BlockPool(8)
+    assert acquire(pool, 3) == [0, 1, 2]
+    assert pool.num_used == 3
+
+
+def test_too_few_free_blocks_change_nothing() -> None:
+    pool = BlockPool(4)
+    held = acquire(pool, 3)
+    pool.publish(held[0], chain([1])[0])
+    assert pool.acquire((held[0],), 2) is None
+    assert pool.extend(held, 2) is None
+    pool.check([held])
+
+
+def test_a_released_block_is_found_again_until_it_is_reused() -> None:
+    pool = BlockPool(2)
+    hashes = chain([1], [2])
+    held = acquire(pool, 2)
+    for block, block_hash in zip(held, hashes, strict=True):
+        pool.publish(block, block_hash)
+    pool.release(held)
+    assert pool.num_used == 0
+    assert pool.find_prefix(hashes) == held
+    (reused,) = acquire(pool, 1)
+    assert reused == held[1], "the tail goes first: it is worth less than the prefix"
+    assert pool.find_prefix(hashes) == held[:1]
+
+
+def test_blank_blocks_are_used_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    (cached,) = acquire(pool, 1)
+    pool.publish(cached, chain([1])[0])
+    pool.release([cached])
+    assert cached not in acquire(pool, 2)
+    assert acquire(pool, 1) == [cached]
+    assert pool.find_prefix(chain([1])) == []
+
+
+def test_the_least_recently_freed_cached_block_is_reused_first() -> None:
+    pool = BlockPool(2)
+    first, second = acquire(pool, 2)
+    pool.publish(first, chain([1])[0])
+    pool.publish(second, chain([2])[0])
+    pool.release([second])
+    pool.release([first])
+    assert acquire(pool, 1) == [second]
+
+
+def test_a_shared_block_is_free_only_when_all_have_released_it() -> None:
+    pool = BlockPool(4)
+    held = acquire(pool, 1)
+    pool.publish(held[0], chain([1])[0])
+    assert acquire(pool, 1, shared=(held[0],)) == [1]
+    pool.release(held)
+    assert pool.num_used == 2
+    pool.release([held[0], 1])
+    assert pool.num_used == 0
+    with pytest.raises(LocalProtocolError):
+        pool.release(held)
+
+
+def test_only_a_run_of_leading_hashes_counts_as_a_prefix() -> None:
+    pool = BlockPool(4)
+    hashes = chain([1], [2], [3])
+    held = acquire(pool, 3)
+    pool.publish(held[0], hashes[0])
+    pool.publish(held[2], hashes[2])
+    assert pool.find_prefix(hashes) == held[:1]
+
+
+def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
+    pool = BlockPool(8)
+    held = acquire(pool, 2)
+    other = acquire(pool, 1)
+    pool.release(other)
+    assert pool.extend(held, 2) == [2, 3]
+    assert BlockTable([0, 1, 2, 3]).get_block_ids() == ([0, 1, 2, 3],)
+
+
+def test_fragments_come_in_ascending_order() -> None:
+    pool = BlockPool(6)
+    first, second = acquire(pool, 3), acquire(pool, 3)
+    pool.release(second)
+    pool.release(first)
+    assert acquire(pool, 6) == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_first_block_of_a_hash_stays_its_block() -> None:
+    pool = BlockPool(2)
+    first, second = acquire(pool, 2)
+    for block in (first, second):
+        pool.publish(block, chain([1])[0])
+    assert pool.find_prefix(chain([1])) == [first]
+    pool.release([first, second])
+    pool.check([])
+
+
+def test_a_forgotten_block_is_never_found_again() -> None:
+    pool = BlockPool(2)
+    held = acquire(pool, 1)
+    pool.publish(held[0], chain([1])[0])
+    pool.release(held)
+    pool.forget(held[0])
+    pool.forget(held[0])
+    assert pool.find_prefix(chain([1])) == []
+    pool.check([])
+
+
+def test_publishing_what_nobody_holds_is_a_bug() -> None:
+    with pytest.raises(LocalProtocolError):
+        BlockPool(1).publish(0, b"hash")
+
+
+def test_the_check_notices_a_hold_nobody_accounts_for() -> None:
+    pool = BlockPool(2)
+    acquire(pool, 1)
+    with pytest.raises(LocalProtocolError):
+        pool.check([])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders come and go; the pool's books always add up."""
+
+    @initialize(num_blocks=st.integers(1, 12))
+    def build(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.held: list[list[int]] = []
+        self.names = 0
+
+    @rule(count=st.integers(0, 5), data=st.data())
+    def acquire(self, count: int, data: st.DataObject) -> None:
+        shared = data.draw(st.sampled_from([[], *self.held]))
+        before = self.pool.num_free
+        fresh = self.pool.acquire(shared, count)
+        assert (fresh is None) == (before < count)
+        if fresh is not None:
+            assert len({*fresh, *shared}) == count + len(set(shared))
+            self.held.append([*shared, *fresh])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        blocks = data.draw(st.sampled_from(self.held))
+        if blocks:
+            self.names += data.draw(st.integers(0, 1))
+            self.pool.publish(data.draw(st.sampled_from(blocks)), b"%d" % self.names)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(block=st.integers(0, 11))
+    def forget(self, block: int) -> None:
+        if block < self.pool.num_blocks:
+            self.pool.forget(block)
+
+    @invariant()
+    def books_add_up(self) -> None:
+        self.pool.check(self.held)
+        assert self.pool.num_used == len({block for blocks in self.held for block in blocks})
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.integers(0, 2**31), min_size=1), st.text())
+def test_any_tokens_and_any_salt_can_be_hashed(tokens: list[int], salt: str) -> None:
+    assert len(chain(tokens, salt=salt)[0]) == 16

@@ -1,0 +1,90 @@
+"""Two ranks compute what one does, and survive each other's death with an error."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from kvferry.connectors.contract import ParallelConfig
+from kvferry.engine.make_model import make_model
+from kvferry.engine.options import EngineOptions
+from kvferry.engine.parallel import join_group
+from kvferry.engine.step import SamplingParams, SequenceSlice
+from kvferry.errors import ConfigError, TransportError
+from tests.engine.ranks import GREEDY, one_rank, several_ranks
+
+pytestmark = pytest.mark.slow
+
+TABLE = tuple(random.Random(4).sample(range(40), 20))
+TOKENS = tuple(random.Random(5).randrange(512) for _ in range(200))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def options(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
+    directory = tmp_path_factory.mktemp(request.param)
+    make_model(directory, family=request.param, seed=2)
+    return EngineOptions(model=directory, num_blocks=64, tensor_parallel_size=2)
+
+
+def test_two_ranks_give_the_logits_of_one_and_of_transformers(options: EngineOptions, tmp_path: Path) -> None:
+    steps = [
+        [SequenceSlice("a", TOKENS[:150], 0, TABLE, GREEDY), SequenceSlice("b", TOKENS[50:53], 0, (50,), GREEDY)],
+        [SequenceSlice("b", TOKENS[53:54], 3, (50,), GREEDY), SequenceSlice("a", TOKENS[150:199], 150, TABLE, None)],
+        [SequenceSlice("a", TOKENS[199:], 199, TABLE, GREEDY)],
+    ]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = reference(torch.tensor([TOKENS])).logits[0]
+    with one_rank(replace(options, tensor_parallel_size=1)) as runner:
+        alone = [runner.logits(step) for step in steps]
+    with several_ranks(options, tmp_path) as ranks:
+        assert [config.num_kv_heads for config in ranks.cache_configs] == [1, 1]
+        together = [ranks.logits(step) for step in steps]
+        sampling = SamplingParams(temperature=1.0)
+        first, second = ranks.run([SequenceSlice("a", TOKENS[199:], 199, TABLE, sampling, draw_seed=7)])
+    for one, (rank_0, rank_1) in zip(alone, together, strict=True):
+        assert torch.equal(rank_0, rank_1)
+        assert (one - rank_0).abs().max() <= 1e-7
+    assert (together[2][0][0] - expected[199]).abs().max() <= 1e-4
+    assert (together[2][0][0] - expected[198]).abs().max() > 1.0
+    assert list(first) == ["a"]
+    assert second == {}
+
+
+def test_a_killed_rank_is_an_error_for_the_other_at_once(options: EngineOptions, tmp_path: Path) -> None:
+    step = [SequenceSlice("a", TOKENS, 0, TABLE, GREEDY)]
+    with several_ranks(options, tmp_path) as ranks:
+        ranks.run(step)
+        ranks.processes[1].kill()
+        ranks.processes[1].join()
+        ranks.send(0, "run", step)
+        with pytest.raises(TransportError, match="rank 0 of 2 lost another rank"):
+            ranks.answer(0)
+
+
+def test_a_silent_rank_is_an_error_after_the_deadline(options: EngineOptions, tmp_path: Path) -> None:
+    step = [SequenceSlice("a", TOKENS, 0, TABLE, GREEDY)]
+    with several_ranks(options, tmp_path, timeout_s=5.0) as ranks:
+        ranks.run(step)
+        ranks.send(0, "run", step)
+        with pytest.raises(TransportError, match="rank 0 of 2 lost another rank"):
+            ranks.answer(0)
+
+
+def test_a_rank_that_never_comes_is_an_error_after_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="rank 0 of 2 could not join"):
+        join_group(ParallelConfig(2, 0), f"file://{tmp_path}/rendezvous", timeout_s=0.2)
+
+
+@pytest.mark.parametrize("rendezvous", ["", "file://", "tcp://127.0.0.1", "127.0.0.1:80", "http://127.0.0.1:80"])
+def test_a_meeting_place_that_is_none_is_refused(rendezvous: str) -> None:
+    with pytest.raises(ConfigError, match="rendezvous must be"):
+        join_group(ParallelConfig(2, 0), rendezvous, timeout_s=0.2)
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused(options: EngineOptions, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4 does not divide the model's num_key_value_heads 2"):
+        several_ranks(replace(options, tensor_parallel_size=4), tmp_path).__enter__()

@@ -1,0 +1,54 @@
+"""Sides for the conformance suite, one maker per plane; module functions, so that a spawned process can make them too."""
+
+import numpy as np
+
+from kvferry.planes.faulty import FaultyDataPlane, parse_faults
+from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
+from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.shared_memory import SharedMemory
+from kvferry.planes.shm import ShmDataPlane
+from kvferry.ports.data import DataPlane
+from kvferry.testing.plane_sides import MEMORY_BYTES, Side, layout
+
+__all__ = ["corrupting_side", "delaying_side", "memory_side", "nixl_side", "shm_side"]
+
+NETWORK = MemoryNetwork()
+
+
+def memory_side() -> Side:
+    return _over_numpy(MemoryDataPlane(NETWORK))
+
+
+def delaying_side() -> Side:
+    return _over_numpy(FaultyDataPlane(MemoryDataPlane(NETWORK), parse_faults("delay:polls=3")))
+
+
+def corrupting_side() -> Side:
+    return _over_numpy(FaultyDataPlane(MemoryDataPlane(NETWORK), parse_faults("corrupt:every=1")))
+
+
+def failing_side() -> Side:
+    return _over_numpy(FaultyDataPlane(MemoryDataPlane(NETWORK), parse_faults("fail:every=1")))
+
+
+def shm_side() -> Side:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(ShmDataPlane(memory), memory)
+
+
+def nixl_side() -> Side:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(NixlDataPlane(), memory)
+
+
+def _registered(plane: DataPlane, memory: SharedMemory) -> Side:
+    regions = layout(memory.address)
+    assert plane.register(regions)
+    return Side(plane, np.frombuffer(memory.buffer, np.uint8), regions, memory.close)
+
+
+def _over_numpy(plane: DataPlane) -> Side:
+    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    regions = layout(memory.ctypes.data)
+    assert plane.register(regions)
+    return Side(plane, memory, regions, lambda: memory.resize(0, refcheck=False))

@@ -1,0 +1,67 @@
+"""Every data plane keeps the contract of `kvferry.ports.data`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.planes.sides import corrupting_side, delaying_side, failing_side, memory_side, nixl_side, shm_side
+
+from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SpawnedFar
+
+SOURCES = {
+    "memory": (memory_side, LocalFar),
+    "faulty": (delaying_side, LocalFar),
+    "shm-one-process": (shm_side, LocalFar),
+    "shm": (shm_side, SpawnedFar),
+    "nixl-one-process": (nixl_side, LocalFar),
+    "nixl": (nixl_side, SpawnedFar),
+}
+IMMORTAL = ("shm-one-process", "nixl-one-process")
+"""There the far side cannot be killed without us."""
+
+
+@pytest.fixture(scope="module", params=list(SOURCES))
+def source_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def source(source_name: str) -> Iterator[PairSource]:
+    made = PairSource(*SOURCES[source_name])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_plane_keeps_its_contract(source_name: str, source: PairSource, case: Case) -> None:
+    if case.needs_death and source_name in IMMORTAL:
+        pytest.skip("the far side is this process")
+    case.run(source)
+
+
+def test_nixl_keeps_its_contract_over_an_emulated_transport() -> None:
+    # UCX reads its settings once per process, so the whole suite runs in another one.
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.planes.run_conformance", "nixl"],
+        cwd=root,
+        env=os.environ | {"UCX_TLS": "tcp"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{len(CASES)} cases" in ran.stdout
+
+
+@pytest.mark.parametrize("make", [corrupting_side, failing_side])
+def test_the_suite_can_fail(make: type) -> None:
+    source = PairSource(make, LocalFar)
+    case = next(case for case in CASES if case.name == "scattered_reads_bring_exactly_the_named_bytes")
+    with pytest.raises(AssertionError):
+        case.run(source)
+    source.close()

@@ -1,0 +1,463 @@
+"""The consumer's whole life against a scripted world: what it asks for, and what it reports."""
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.events import HandshakeFailed, PullFailed, PullFinished
+from kvferry.protocol import codec
+from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send, StartRead, StopRead
+from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.messages import (
+    WIRE_VERSION,
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    HandshakeRefused,
+    HandshakeReply,
+    HandshakeRequest,
+    Heartbeat,
+    HeartbeatReply,
+    OfferInfo,
+    RankLayout,
+    Refused,
+    RegionInfo,
+)
+from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.planning import Geometry
+from kvferry.protocol.tickets import Ticket
+from kvferry.types import EngineId, Epoch, KVLayout, PeerId, Region, RequestId
+
+SIDE = "tcp://p-host:5600"
+CONTROL = "tcp://p-host:6000"
+PEER = PeerId(EngineId("p"), Epoch("e1"), 0)
+R1, R2 = RequestId("r1"), RequestId("r2")
+FACTORS = {"dtype": "float32"}
+
+
+def make_consumer(idle_ttl_s: float = 3600) -> Consumer:
+    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),))
+    peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
+    return Consumer(ConsumerSettings(EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100))
+
+
+def ticket(request: str = "a", serial: int = 1, epoch: str = "e1", blocks: int = 2) -> Ticket:
+    tokens = fingerprint(range(blocks * 4), 4, "")
+    return Ticket("p", epoch, request, serial, "p-host", 5600, 1, 4, [[(3, blocks)]], tokens, 30.0)
+
+
+def reply(nonce: int, **changes: object) -> HandshakeReply:
+    layout = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "block_size": 4,
+        "num_blocks": 16,
+        "layout": "HND",
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "control_address": CONTROL,
+        "regions": [RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0)],
+        "offers": [OfferInfo("memory", "", b"them")],
+    } | changes
+    return HandshakeReply(nonce, WIRE_VERSION, "p", "e1", dict(FACTORS), msgspec.Raw(codec.encode_layout(RankLayout(**layout))))  # type: ignore[arg-type]
+
+
+def sent(actions: list[Action], kind: type) -> list[object]:
+    return [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+def of(actions: list[Action], kind: type) -> list[object]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def connect(consumer: Consumer, now: float = 0) -> list[Action]:
+    """Answer the open handshake and open the plane."""
+    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(request, HandshakeRequest)
+    consumer.receive(SIDE, reply(request.nonce), now)
+    actions = consumer.take_actions()
+    assert of(actions, OpenPeer)
+    assert of(actions, HangUp) == [HangUp(SIDE)]
+    consumer.peer_opened(PEER, "memory", now)
+    return consumer.take_actions()
+
+
+def reading(consumer: Consumer) -> Consumer:
+    consumer.track(R1, ticket(), "T1", now=0)
+    connect(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=1)
+    return consumer
+
+
+def confirming(consumer: Consumer) -> Consumer:
+    reading(consumer).take_actions()
+    consumer.read_ended(R1, PEER, None, now=2)
+    return consumer
+
+
+def failures(consumer: Consumer) -> list[str]:
+    return [event.reason for event in consumer.take_events() if isinstance(event, PullFailed)]
+
+
+def test_the_whole_way_from_arrival_to_confirmation() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1", "memory")]
+    consumer.start(R1, [[5, 6]], range(4, 8), now=1)
+    [read] = of(consumer.take_actions(), StartRead)
+    assert isinstance(read, StartRead)
+    assert (read.peer, read.plane) == (PEER, "memory")
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
+    consumer.read_ended(R1, PEER, None, now=2)
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1")]
+    assert consumer.take_events() == []
+    consumer.receive(CONTROL, Confirmed("a", "d/r1"), now=3)
+    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.num_pulls == 0
+    assert consumer.next_deadline() is None
+
+
+def test_blocks_that_come_before_the_handshake_wait_for_it() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    assert of(connect(consumer), StartRead)
+
+
+def test_a_queued_request_keeps_its_lease_alive_by_heartbeats() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R2, ticket("b", 2), "T2", now=0)
+    connect(consumer)
+    assert consumer.next_deadline() == 5
+    consumer.advance(now=5)
+    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a", "b"])]
+    consumer.receive(CONTROL, HeartbeatReply("e1", 1, ["b"]), now=6)
+    consumer.start(R2, [[5, 6]], range(0, 8), now=7)
+    assert failures(consumer) == ["the producer's lease ran out"]
+
+
+def test_a_silent_producer_is_given_up() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    connect(consumer)
+    for now in (5, 10, 15, 20):
+        consumer.advance(now)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=21)
+    assert failures(consumer) == ["the producer no longer answers heartbeats"]
+    assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
+
+
+@pytest.mark.parametrize("message", [Refused("a", "d/r1", "over"), Refused("a", "d/r1", "")])
+def test_a_refusal_fails_the_request(message: Refused) -> None:
+    consumer = confirming(make_consumer())
+    consumer.receive(CONTROL, message, now=3)
+    assert len(failures(consumer)) == 1
+
+
+def test_answers_that_fit_no_transfer_are_ignored() -> None:
+    consumer = confirming(make_consumer())
+    consumer.receive("tcp://elsewhere:1", Confirmed("a", "d/r1"), now=3)
+    consumer.receive(CONTROL, Confirmed("b", "d/r1"), now=3)
+    consumer.receive(CONTROL, Confirmed("a", "d/nobody"), now=3)
+    consumer.receive(CONTROL, Refused("a", "q/r1", "over"), now=3)
+    consumer.receive(CONTROL, HeartbeatReply("e0", 1, ["a"]), now=3)
+    consumer.receive("tcp://elsewhere:1", HeartbeatReply("e1", 1, ["a"]), now=3)
+    consumer.receive(SIDE, HandshakeRefused(99, "late"), now=3)
+    consumer.read_ended(R1, PEER, None, now=3)
+    consumer.disconnected("tcp://elsewhere:1", now=3)
+    consumer.peer_opened(PeerId(EngineId("q"), Epoch("e"), 0), "memory", now=3)
+    assert consumer.take_events() == []
+    consumer.receive(CONTROL, Confirmed("a", "d/r1"), now=4)
+    assert consumer.take_events() == [PullFinished(R1)]
+
+
+def test_a_confirmation_that_comes_before_the_bytes_is_not_believed() -> None:
+    consumer = reading(make_consumer())
+    consumer.receive(CONTROL, Confirmed("a", "d/r1"), now=2)
+    assert consumer.take_events() == []
+
+
+def test_blocks_are_not_handed_back_while_bytes_may_still_land() -> None:
+    consumer = reading(make_consumer())
+    consumer.take_actions()
+    consumer.abort(R1, now=2)
+    consumer.abort(R1, now=2)
+    actions = consumer.take_actions()
+    assert of(actions, StopRead) == [StopRead(R1, PEER)]
+    assert consumer.take_events() == []
+    consumer.read_ended(R1, PEER, "cancelled", now=3)
+    assert failures(consumer) == ["the request was aborted"]
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1")]
+
+
+@pytest.mark.parametrize(("now", "says"), [(31.0, "did not end within 30 s")])
+def test_a_read_has_a_deadline(now: float, says: str) -> None:
+    consumer = reading(make_consumer())
+    assert consumer.next_deadline() == 5
+    consumer.receive(CONTROL, HeartbeatReply("e1", 0, []), now=2)
+    for at in range(5, 31, 5):
+        consumer.advance(at)
+        consumer.receive(CONTROL, HeartbeatReply("e1", at // 5, []), at)
+    consumer.advance(now)
+    assert of(consumer.take_actions(), StopRead)
+    consumer.read_ended(R1, PEER, "cancelled", now)
+    assert says in failures(consumer)[0]
+
+
+def test_a_confirmation_has_a_deadline() -> None:
+    consumer = confirming(make_consumer())
+    consumer.advance(now=7)
+    assert failures(consumer) == ["the producer did not confirm the read within 5 s"]
+
+
+def test_a_handshake_has_a_deadline_and_a_memory() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.advance(now=5)
+    assert "no answer to the handshake within 5 s" in failures(consumer)[0]
+    consumer.take_actions()
+    consumer.track(R2, ticket("b", 2), "T2", now=5.1)
+    consumer.start(R2, [[5, 6]], range(0, 8), now=5.1)
+    assert sent(consumer.take_actions(), HandshakeRequest) == []
+    assert len(failures(consumer)) == 1
+    consumer.track(R1, ticket("c", 3), "T3", now=6)
+    assert len(sent(consumer.take_actions(), HandshakeRequest)) == 1
+    consumer.advance(now=11)
+    consumer.track(R2, ticket("d", 4), "T4", now=11.6)
+    assert sent(consumer.take_actions(), HandshakeRequest) == []
+
+
+def test_a_restarted_engine_is_tried_at_once_although_its_old_life_is_out_of_reach() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.disconnected(SIDE, now=1)
+    consumer.take_actions()
+    consumer.track(R2, ticket("b", 1, epoch="e2"), "T2", now=1)
+    assert len(sent(consumer.take_actions(), HandshakeRequest)) == 1
+
+
+def test_an_incompatible_producer_fails_the_request_with_the_field() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.receive(SIDE, reply(1, block_size=8), now=1)
+    assert failures(consumer) == ["peer p is not compatible: block_size: ours 4, theirs 8"]
+
+
+def test_no_common_plane_fails_the_request_with_both_lists() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.receive(SIDE, reply(1, offers=[OfferInfo("nixl", "", b"")]), now=1)
+    assert failures(consumer) == ["no data plane reaches the producer: ours are memory, theirs nixl"]
+
+
+def test_an_unreachable_plane_or_a_refused_handshake_fails_the_request() -> None:
+    for bring in ("plane", "refusal"):
+        consumer = make_consumer()
+        consumer.track(R1, ticket(), "T1", now=0)
+        consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+        if bring == "plane":
+            consumer.receive(SIDE, reply(1), now=1)
+            consumer.peer_unreachable(PEER, "gone", now=1)
+            consumer.peer_unreachable(PEER, "gone", now=1)
+        else:
+            consumer.receive(SIDE, HandshakeRefused(1, "no such rank"), now=1)
+        assert len(failures(consumer)) == 1
+
+
+def test_a_lost_connection_fails_what_used_it_and_the_next_request_tries_again() -> None:
+    consumer = reading(make_consumer())
+    consumer.track(R2, ticket("b", 2), "T2", now=1)
+    consumer.take_actions()
+    consumer.disconnected(CONTROL, now=2)
+    assert of(consumer.take_actions(), StopRead)
+    consumer.read_ended(R1, PEER, "cancelled", now=2)
+    assert len(failures(consumer)) == 1
+    consumer.track(RequestId("r3"), ticket("c", 3), "T3", now=2)
+    assert sent(connect(consumer, now=2), Attach) == [Attach("T3", "d/r3", "memory")]
+    consumer.start(R2, [[5, 6]], range(0, 8), now=3)
+    assert len(failures(consumer)) == 1
+
+
+def test_a_request_that_needs_nothing_lets_the_producer_free() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    connect(consumer)
+    consumer.settle(R1, now=1)
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1")]
+    assert consumer.take_events() == []
+    assert consumer.num_pulls == 0
+
+
+def test_a_request_that_leaves_during_the_handshake_still_says_goodbye() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.abort(R1, now=0)
+    consumer.abort(R2, now=0)
+    actions = connect(consumer)
+    assert sent(actions, Attach) == [Attach("T1", "d/r1")]
+    assert sent(actions, Detach) == [Detach("e1", "a", "d/r1")]
+    assert consumer.take_events() == []
+
+
+def test_settling_does_not_touch_a_request_that_is_loading() -> None:
+    consumer = reading(make_consumer())
+    consumer.settle(R1, now=2)
+    assert consumer.num_pulls == 1
+
+
+def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    connect(consumer)
+    consumer.start(R1, [[5, 6, 7]], range(0, 12), now=1)
+    assert failures(consumer) == ["the ticket's block list of group 0 has 2 blocks, 3 are needed"]
+
+
+def test_a_failed_read_fails_the_request() -> None:
+    consumer = reading(make_consumer())
+    consumer.read_ended(R1, PEER, "peer died", now=2)
+    assert failures(consumer) == ["reading from the producer failed: peer died"]
+
+
+def test_blocks_for_a_request_never_announced_fail_it() -> None:
+    consumer = make_consumer()
+    consumer.start(R1, [[5]], range(0, 4), now=0)
+    assert len(failures(consumer)) == 1
+
+
+def test_tracking_twice_is_tracking_once() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R1, ticket(), "T1", now=0)
+    assert len(sent(connect(consumer), Attach)) == 1
+
+
+def test_idle_peers_are_forgotten() -> None:
+    consumer = make_consumer(idle_ttl_s=10)
+    consumer.track(R1, ticket(), "T1", now=0)
+    connect(consumer)
+    consumer.advance(now=4)
+    assert consumer.num_peers == 1
+    consumer.settle(R1, now=4)
+    consumer.advance(now=11)
+    assert consumer.num_peers == 0
+    assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
+
+
+class ConsumerMachine(RuleBasedStateMachine):
+    """Random engines, peers and faults: nothing raises, every request with blocks ends exactly once, nothing is left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consumer = make_consumer(idle_ttl_s=50)
+        self.now = 0.0
+        self.count = 0
+        self.started: set[RequestId] = set()
+        self.reads: set[RequestId] = set()
+        self.ended: set[RequestId] = set()
+        self.asked: list[int] = []
+        self.opening = False
+
+    requests = st.integers(1, 8).map(lambda n: RequestId(f"r{n}"))
+
+    @rule()
+    def track(self) -> None:
+        self.count += 1
+        self.consumer.track(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
+
+    @rule(request=requests)
+    def start(self, request: RequestId) -> None:
+        if int(request[1:]) <= self.count and request not in self.started:
+            self.started.add(request)
+            self.consumer.start(request, [[1, 2]], range(0, 8), self.now)
+
+    @rule(request=requests)
+    def abort(self, request: RequestId) -> None:
+        self.consumer.abort(request, self.now)
+        if request not in self.started:
+            self.started.add(request)
+            self.ended.add(request)
+
+    @rule(is_good=st.booleans())
+    def answer_handshake(self, is_good: bool) -> None:
+        if self.asked:
+            nonce = self.asked.pop()
+            self.consumer.receive(SIDE, reply(nonce) if is_good else HandshakeRefused(nonce, "no"), self.now)
+
+    @rule(is_good=st.booleans())
+    def open_plane(self, is_good: bool) -> None:
+        if self.opening and is_good:
+            self.consumer.peer_opened(PEER, "memory", self.now)
+        elif self.opening:
+            self.consumer.peer_unreachable(PEER, "no", self.now)
+        self.opening = False
+
+    @rule(request=requests, error=st.sampled_from([None, "broken"]))
+    def end_read(self, request: RequestId, error: str | None) -> None:
+        if request in self.reads:
+            self.reads.discard(request)
+            self.consumer.read_ended(request, PEER, error, self.now)
+
+    @rule(request=requests, is_good=st.booleans())
+    def answer_confirm(self, request: RequestId, is_good: bool) -> None:
+        lease = f"a{request[1:]}"
+        message = Confirmed(lease, f"d/{request}") if is_good else Refused(lease, f"d/{request}", "over")
+        self.consumer.receive(CONTROL, message, self.now)
+
+    @rule(gone=st.lists(requests, max_size=3), beat=st.integers(1, 5))
+    def answer_heartbeat(self, gone: list[RequestId], beat: int) -> None:
+        self.consumer.receive(CONTROL, HeartbeatReply("e1", beat, [f"a{request[1:]}" for request in gone]), self.now)
+
+    @rule(address=st.sampled_from([SIDE, CONTROL]))
+    def disconnect(self, address: str) -> None:
+        self.consumer.disconnected(address, self.now)
+
+    @rule(seconds=st.floats(0, 12))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.consumer.advance(self.now)
+
+    @invariant()
+    def every_request_with_blocks_ends_once(self) -> None:
+        for action in self.consumer.take_actions():
+            match action:
+                case StartRead(request=request):
+                    self.reads.add(request)
+                case Send(message=HandshakeRequest(nonce=nonce)):
+                    self.asked.append(nonce)
+                case OpenPeer():
+                    self.opening = True
+        for event in self.consumer.take_events():
+            if isinstance(event, HandshakeFailed):
+                continue
+            assert isinstance(event, PullFinished | PullFailed)
+            assert event.request in self.started
+            assert event.request not in self.ended
+            assert event.request not in self.reads
+            self.ended.add(event.request)
+
+    def teardown(self) -> None:
+        for number in range(1, self.count + 1):
+            self.abort(RequestId(f"r{number}"))
+            self.every_request_with_blocks_ends_once()
+        for request in sorted(self.reads):
+            self.end_read(request, "cancelled")
+            self.every_request_with_blocks_ends_once()
+        assert self.consumer.num_pulls == 0
+        assert self.ended == self.started
+        self.now += 1000
+        self.consumer.advance(self.now)
+        self.now += 1000
+        self.consumer.advance(self.now)
+        assert self.consumer.num_peers == 0
+        assert self.consumer.next_deadline() is None
+
+
+TestConsumerMachine = ConsumerMachine.TestCase

@@ -1,0 +1,216 @@
+"""The producer answers every reader, waits for overtaken grants, and never confirms what it has freed."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.protocol import producer as producer_module
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
+from kvferry.protocol.producer import Producer, ProducerSettings, Reply
+from kvferry.protocol.tickets import Ticket, TicketKey
+from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+
+KEY = TicketKey(b"secret")
+D = Route(b"d")
+A = RequestId("a")
+
+
+def make_producer() -> Producer:
+    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5), KEY)
+
+
+def ticket(request: str = "a", serial: int = 1, engine: str = "p", epoch: str = "e1") -> str:
+    tokens = fingerprint(range(4), 4, "")
+    return KEY.sign(Ticket(engine, epoch, request, serial, "127.0.0.1", 1, 1, 4, [[(0, 1)]], tokens, 30.0))
+
+
+def ended(producer: Producer) -> list[tuple[str, LeaseEnd]]:
+    return [(lease.request, lease.end) for lease in producer.take_ended()]
+
+
+def test_attach_confirm_frees_the_blocks() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Attach(ticket(), "d/1"), now=1)
+    assert producer.take_replies() == []
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
+    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1"))]
+    assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
+    assert producer.num_leases == 0
+
+
+def test_a_confirm_after_the_lease_ran_out_is_refused() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Attach(ticket(), "d/1"), now=1)
+    producer.advance(now=30)
+    assert ended(producer) == [("a", LeaseEnd.EXPIRED)]
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=31)
+    [reply] = producer.take_replies()
+    assert isinstance(reply.message, Refused)
+
+
+def test_a_confirm_that_is_processed_late_is_refused_even_before_the_expiry_was_noticed() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Attach(ticket(), "d/1"), now=1)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=31)
+    [reply] = producer.take_replies()
+    assert isinstance(reply.message, Refused)
+
+
+def test_a_ticket_that_overtakes_its_grant_is_waited_for() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1"), now=0)
+    producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
+    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, []))]
+    assert producer.next_deadline() == 5
+    producer.grant(A, 1, now=2)
+    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1"))]
+    assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
+
+
+def test_a_grant_that_never_comes_is_waited_for_only_so_long() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1"), now=0)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
+    producer.advance(now=5)
+    [reply] = producer.take_replies()
+    assert isinstance(reply.message, Refused)
+    assert "within 5 s" in reply.message.reason
+
+
+def test_readers_that_left_before_the_grant_do_not_pin_it() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1"), now=0)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=0)
+    producer.receive(D, Detach("e1", "a", "d/1"), now=1)
+    producer.grant(A, 1, now=2)
+    assert producer.take_replies() == []
+    assert ended(producer) == [("a", LeaseEnd.RELEASED)]
+
+
+def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_waits() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1"), now=0)
+    producer.abandon(A, now=0)
+    producer.grant(A, 1, now=1)
+    assert ended(producer) == []
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
+    assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
+
+
+@pytest.mark.parametrize("text", ["", "garbage", ticket(engine="q"), ticket(epoch="e0"), TicketKey(b"other").sign(KEY.open(ticket()))])
+def test_a_ticket_that_is_not_good_here_is_refused(text: str) -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Attach(text, "d/1"), now=1)
+    [reply] = producer.take_replies()
+    assert isinstance(reply.message, Refused)
+    assert reply.message.reader == "d/1"
+
+
+def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.abandon(A, now=1)
+    producer.receive(D, Attach(ticket(), "d/1"), now=2)
+    assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended"))]
+
+
+def test_heartbeats_name_the_leases_that_are_gone() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Heartbeat("e1", 1, ["a", "b,c"]), now=25)
+    producer.receive(D, Heartbeat("e0", 2, ["a"]), now=25)
+    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, ["b,c"])), Reply(D, HeartbeatReply("e1", 2, ["a"]))]
+    producer.advance(now=44)
+    assert producer.num_leases == 1
+
+
+def test_messages_for_an_earlier_life_change_nothing() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.receive(D, Attach(ticket(), "d/1"), now=0)
+    producer.receive(D, Detach("e0", "a", "d/1"), now=1)
+    producer.receive(D, Confirm("e0", "a", "d/1"), now=1)
+    [reply] = producer.take_replies()
+    assert isinstance(reply.message, Refused)
+    assert "restarted" in reply.message.reason
+    assert producer.num_leases == 1
+
+
+def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producer_module, "MAX_CLAIMS", 1)
+    monkeypatch.setattr("kvferry.protocol.leases.MAX_READERS", 1)
+    producer = make_producer()
+    producer.receive(D, Attach(ticket("a", 1), "d/1"), now=0)
+    producer.receive(D, Attach(ticket("b", 2), "d/2"), now=0)
+    producer.receive(D, Attach(ticket("a", 1), "d/3"), now=0)
+    producer.grant(A, 1, now=1)
+    reasons = [reply.message.reason for reply in producer.take_replies() if isinstance(reply.message, Refused)]
+    assert [reason.split()[0] for reason in reasons] == ["more", "too"]
+
+
+class ProducerMachine(RuleBasedStateMachine):
+    """Whatever readers do, a confirmation is only given for a lease that has not been reported as ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.producer = make_producer()
+        self.now = 0.0
+        self.issued = 0
+        self.granted = 0
+        self.free: set[str] = set()
+
+    @rule()
+    def issue(self) -> None:
+        self.issued += 1
+
+    @rule()
+    def grant(self) -> None:
+        if self.granted < self.issued:
+            self.granted += 1
+            self.producer.grant(RequestId(f"r{self.granted}"), self.granted, self.now)
+
+    @rule(serial=st.integers(1, 6), reader=st.sampled_from("xy"), kind=st.sampled_from([Attach, Confirm, Detach, Heartbeat]))
+    def receive(self, serial: int, reader: str, kind: type) -> None:
+        lease = f"r{serial}"
+        if kind is Attach and serial <= self.issued:
+            self.producer.receive(D, Attach(ticket(lease, serial), reader), self.now)
+        elif kind is Heartbeat:
+            self.producer.receive(D, Heartbeat("e1", 1, [lease]), self.now)
+        elif kind is not Attach:
+            self.producer.receive(D, kind("e1", lease, reader), self.now)
+
+    @rule(serial=st.integers(1, 6))
+    def abandon(self, serial: int) -> None:
+        if serial <= self.granted:
+            self.producer.abandon(RequestId(f"r{serial}"), self.now)
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.producer.advance(self.now)
+
+    @invariant()
+    def confirmations_come_before_the_end(self) -> None:
+        for reply in self.producer.take_replies():
+            assert not (isinstance(reply.message, Confirmed) and reply.message.lease in self.free)
+        for lease in self.producer.take_ended():
+            assert lease.request not in self.free
+            self.free.add(lease.request)
+
+    def teardown(self) -> None:
+        while self.granted < self.issued:
+            self.grant()
+        self.producer.advance(self.now + 1000)
+        self.confirmations_come_before_the_end()
+        assert self.producer.num_leases == 0
+        assert self.producer.next_deadline() is None
+        assert self.free == {f"r{serial}" for serial in range(1, self.issued + 1)}
+
+
+TestProducerMachine = ProducerMachine.TestCase

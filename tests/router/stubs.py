@@ -1,0 +1,204 @@
+"""Real small HTTP servers in the place of engines, and a router in front of them, all in one event loop."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from kvferry.router.app import make_app
+from kvferry.router.instances import Instance, Role
+from kvferry.router.legs import Handover
+from kvferry.router.options import RouterOptions
+from kvferry.router.server import make_runner
+from kvferry.types import Address
+
+DEADLINE_S = 10.0
+Behaviour = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class Call:
+    path: str
+    headers: Mapping[str, str]
+    raw: bytes
+    body: dict[str, Any]
+
+
+@dataclass
+class StubEngine:
+    """Answers as `behaviour` says and remembers what it was asked."""
+
+    behaviour: Behaviour
+    calls: list[Call] = field(default_factory=list)
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    port: int = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        body = json.loads(raw) if raw else {}
+        self.calls.append(Call(request.path, request.headers.copy(), raw, body))
+        self.entered.set()
+        try:
+            return await self.behaviour(request, body)
+        except (asyncio.CancelledError, ConnectionError):
+            self.cancelled.set()
+            raise
+
+
+@dataclass
+class RecordedReleases:
+    handovers: list[Handover] = field(default_factory=list)
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def release(self, handover: Handover) -> None:
+        self.handovers.append(handover)
+        self.happened.set()
+
+    @property
+    def tickets(self) -> list[str | None]:
+        return [handover.ticket for handover in self.handovers]
+
+
+@dataclass
+class Stage:
+    url: str
+    session: aiohttp.ClientSession
+    prefillers: list[StubEngine]
+    decoders: list[StubEngine]
+    releases: RecordedReleases
+
+    @property
+    def p(self) -> StubEngine:
+        return self.prefillers[0]
+
+    @property
+    def d(self) -> StubEngine:
+        return self.decoders[0]
+
+    async def post(self, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=io.BytesIO(data), headers=named) as answer:
+            return answer.status, answer.headers, await answer.read()
+
+    async def metric(self, name: str) -> float:
+        async with self.session.get(f"{self.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[int]:
+    runner = make_runner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port: int = runner.addresses[0][1]
+        yield port
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def stub_engine(engine: StubEngine) -> AsyncIterator[StubEngine]:
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{tail:.*}", engine.handle)
+    async with listening(app) as port:
+        engine.port = port
+        yield engine
+
+
+def instance(role: Role, port: int) -> Instance:
+    return Instance(role, Address("127.0.0.1", port))
+
+
+@asynccontextmanager
+async def stage(prefill: list[Behaviour] | Behaviour, decode: list[Behaviour] | Behaviour, **settings: float) -> AsyncIterator[Stage]:
+    """A router before stub engines. Everything inside must be over within DEADLINE_S."""
+    async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
+        prefillers = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(prefill)]
+        decoders = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(decode)]
+        options = RouterOptions(
+            tuple(instance(Role.PREFILL, engine.port) for engine in prefillers),
+            tuple(instance(Role.DECODE, engine.port) for engine in decoders),
+        )
+        releases = RecordedReleases()
+        port = await stack.enter_async_context(listening(make_app(replace(options, **settings), releases)))  # type: ignore[arg-type]
+        session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
+        yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
+
+
+def _listed(behaviours: list[Behaviour] | Behaviour) -> list[Behaviour]:
+    return behaviours if isinstance(behaviours, list) else [behaviours]
+
+
+# -- behaviours --------------------------------------------------------------------------------------------------------
+
+PARAMS = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 5600, "ticket": "ticket-1", "remote_block_ids": [[1, 2, 3]]}
+
+
+async def prefills(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"id": "p", "choices": [{"text": "x"}], "kv_transfer_params": PARAMS})
+
+
+async def prefills_without_blocks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"id": "p", "choices": [{"text": "x"}], "kv_transfer_params": None})
+
+
+async def completes(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"id": "d", "choices": [{"text": "hello"}]})
+
+
+async def hangs(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+@asynccontextmanager
+async def router(prefill_port: int, decode_port: int) -> AsyncIterator[tuple[str, RecordedReleases]]:
+    releases = RecordedReleases()
+    options = RouterOptions((instance(Role.PREFILL, prefill_port),), (instance(Role.DECODE, decode_port),))
+    async with listening(make_app(options, releases)) as port:
+        yield f"http://127.0.0.1:{port}", releases
+
+
+async def drops_connection(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.sleep(0)
+    return web.Response()
+
+
+def answers(status: int, text: str, content_type: str = "application/json", **headers: str) -> Behaviour:
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.Response(status=status, body=text.encode(), headers={"Content-Type": content_type, **named})
+
+    return behave
+
+
+def streams(chunks: list[bytes], then: str = "end", content_type: str = "text/event-stream; charset=utf-8") -> Behaviour:
+    """Sends chunks one write each, then ends, hangs, or drops the connection."""
+
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": content_type})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(0)
+        if then == "hang":
+            await asyncio.Event().wait()
+        if then == "drop":
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return behave

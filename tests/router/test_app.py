@@ -1,0 +1,154 @@
+import asyncio
+import json
+
+import pytest
+import uvloop
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.router.stubs import Stage, answers, completes, prefills, stage
+
+ONE = {"prompt": "hello"}
+
+
+async def raw_exchange(s: Stage, sent: bytes) -> bytes:
+    """Whatever the router says to these bytes until it closes, or nothing more comes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+    writer.write(sent)
+    writer.write_eof()
+    try:
+        async with asyncio.timeout(3):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def post(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Connection: close", *headers]
+    if not any(line.lower().startswith(("content-length", "transfer-encoding")) for line in headers):
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def test_health_says_how_many_instances_there_are() -> None:
+    async def scene() -> None:
+        async with stage([prefills] * 2, completes) as s:
+            for path in ("/health", "/healthcheck"):
+                async with s.session.get(s.url + path) as answer:
+                    assert await answer.json() == {"status": "ok", "prefill_instances": 2, "decode_instances": 1}
+
+    uvloop.run(scene())
+
+
+def test_models_are_those_of_a_decode_instance() -> None:
+    async def scene() -> None:
+        async with stage(prefills, answers(200, '{"data":[]}')) as s:
+            async with s.session.get(f"{s.url}/v1/models", headers={"Authorization": "k"}) as answer:
+                assert (answer.status, await answer.read()) == (200, b'{"data":[]}')
+            assert s.d.calls[0].path == "/v1/models"
+            assert s.d.calls[0].headers["Authorization"] == "k"
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 404)],
+)
+def test_what_is_not_there_is_a_json_error(method: str, path: str, status: int) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s, s.session.request(method, s.url + path) as answer:
+            assert answer.status == status
+            assert json.loads(await answer.read())["error"]["code"] == status
+
+    uvloop.run(scene())
+
+
+def test_a_body_over_the_limit_is_a_413_and_one_at_the_limit_is_served() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, max_body_bytes=4096) as s:
+            frame = len(json.dumps({"prompt": ""}))
+            assert (await s.post({"prompt": "x" * (4096 - frame)}))[0] == 200
+            status, _, body = await s.post({"prompt": "x" * (4097 - frame)})
+            assert status == 413
+            assert json.loads(body)["error"]["message"] == "the request body is larger than 4096 bytes"
+            assert len(s.p.calls) == 1
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"prompt":["a","b"]}', b"[" * 50_000])
+def test_a_bad_body_is_a_400_that_reaches_no_engine(body: bytes) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            status, _, answer = await s.post(body)
+            assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
+            assert s.p.calls == []
+
+    uvloop.run(scene())
+
+
+GOOD = json.dumps(ONE).encode()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        post(b"", "Transfer-Encoding: chunked") + b"zz\r\n",
+        post(b"", "Transfer-Encoding: chunked") + b"5\r\nabc",
+        post(b"not gzip", "Content-Encoding: gzip"),
+        post(b"not deflate", "Content-Encoding: deflate"),
+        post(b"abc", "Content-Length: 100"),
+        post(b"abc", "Content-Length: -1"),
+        post(b"abc", "Content-Length: 1", "Content-Length: 2"),
+        post(GOOD, "X-Request-Id: \x01"),
+        post(GOOD, "Content-Type: text/\xff; charset=\xfe"),
+        post(GOOD, "X: " + "y" * 100_000),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\n",
+        b"",
+    ],
+)
+def test_bytes_that_are_hardly_http_disturb_nobody(sent: bytes) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            answer = await raw_exchange(s, sent)
+            assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 200"))
+            assert (await s.post(ONE))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_an_upload_that_stalls_is_a_408() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, idle_timeout_s=0.3) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(post(b"abc", "Content-Length: 100"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            writer.close()
+
+    uvloop.run(scene())
+
+
+def test_any_body_at_all_gets_an_answer() -> None:
+    """One router for all of Hypothesis' examples; an example is a batch of bodies."""
+
+    async def batch(bodies: list[bytes]) -> None:
+        async with stage(prefills, completes) as s:
+            for body in bodies:
+                assert (await s.post(body))[0] in (200, 400)
+            assert (await s.post(ONE))[0] == 200
+
+    value = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.text(max_size=3), max_size=3)
+    keys = st.sampled_from(["prompt", "stream", "n", "max_tokens", "kv_transfer_params", "messages"]) | st.text(max_size=5)
+    objects = st.dictionaries(keys, value, max_size=5).map(lambda found: json.dumps(found).encode())
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.lists(st.binary(max_size=50) | objects, min_size=1, max_size=20))
+    def check(bodies: list[bytes]) -> None:
+        uvloop.run(batch(bodies))
+
+    check()

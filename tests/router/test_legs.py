@@ -1,0 +1,204 @@
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.router.failures import error_body, error_event
+from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
+from kvferry.router.request_ids import choose_request_id
+from kvferry.types import Address
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+PARAMS = {"do_remote_prefill": True, "ticket": "t", "remote_host": "h", "remote_port": 5, "remote_block_ids": [[1]]}
+
+
+def accepted(body: Any) -> ClientRequest:
+    request = read_client_request(json.dumps(body).encode())
+    assert isinstance(request, ClientRequest)
+    return request
+
+
+def refused(body: bytes) -> Refusal:
+    request = read_client_request(body)
+    assert isinstance(request, Refusal)
+    return request
+
+
+def handover(params: Any = PARAMS) -> Handover:
+    found = read_prefill_answer(json.dumps({"id": "x", "kv_transfer_params": params}).encode())
+    assert found is not None
+    return found
+
+
+def test_the_prefill_leg_asks_for_one_token_and_keeps_the_blocks() -> None:
+    body = {
+        "prompt": "hi",
+        "max_tokens": 100,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "min_tokens": 5,
+        "n": 3,
+        "temperature": 0.5,
+    }
+    assert json.loads(accepted(body).prefill_body()) == {
+        "prompt": "hi",
+        "max_tokens": 1,
+        "stream": False,
+        "temperature": 0.5,
+        "kv_transfer_params": {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        },
+    }
+
+
+def test_max_completion_tokens_is_one_where_the_client_named_it_and_absent_where_not() -> None:
+    assert json.loads(accepted({"messages": [], "max_completion_tokens": 9}).prefill_body())["max_completion_tokens"] == 1
+    assert "max_completion_tokens" not in json.loads(accepted({"messages": []}).prefill_body())
+
+
+def test_the_decode_leg_is_the_clients_request_with_the_blocks_of_p() -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 100, "stream": True, "n": 3}
+    assert json.loads(accepted(body).decode_body(handover())) == body | {"kv_transfer_params": PARAMS}
+
+
+def test_without_blocks_the_decode_leg_is_the_clients_request() -> None:
+    assert json.loads(accepted({"prompt": "a", "n": 2}).decode_body(None)) == {"prompt": "a", "n": 2}
+
+
+def test_transfer_params_typed_by_a_client_reach_nobody() -> None:
+    request = accepted({"prompt": "a", "kv_transfer_params": {"ticket": "stolen"}, "conversation_id": "c"})
+    assert json.loads(request.decode_body(None)) == {"prompt": "a"}
+    assert b"stolen" not in request.prefill_body()
+    assert b"stolen" not in request.decode_body(handover())
+
+
+def test_values_are_passed_on_as_the_client_wrote_them() -> None:
+    prompt = b'"\\u00e9 \\/ 1e5 \xc3\xa9"'
+    request = read_client_request(b'{"prompt":' + prompt + b', "top_p" : 1.000 }')
+    assert isinstance(request, ClientRequest)
+    assert prompt in request.prefill_body()
+    assert prompt in request.decode_body(None)
+    assert b"1.000" in request.decode_body(None)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=6))
+def test_whatever_else_a_request_holds_the_decode_leg_holds_too(body: dict[str, Any]) -> None:
+    request = read_client_request(json.dumps(body).encode())
+    if isinstance(request, ClientRequest):
+        expected = {key: value for key, value in body.items() if key not in ("kv_transfer_params", "conversation_id")}
+        assert json.loads(request.decode_body(None)) == expected
+        assert json.loads(request.prefill_body())["max_tokens"] == 1
+
+
+@given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_a_request_or_a_refusal(body: bytes) -> None:
+    request = read_client_request(body)
+    if isinstance(request, ClientRequest):
+        request.prefill_body()
+        request.decode_body(None)
+    else:
+        assert request.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b"{}x", "not valid JSON"),
+        (b'{"\xff": 1}', "not valid JSON"),
+        (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b"[]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused_with_the_reason(body: bytes, sentence: str) -> None:
+    assert sentence in refused(body).message
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[], []], ["a", 1]])
+def test_several_prompts_in_one_request_are_refused(prompt: object) -> None:
+    assert "is a list of 2 prompts" in refused(json.dumps({"prompt": prompt}).encode()).message
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [[1, 2]], [1, 2], [], None, 5, {"a": 1}, [None, "a"]])
+def test_one_prompt_in_any_spelling_is_left_to_the_engines(prompt: object) -> None:
+    assert json.loads(accepted({"prompt": prompt}).decode_body(None)) == {"prompt": prompt}
+
+
+@pytest.mark.parametrize(("text", "is_streamed"), [(b"true", True), (b" true ", True), (b"false", False), (b'"true"', False)])
+def test_only_true_streams(text: bytes, is_streamed: bool) -> None:
+    request = read_client_request(b'{"stream":' + text + b"}")
+    assert isinstance(request, ClientRequest)
+    assert request.is_streamed is is_streamed
+
+
+def test_the_answer_of_p_names_its_ticket_and_side_channel() -> None:
+    found = handover()
+    assert (found.ticket, found.side_channel) == ("t", Address("h", 5))
+    assert json.loads(bytes(found.params)) == PARAMS
+
+
+@pytest.mark.parametrize("params", [{}, {"remote_host": "h"}, {"remote_host": "", "remote_port": 5}, {"remote_port": 0}])
+def test_params_of_an_engine_without_tickets_are_still_passed_on(params: dict[str, Any]) -> None:
+    found = handover(params)
+    assert (found.ticket, found.side_channel) == (None, None)
+    assert json.loads(bytes(found.params)) == params
+
+
+@pytest.mark.parametrize("body", [b'{"id":"x"}', b'{"kv_transfer_params":null}'])
+def test_an_answer_without_params_offers_no_blocks(body: bytes) -> None:
+    assert read_prefill_answer(body) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"null", b'{"kv_transfer_params":7}', b'{"kv_transfer_params":{"ticket":7}}'])
+def test_an_answer_that_cannot_be_read_is_the_peers_fault(body: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+        read_prefill_answer(body)
+
+
+@given(st.binary(max_size=200))
+def test_no_answer_of_p_raises_anything_else(body: bytes) -> None:
+    try:
+        read_prefill_answer(body)
+    except RemoteProtocolError:
+        return
+
+
+@pytest.mark.parametrize("sent", ["abc", "A.b-c_d:1", "x" * 128])
+def test_a_fit_request_id_is_kept(sent: str) -> None:
+    assert choose_request_id(sent) == sent
+
+
+@pytest.mark.parametrize("sent", [None, "", "a b", "a\n", "é", "x" * 129, "a/b", '"'])
+def test_an_unfit_request_id_is_replaced_by_a_fresh_one(sent: str | None) -> None:
+    first, second = choose_request_id(sent), choose_request_id(sent)
+    assert first != sent
+    assert first != second
+    assert choose_request_id(first) == first
+
+
+def test_an_error_has_the_shape_of_openais() -> None:
+    error = json.loads(error_body(502, "why"))["error"]
+    assert error == {"message": "why", "type": "upstream_error", "param": None, "code": 502}
+
+
+@pytest.mark.parametrize(("tail", "start"), [(b"", b"data: "), (b"}\n\n", b"data: "), (b"\r\n\r\n", b"data: "), (b'"te', b"\n\ndata: ")])
+def test_an_error_event_never_continues_a_half_sent_event(tail: bytes, start: bytes) -> None:
+    event = error_event(502, "why", tail)
+    assert event.startswith(start)
+    assert event.endswith(b"}\n\n")

@@ -1,0 +1,382 @@
+import asyncio
+import json
+import socket
+from typing import Any
+
+import aiohttp
+import pytest
+import uvloop
+from tests.router.stubs import (
+    PARAMS,
+    Behaviour,
+    RecordedReleases,
+    Stage,
+    answers,
+    completes,
+    drops_connection,
+    hangs,
+    prefills,
+    prefills_without_blocks,
+    router,
+    stage,
+    streams,
+)
+
+from kvferry.router.legs import read_prefill_answer
+from kvferry.router.release import Held
+
+EVENTS = [b'data: {"text":"a"}\n\n', b"data: {", b'"text":"\xc3', b'\xa9"}\n', b"\n", b": comment\n\n", b"data: [DONE]\n\n"]
+ONE = {"prompt": "hello", "max_tokens": 4}
+STREAMED = {**ONE, "stream": True}
+
+
+def message(body: bytes) -> str:
+    text = json.loads(body)["error"]["message"]
+    assert isinstance(text, str)
+    return text
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+# -- the good way ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_becomes_a_prefill_leg_and_a_decode_leg_with_its_blocks() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            status, _, body = await s.post(ONE)
+            assert (status, json.loads(body)["choices"]) == (200, [{"text": "hello"}])
+            assert s.p.calls[0].body["kv_transfer_params"]["do_remote_decode"] is True
+            assert s.p.calls[0].body["max_tokens"] == 1
+            assert s.d.calls[0].body == ONE | {"kv_transfer_params": PARAMS}
+            assert s.releases.handovers == []
+
+    uvloop.run(scene())
+
+
+def test_chat_goes_to_chat() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            status, _, _ = await s.post({"messages": []}, "/v1/chat/completions")
+            assert status == 200
+            assert [s.p.calls[0].path, s.d.calls[0].path] == ["/v1/chat/completions"] * 2
+
+    uvloop.run(scene())
+
+
+def test_a_stream_arrives_byte_for_byte_with_the_status_and_type_of_d() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams(EVENTS)) as s:
+            status, headers, body = await s.post(STREAMED)
+            assert status == 200
+            assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            assert body == b"".join(EVENTS)
+            assert body != b"".join(EVENTS[:-1])
+
+    uvloop.run(scene())
+
+
+def test_the_first_piece_of_a_stream_does_not_wait_for_the_last() -> None:
+    async def scene() -> None:
+        async with (
+            stage(prefills, streams(EVENTS[:1], then="hang")) as s,
+            s.session.post(f"{s.url}/v1/completions", json=STREAMED) as answer,
+        ):
+            assert await answer.content.readany() == EVENTS[0]
+
+    uvloop.run(scene())
+
+
+def test_a_body_of_megabytes_passes_both_ways_unchanged() -> None:
+    async def scene() -> None:
+        text = "é☃" * 500_000
+        async with stage(prefills, answers(200, json.dumps({"text": text}))) as s:
+            status, headers, body = await s.post({"prompt": text})
+            assert status == 200
+            assert json.loads(body) == {"text": text}
+            assert int(headers["Content-Length"]) == len(body)
+            assert s.p.calls[0].body["prompt"] == text
+            assert s.d.calls[0].body["prompt"] == text
+
+    uvloop.run(scene())
+
+
+def test_a_compressed_answer_is_passed_on_compressed() -> None:
+    async def scene() -> None:
+        async with stage(prefills, answers(200, "not really gzip", Content_Encoding="gzip")) as s:
+            _, headers, body = await s.post(ONE)
+            assert (headers["Content-Encoding"], body) == ("gzip", b"not really gzip")
+
+    uvloop.run(scene())
+
+
+def test_instances_take_turns() -> None:
+    async def scene() -> None:
+        async with stage([prefills] * 2, [completes] * 3) as s:
+            for _ in range(6):
+                assert (await s.post(ONE))[0] == 200
+            assert [len(engine.calls) for engine in s.prefillers] == [3, 3]
+            assert [len(engine.calls) for engine in s.decoders] == [2, 2, 2]
+
+    uvloop.run(scene())
+
+
+def test_when_p_keeps_no_blocks_d_computes() -> None:
+    async def scene() -> None:
+        async with stage(prefills_without_blocks, completes) as s:
+            assert (await s.post(ONE))[0] == 200
+            assert s.d.calls[0].body == ONE
+            assert await s.metric("kvferry:router_prefills_without_blocks_total") == 1
+
+    uvloop.run(scene())
+
+
+# -- headers -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_legs_and_the_client_see_the_clients_request_id_and_both_legs_its_authorization() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            _, headers, _ = await s.post(ONE, X_Request_Id="mine-1", Authorization="Bearer key", Cookie="a=b", X_Other="1")
+            for call in (s.p.calls[0], s.d.calls[0]):
+                assert call.headers["X-Request-Id"] == "mine-1"
+                assert call.headers["Authorization"] == "Bearer key"
+                assert "Cookie" not in call.headers
+                assert "X-Other" not in call.headers
+            assert headers["X-Request-Id"] == "mine-1"
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("sent", [{}, {"X_Request_Id": "bad id"}, {"X_Request_Id": "x" * 500}])
+def test_a_missing_or_unfit_request_id_is_replaced_by_one_for_both_legs(sent: dict[str, str]) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            _, headers, _ = await s.post(ONE, **sent)
+            made = headers["X-Request-Id"]
+            assert made not in sent.values()
+            assert [s.p.calls[0].headers["X-Request-Id"], s.d.calls[0].headers["X-Request-Id"]] == [made, made]
+
+    uvloop.run(scene())
+
+
+# -- what instances object to ------------------------------------------------------------------------------------------
+
+
+def test_an_objection_of_p_is_the_clients_answer_and_d_is_not_asked() -> None:
+    async def scene() -> None:
+        async with stage(answers(422, '{"error":{"message":"no such model"}}', Retry_After="7"), completes) as s:
+            status, headers, body = await s.post(ONE)
+            assert (status, body) == (422, b'{"error":{"message":"no such model"}}')
+            assert headers["Retry-After"] == "7"
+            assert s.d.calls == []
+
+    uvloop.run(scene())
+
+
+def test_an_objection_of_d_is_passed_on_and_the_blocks_of_p_are_released() -> None:
+    async def scene() -> None:
+        async with stage(prefills, answers(400, '{"error":{"message":"bad max_tokens"}}')) as s:
+            status, _, body = await s.post(ONE)
+            assert (status, body) == (400, b'{"error":{"message":"bad max_tokens"}}')
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+# -- instances that fail -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        (answers(500, "boom"), "it answered with status 500: boom"),
+        (answers(302, "", Location="http://127.0.0.1:1/"), "it answered with status 302"),
+        (answers(200, "<html>"), "its answer cannot be read"),
+        (answers(200, '{"kv_transfer_params": 3}'), "its answer cannot be read"),
+        (drops_connection, "it closed the connection"),
+        (hangs, "it did not answer in time"),
+        (streams([b"{"], then="drop", content_type="application/json"), "it closed the connection in the middle of an answer"),
+        (answers(200, " " * 70_000), "its answer is over 65536 bytes"),
+    ],
+)
+def test_a_p_that_fails_is_named_in_a_502(behaviour: Behaviour, sentence: str) -> None:
+    async def scene() -> None:
+        async with stage(behaviour, completes, answer_timeout_s=0.5, max_body_bytes=65536) as s:
+            status, _, body = await s.post(ONE)
+            assert status == 502
+            assert f"prefill instance http://127.0.0.1:{s.p.port} failed" in message(body)
+            assert sentence in message(body)
+            assert s.d.calls == []
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [(drops_connection, "it closed the connection"), (hangs, "it did not answer in time")],
+)
+@pytest.mark.parametrize("request_body", [ONE, STREAMED])
+def test_a_d_that_fails_before_it_answers_is_named_in_a_502_and_the_blocks_are_released(
+    behaviour: Behaviour, sentence: str, request_body: dict[str, Any]
+) -> None:
+    async def scene() -> None:
+        async with stage(prefills, behaviour, answer_timeout_s=0.5, idle_timeout_s=0.5) as s:
+            status, _, body = await s.post(request_body)
+            assert status == 502
+            assert f"decode instance http://127.0.0.1:{s.d.port} failed: {sentence}" in message(body)
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_instance_that_cannot_be_reached_is_named_in_a_502(role: str) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            dead = s.p if role == "prefill" else s.d
+            # A second router whose instance list names a port where nobody listens.
+            ports = (free_port(), s.d.port) if role == "prefill" else (s.p.port, free_port())
+            async with router(*ports) as (url, releases):
+                async with s.session.post(f"{url}/v1/completions", json=ONE) as answer:
+                    body = await answer.read()
+                assert answer.status == 502
+                assert f"{role} instance http://127.0.0.1:" in message(body)
+                assert "it cannot be reached (Connect" in message(body)
+                assert dead.calls == []
+                assert releases.tickets == ([] if role == "prefill" else ["ticket-1"])
+
+    uvloop.run(scene())
+
+
+def test_the_stream_of_a_d_that_dies_ends_with_an_error_event_and_the_blocks_are_released() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams([EVENTS[0], b'data: {"te'], then="drop")) as s:
+            status, _, body = await s.post(STREAMED)
+            assert status == 200
+            assert body.startswith(EVENTS[0])
+            last = body.rstrip(b"\n").rsplit(b"\n\n", 1)[1]
+            assert last.startswith(b"data: ")
+            assert f"decode instance http://127.0.0.1:{s.d.port} broke off its answer" in message(last.removeprefix(b"data: "))
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+def test_a_stream_that_stands_still_ends_with_an_error_event() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams(EVENTS[:1], then="hang"), idle_timeout_s=0.3) as s:
+            _, _, body = await s.post(STREAMED)
+            assert body.startswith(EVENTS[0])
+            assert b"it did not answer in time" in body
+            await s.d.cancelled.wait()
+
+    uvloop.run(scene())
+
+
+def test_an_answer_of_another_kind_that_breaks_off_never_looks_whole() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams([b'{"text":'], then="drop", content_type="application/json")) as s:
+            with pytest.raises(aiohttp.ClientError):
+                await s.post(ONE)
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+def test_after_every_failure_the_next_good_request_is_served() -> None:
+    async def scene() -> None:
+        async with stage([drops_connection, prefills], [completes]) as s:
+            assert [(await s.post(ONE))[0] for _ in range(4)] == [502, 200, 502, 200]
+            assert await s.metric("kvferry:router_instance_failures_total") == 2
+            assert await s.metric('kvferry:router_requests_total{route="/v1/completions"') == 4
+
+    uvloop.run(scene())
+
+
+# -- clients that leave ------------------------------------------------------------------------------------------------
+
+
+async def leave(s: Stage, until: asyncio.Event, body: dict[str, Any]) -> None:
+    """Send a request and close the connection once `until` has happened."""
+    request = asyncio.create_task(s.post(body))
+    await until.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+def test_a_client_that_leaves_during_prefill_cancels_it_and_d_is_never_asked() -> None:
+    async def scene() -> None:
+        async with stage(hangs, completes) as s:
+            await leave(s, s.p.entered, ONE)
+            await s.p.cancelled.wait()
+            assert s.d.calls == []
+            assert s.releases.handovers == []
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("body", [ONE, STREAMED])
+def test_a_client_that_leaves_before_d_answers_cancels_d_and_the_blocks_are_released(body: dict[str, Any]) -> None:
+    async def scene() -> None:
+        async with stage(prefills, hangs) as s:
+            await leave(s, s.d.entered, body)
+            await s.d.cancelled.wait()
+            await s.releases.happened.wait()
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+def test_a_client_that_leaves_during_the_stream_cancels_d_which_releases_by_itself() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams(EVENTS[:1], then="hang")) as s:
+            async with s.session.post(f"{s.url}/v1/completions", json=STREAMED) as answer:
+                assert await answer.content.readany() == EVENTS[0]
+                answer.close()
+            await s.d.cancelled.wait()
+            assert s.releases.handovers == []
+            assert await s.metric("kvferry:router_client_aborts_total") == 1
+
+    uvloop.run(scene())
+
+
+def test_a_client_that_stops_reading_is_dropped_after_the_idle_limit() -> None:
+    async def scene() -> None:
+        flood = streams([b"data: " + b"x" * 65536 + b"\n\n"] * 400, then="hang")
+        async with stage(prefills, flood, idle_timeout_s=0.5) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1024)
+            body = json.dumps(STREAMED).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            await s.d.cancelled.wait()
+            writer.close()
+
+    uvloop.run(scene())
+
+
+# -- the guard itself --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_released_once_unless_handed_over() -> None:
+    async def scene() -> None:
+        handover = read_prefill_answer(json.dumps({"kv_transfer_params": PARAMS}).encode())
+        releases = RecordedReleases()
+        with Held(releases, handover) as held:
+            held.hand_over()
+        assert releases.handovers == []
+        with Held(releases, handover):
+            pass
+        with Held(releases, None):
+            pass
+        assert releases.handovers == [handover]
+
+    uvloop.run(scene())

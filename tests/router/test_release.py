@@ -1,0 +1,184 @@
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from kvferry.errors import TransportError
+from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.ports.control import ControlEvent, ControlPlane, Disconnected, Received, Route
+from kvferry.protocol.codec import decode
+from kvferry.protocol.messages import Release
+from kvferry.router.legs import Handover
+from kvferry.router.release import NoReleases, ReleaseSender
+from kvferry.types import Address
+
+SIDE_CHANNEL = Address("127.0.0.1", 5600)
+
+
+@dataclass
+class WatchedControl:
+    """A control plane that goes nowhere: it shows what its one thread did with it."""
+
+    refuses: bool = False
+    gate: threading.Event = field(default_factory=threading.Event)
+    """`send` waits for it, so that a test can hold the thread."""
+    sent: list[tuple[str, bytes]] = field(default_factory=list)
+    events: list[ControlEvent] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    is_closed: bool = False
+    _woken: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def address(self) -> str:
+        return "tcp://127.0.0.1:1"
+
+    def send(self, address: str, frame: bytes) -> None:
+        self.gate.wait(10)
+        self.threads.add(threading.current_thread().name)
+        if self.refuses:
+            raise TransportError("the queue is full")
+        self.sent.append((address, frame))
+
+    def reply(self, route: Route, frame: bytes) -> None:
+        raise AssertionError("a router answers nobody")
+
+    def poll(self, timeout_s: float | None) -> list[ControlEvent]:
+        self.threads.add(threading.current_thread().name)
+        self._woken.wait(timeout_s)
+        self._woken.clear()
+        events, self.events = self.events, []
+        return events
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def forget(self, address: str) -> None:
+        return
+
+    def close(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.is_closed = True
+
+
+def handover(ticket: str | None = "t", side_channel: Address | None = SIDE_CHANNEL) -> Handover:
+    return Handover(msgspec.Raw(b"{}"), ticket, side_channel)
+
+
+def eventually(claim: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not claim():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.005)
+
+
+def open_control(refuses: bool = False) -> WatchedControl:
+    control = WatchedControl(refuses)
+    control.gate.set()
+    return control
+
+
+def started(control: ControlPlane, capacity: int = 1024) -> ReleaseSender:
+    sender = ReleaseSender(control, capacity)
+    sender.start()
+    return sender
+
+
+def test_a_release_presents_the_ticket_at_the_side_channel_it_came_from() -> None:
+    control = open_control()
+    sender = started(control)
+    sender.release(handover("ticket-7", Address("10.0.0.1", 5601)))
+    eventually(lambda: sender.sent == 1)
+    sender.close()
+    [(address, frame)] = control.sent
+    assert address == "tcp://10.0.0.1:5601"
+    assert decode(frame) == Release(ticket="ticket-7")
+
+
+def test_one_thread_touches_the_plane_and_closes_it() -> None:
+    control = open_control()
+    sender = started(control)
+    sender.release(handover())
+    sender.close()
+    assert control.is_closed
+    assert control.threads == {"kvferry-release"}
+    sender.close()
+
+
+def test_what_is_queued_is_sent_before_the_end() -> None:
+    control = WatchedControl()
+    sender = started(control)
+    for number in range(50):
+        sender.release(handover(f"t{number}"))
+    control.gate.set()
+    sender.close()
+    assert len(control.sent) == 50
+
+
+def test_a_full_inbox_drops_and_counts_and_never_waits() -> None:
+    control = WatchedControl()
+    sender = started(control, capacity=4)
+    for number in range(100):
+        sender.release(handover(f"t{number}"))
+    assert sender.dropped >= 94
+    control.gate.set()
+    sender.close()
+    assert sender.sent + sender.dropped == 100
+
+
+@pytest.mark.parametrize("params", [handover(ticket=None), handover(side_channel=None)])
+def test_without_a_ticket_or_an_address_there_is_nothing_to_send(params: Handover) -> None:
+    control = open_control()
+    sender = started(control)
+    sender.release(params)
+    sender.close()
+    assert (control.sent, sender.dropped) == ([], 1)
+    NoReleases().release(params)
+
+
+def test_a_plane_that_refuses_a_frame_does_not_stop_the_next() -> None:
+    control = open_control(refuses=True)
+    sender = started(control)
+    sender.release(handover())
+    eventually(lambda: sender.dropped == 1)
+    control.refuses = False
+    control.events = [Disconnected("tcp://127.0.0.1:5600")]
+    sender.release(handover())
+    eventually(lambda: sender.sent == 1)
+    sender.close()
+
+
+def test_a_release_arrives_at_a_real_side_channel() -> None:
+    keys = CurveKeys.from_secret(b"the secret of this cluster")
+    with closing(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys)) as side_channel:
+        host, port = side_channel.address.removeprefix("tcp://").rsplit(":", 1)
+        with closing(started(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys))) as sender:
+            sender.release(handover("ticket-8", Address(host, int(port))))
+            arrived: list[ControlEvent] = []
+            deadline = time.monotonic() + 10
+            while not arrived and time.monotonic() < deadline:
+                arrived = side_channel.poll(0.1)
+    [event] = arrived
+    assert isinstance(event, Received)
+    assert decode(event.frame) == Release(ticket="ticket-8")
+
+
+def test_a_release_of_the_last_moment_arrives_too() -> None:
+    keys = CurveKeys.from_secret(b"the secret of this cluster")
+    with closing(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys)) as side_channel:
+        host, port = side_channel.address.removeprefix("tcp://").rsplit(":", 1)
+        sender = started(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys))
+        sender.release(handover("ticket-9", Address(host, int(port))))
+        closing_thread = threading.Thread(target=sender.close)
+        closing_thread.start()
+        arrived: list[ControlEvent] = []
+        deadline = time.monotonic() + 10
+        while not arrived and time.monotonic() < deadline:
+            arrived = side_channel.poll(0.1)
+        closing_thread.join(10)
+    [event] = arrived
+    assert isinstance(event, Received)
+    assert decode(event.frame) == Release(ticket="ticket-9")

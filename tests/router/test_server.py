@@ -1,0 +1,59 @@
+import signal
+import socket
+import subprocess
+import sys
+from urllib.request import ProxyHandler, build_opener
+
+import pytest
+from aiohttp import web
+
+from kvferry.errors import ConfigError
+from kvferry.router.server import run_app
+from kvferry.types import Address
+
+SCRIPT = """
+from kvferry.router.app import make_app
+from kvferry.router.instances import Role, pair_instances
+from kvferry.router.options import RouterOptions
+from kvferry.router.release import NoReleases
+from kvferry.router.server import run_app
+from kvferry.types import Address
+
+options = RouterOptions(pair_instances(Role.PREFILL, ["127.0.0.1"], [1]), pair_instances(Role.DECODE, ["127.0.0.1"], [2]))
+run_app(make_app(options, NoReleases()), Address("localhost", 0), lambda address: print(address.port, flush=True))
+"""
+
+
+def never_ready(address: Address) -> None:
+    raise AssertionError("it must not start")
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_operator() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken; stop what listens there or choose another --port"):
+            run_app(web.Application(), Address("127.0.0.1", port), never_ready)
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("192.0.2.1", "cannot listen on 192.0.2.1:0"),
+        ("a" * 300, "cannot be resolved"),
+    ],
+)
+def test_a_host_that_is_not_this_machine_is_an_error_of_the_operator(host: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        run_app(web.Application(), Address(host, 0), never_ready)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_router_on_any_free_port_serves_and_ends_quietly_when_told(number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        with build_opener(ProxyHandler({})).open(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+            assert answer.status == 200
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (0, "")

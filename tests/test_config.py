@@ -1,0 +1,419 @@
+"""Settings either become typed values or one sentence that names the key."""
+
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.config import (
+    ClusterSecret,
+    FreeExtraConfig,
+    KVTransferConfig,
+    MultiExtraConfig,
+    NixlExtraConfig,
+    OffloadingExtraConfig,
+    SideChannelConfig,
+    fault_spec_from_environment,
+    is_loopback,
+    kv_cache_layout_from_environment,
+)
+from kvferry.errors import ConfigError
+from kvferry.types import FailurePolicy, KVLayout
+
+PULL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+def nixl(**extra: Any) -> NixlExtraConfig:
+    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_extra_config": extra})
+    assert isinstance(config.extra, NixlExtraConfig)
+    return config.extra
+
+
+def refusal(mapping: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        KVTransferConfig.from_mapping(mapping)
+    return str(caught.value)
+
+
+def outcome(load: Callable[[dict[str, Any]], object], settings: dict[str, Any]) -> str:
+    """The refusal, or nothing when they are taken. Any other exception is a failure."""
+    try:
+        load(settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# -- KVTransferConfig ------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_those_of_the_seeds() -> None:
+    config = KVTransferConfig.from_mapping(PULL)
+    assert config.kv_load_failure_policy is FailurePolicy.FAIL
+    assert (config.kv_buffer_device, config.kv_port, config.enable_permute_local_kv) == ("auto", 14579, False)
+    extra = nixl()
+    assert (extra.backends, extra.num_threads, extra.kv_lease_duration) == (("UCX",), 4, 30.0)
+    assert (extra.decoder_kv_blocks_ttl, extra.kv_recompute_threshold, extra.bidirectional_kv_xfer) == (480.0, 64, False)
+
+
+def test_every_engine_gets_its_own_id() -> None:
+    assert KVTransferConfig.from_mapping(PULL).engine_id != KVTransferConfig.from_mapping(PULL).engine_id
+
+
+@pytest.mark.parametrize(
+    ("role", "is_producer", "is_consumer"), [("kv_producer", True, False), ("kv_consumer", False, True), ("kv_both", True, True)]
+)
+def test_the_role_says_who_may_produce_and_consume(role: str, is_producer: bool, is_consumer: bool) -> None:
+    config = KVTransferConfig.from_mapping({**PULL, "kv_role": role})
+    assert (config.is_kv_producer, config.is_kv_consumer) == (is_producer, is_consumer)
+
+
+@pytest.mark.parametrize("text", ["True", "true", True])
+def test_flags_may_be_written_as_text_because_the_seeds_do(text: object) -> None:
+    assert KVTransferConfig.from_mapping({**PULL, "enable_permute_local_kv": text}).enable_permute_local_kv is True
+    assert nixl(enable_cross_layers_blocks=text).enable_cross_layers_blocks is True
+
+
+def test_the_permutation_may_be_switched_on_in_either_place() -> None:
+    inside = {**PULL, "kv_connector_extra_config": {"enable_permute_local_kv": "True"}}
+    assert KVTransferConfig.from_mapping(inside).enable_permute_local_kv is True
+
+
+def test_a_config_survives_the_way_into_a_worker_process() -> None:
+    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_extra_config": {"planes": ["shm"], "kv_lease_duration": 3}})
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.extra == config.extra
+
+
+@pytest.mark.parametrize(
+    ("lease", "interval", "extension"), [(30, 5.0, 20.0), (60, 10.0, 40.0), (20, 3.0, 13.0), (6, 1.0, 4.0), (3, 0.5, 2.0), (1.5, 0.25, 1.0)]
+)
+def test_heartbeats_follow_from_the_lease(lease: float, interval: float, extension: float) -> None:
+    extra = nixl(kv_lease_duration=lease)
+    assert (extra.heartbeat_interval_s, extra.lease_extension_s) == (interval, extension)
+
+
+@given(st.floats(min_value=1e-3, max_value=1e6))
+def test_a_lease_outlives_several_lost_heartbeats(lease: float) -> None:
+    extra = NixlExtraConfig(kv_lease_duration=lease)
+    assert 0 < extra.heartbeat_interval_s * 3 <= extra.lease_extension_s <= lease
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kv_rol": "kv_both"}, "kv_rol is not a setting of --kv-transfer-config; did you mean kv_role?"),
+        ({"kv_role": "kv_bth"}, "kv_role must be one of kv_producer, kv_consumer, kv_both, got 'kv_bth'; did you mean kv_both?"),
+        ({"kv_load_failure_policy": "retry"}, "kv_load_failure_policy must be one of fail, recompute, got 'retry'"),
+        ({"kv_buffer_device": "disk"}, "kv_buffer_device must be one of auto, cuda, cpu, got 'disk'"),
+        ({"engine_id": 7}, "engine_id must be a text that is not empty, got 7"),
+        ({"engine_id": ""}, "engine_id must be a text that is not empty, got ''"),
+        ({"kv_port": True}, "kv_port must be a port number from 0 to 65535, got True"),
+        ({"enable_permute_local_kv": 1}, "enable_permute_local_kv must be true or false, got 1"),
+        ({"kv_connector_extra_config": [1]}, "kv_connector_extra_config must be an object, got [1]"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence: str) -> None:
+    assert refusal({**PULL, **change}) == sentence
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"kv_lease_duraton": 60}, "kv_lease_duraton is not a setting of NixlConnector; did you mean kv_lease_duration?"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration must be a number of seconds above 0, got 0"),
+        ({"kv_lease_duration": -1}, "kv_lease_duration must be a number of seconds above 0, got -1"),
+        ({"kv_lease_duration": "60"}, "kv_lease_duration must be a number of seconds above 0, got '60'"),
+        ({"kv_lease_duration": float("nan")}, "kv_lease_duration must be a number of seconds above 0, got nan"),
+        ({"kv_lease_duration": float("inf")}, "kv_lease_duration must be a number of seconds above 0, got inf"),
+        ({"num_threads": True}, "num_threads must be a whole number of at least 1, got True"),
+        ({"num_threads": "4"}, "num_threads must be a whole number of at least 1, got '4'"),
+        ({"backends": "UCX"}, "backends must be a list of texts, got 'UCX'"),
+        ({"backends": []}, 'backends must name at least one NIXL backend, for example ["UCX"]'),
+        ({"planes": ["smh"]}, "planes names 'smh', which is no data plane; did you mean shm?"),
+        ({"peers": ["10.0.0.7"]}, "peers has '10.0.0.7', which is no address; write host:port, for example 10.0.0.7:5600"),
+    ],
+)
+def test_a_wrong_extra_setting_is_named_by_its_dotted_key(extra: dict[str, Any], sentence: str) -> None:
+    assert refusal({**PULL, "kv_connector_extra_config": extra}) == f"kv_connector_extra_config.{sentence}"
+
+
+@pytest.mark.parametrize("key", ["kv_connector", "kv_role"])
+def test_connector_and_role_must_be_given(key: str) -> None:
+    assert refusal({name: value for name, value in PULL.items() if name != key}).startswith(f"{key} is missing; set it")
+
+
+def test_push_has_no_way_back() -> None:
+    wrong = {**PULL, "kv_connector": "NixlPushConnector", "kv_connector_extra_config": {"bidirectional_kv_xfer": True}}
+    assert "bidirectional_kv_xfer does not work with NixlPushConnector" in refusal(wrong)
+    KVTransferConfig.from_mapping({**wrong, "kv_connector": "NixlConnector"})
+
+
+def test_connectors_from_elsewhere_check_their_own_settings() -> None:
+    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_module_path": "their.module", "kv_connector_extra_config": {"any": 1}})
+    assert config.extra == FreeExtraConfig({"any": 1})
+    ours = {**PULL, "kv_connector_module_path": "kvferry.vllm", "kv_connector_extra_config": {"any": 1}}
+    assert "any is not a setting" in refusal(ours)
+
+
+def multi(*connectors: object) -> dict[str, Any]:
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": list(connectors)}}
+
+
+def test_the_connectors_of_a_multi_connector_share_its_engine_id() -> None:
+    config = KVTransferConfig.from_mapping({**multi(PULL, PULL), "engine_id": "p0"})
+    assert isinstance(config.extra, MultiExtraConfig)
+    assert [child.engine_id for child in config.extra.connectors] == ["p0", "p0"]
+
+
+@pytest.mark.parametrize(
+    ("child", "sentence"),
+    [
+        ({**PULL, "kv_role": 3}, "connectors[1].kv_role must be one of"),
+        ({**PULL, "kv_connector_extra_config": {"backnds": 1}}, "connectors[1].kv_connector_extra_config.backnds is not a setting of"),
+        ({**PULL, "engine_id": "x"}, "connectors[1].engine_id cannot be set"),
+        (multi(PULL), "connectors[1].kv_connector cannot be MultiConnector again"),
+        (3, "connectors[1] must be an object, got 3"),
+    ],
+)
+def test_a_wrong_setting_inside_a_multi_connector_is_named_by_its_whole_path(child: object, sentence: str) -> None:
+    assert refusal(multi(PULL, child)).startswith(f"kv_connector_extra_config.{sentence}")
+
+
+def test_offloading_needs_to_know_how_much_memory() -> None:
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    assert refusal(config).startswith("kv_connector_extra_config.cpu_bytes_to_use is missing")
+    extra = KVTransferConfig.from_mapping({**config, "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}).extra
+    assert isinstance(extra, OffloadingExtraConfig)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+extra_keys = st.sampled_from([*NixlExtraConfig.__dataclass_fields__, "connectors", "cpu_bytes_to_use"]) | st.text()
+likely_mappings = st.fixed_dictionaries(
+    {},
+    optional={
+        "kv_connector": st.sampled_from(["NixlConnector", "NixlPushConnector", "MultiConnector", "OffloadingConnector", "X"]) | json_values,
+        "kv_role": st.sampled_from(["kv_both", "kv_producer"]) | json_values,
+        "kv_connector_extra_config": st.dictionaries(extra_keys, json_values) | json_values,
+        "kv_connector_module_path": json_values,
+        "engine_id": json_values,
+        "kv_load_failure_policy": json_values,
+        "enable_permute_local_kv": json_values,
+        "kv_buffer_device": json_values,
+        "kv_port": json_values,
+    },
+)
+
+
+@given(likely_mappings | st.dictionaries(st.text(), json_values))
+def test_any_json_becomes_settings_or_one_sentence(mapping: dict[str, Any]) -> None:
+    sentence = outcome(KVTransferConfig.from_mapping, mapping)
+    assert sentence.isprintable()
+    assert len(sentence) < 1000
+
+
+# -- environment -----------------------------------------------------------------------------------------------------
+
+
+def test_the_side_channel_is_on_this_machine_unless_told_otherwise() -> None:
+    channel = SideChannelConfig.from_environment({})
+    assert (channel.bind_host, channel.advertised_host, channel.port) == ("127.0.0.1", "127.0.0.1", 5600)
+    assert channel.is_local
+
+
+def test_a_kvferry_variable_wins_over_the_one_of_vllm() -> None:
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5601"}
+    assert SideChannelConfig.from_environment(environ) == SideChannelConfig("10.0.0.1", "10.0.0.1", 5601)
+    environ |= {"KVFERRY_SIDE_CHANNEL_HOST": "10.0.0.2", "KVFERRY_SIDE_CHANNEL_PORT": "0", "KVFERRY_SIDE_CHANNEL_BIND": "0.0.0.0"}
+    assert SideChannelConfig.from_environment(environ) == SideChannelConfig("0.0.0.0", "10.0.0.2", 0)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "0", "[::]", "0:0:0:0:0:0:0:0"])
+def test_a_wildcard_is_never_advertised(host: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* set it to this machine's address and KVFERRY_SIDE_CHANNEL_BIND"
+    ):
+        SideChannelConfig.from_environment({"VLLM_NIXL_SIDE_CHANNEL_HOST": host})
+    with pytest.raises(ConfigError, match="no peer can dial"):
+        SideChannelConfig(advertised_host=host)
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "5600.0", "five", "٣", "9" * 5000])
+def test_a_port_is_a_number_up_to_65535(port: str) -> None:
+    with pytest.raises(ConfigError, match="VLLM_NIXL_SIDE_CHANNEL_PORT must be a port number"):
+        SideChannelConfig.from_environment({"VLLM_NIXL_SIDE_CHANNEL_PORT": port})
+
+
+@given(st.text(), st.text(), st.text())
+def test_any_environment_becomes_a_side_channel_or_one_sentence(host: str, port: str, bind: str) -> None:
+    environ = {"KVFERRY_SIDE_CHANNEL_HOST": host, "KVFERRY_SIDE_CHANNEL_PORT": port, "KVFERRY_SIDE_CHANNEL_BIND": bind}
+    assert outcome(SideChannelConfig.from_environment, environ).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("localhost", True), ("127.0.0.9", True), ("::1", True), ("10.0.0.1", False), ("localhost.example", False)]
+)
+def test_only_the_loopback_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_the_layout_is_read_from_the_environment() -> None:
+    assert kv_cache_layout_from_environment({}) is KVLayout.HND
+    assert kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "NHD"}) is KVLayout.NHD
+    assert kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "NHD", "KVFERRY_KV_CACHE_LAYOUT": "HND"}) is KVLayout.HND
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT must be one of HND, NHD, got 'DHN'"):
+        kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "DHN"})
+
+
+def test_no_faults_are_made_unless_asked_for() -> None:
+    assert fault_spec_from_environment({}) == ""
+    assert fault_spec_from_environment({"KVFERRY_FAULTS": " corrupt "}) == "corrupt"
+
+
+# -- secret ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_operators_secret_is_taken_from_variable_or_file(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    path.chmod(0o600)
+    from_file, from_text = ClusterSecret.load({"KVFERRY_SECRET_FILE": str(path)}), ClusterSecret.load({"KVFERRY_SECRET": SECRET})
+    assert from_file.key == from_text.key == SECRET.encode()
+    assert from_file.is_explicit
+    assert from_text.is_explicit
+
+
+def test_a_secret_is_never_shown() -> None:
+    secret = ClusterSecret.load({"KVFERRY_SECRET": SECRET})
+    assert SECRET not in f"{secret!r} {secret}"
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ConfigError, match="KVFERRY_SECRET holds a secret of 5 bytes"):
+        ClusterSecret.load({"KVFERRY_SECRET": "short"})
+
+
+def test_two_sources_of_the_secret_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match="both set"):
+        ClusterSecret.load({"KVFERRY_SECRET": SECRET, "KVFERRY_SECRET_FILE": "/dev/null"})
+
+
+def test_a_secret_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read or write; run `chmod 600"):
+        ClusterSecret.load({"KVFERRY_SECRET_FILE": str(path)})
+
+
+@pytest.mark.parametrize("name", ["missing", ".", "a\0b"])
+def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="KVFERRY_SECRET_FILE names"):
+        ClusterSecret.load({"KVFERRY_SECRET_FILE": f"{tmp_path}/{name}"})
+
+
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
+def test_a_secret_is_made_once_and_only_for_this_user(tmp_path: Path, variable: str) -> None:
+    first, second = ClusterSecret.load({variable: str(tmp_path)}), ClusterSecret.load({variable: str(tmp_path)})
+    assert first.key == second.key
+    assert len(first.key) == 64
+    assert not first.is_explicit
+    path = Path(first.source)
+    assert path.is_relative_to(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert os.listdir(path.parent) == ["secret"]
+
+
+def test_another_directory_has_another_secret(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    keys = {ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path / name)}).key for name in "ab"}
+    assert len(keys) == 2
+
+
+def test_a_runtime_directory_that_is_not_there_is_not_used(tmp_path: Path) -> None:
+    secret = ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path / "missing"), "TMPDIR": str(tmp_path)})
+    assert secret.source == str(tmp_path / f"kvferry-{os.geteuid()}" / "secret")
+
+
+def test_a_made_secret_behind_a_link_or_open_to_others_is_refused(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    path = Path(ClusterSecret.load(environ).source)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="can be opened by others"):
+        ClusterSecret.load(environ)
+    path.chmod(0o600)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="cannot be made or read"):
+        ClusterSecret.load(environ)
+
+
+def test_a_directory_that_is_a_link_or_open_to_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kvferry").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be used for the secret"):
+        ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path)})
+    (tmp_path / "kvferry").unlink()
+    (tmp_path / "kvferry").mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match="chmod go="):
+        ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_an_emptied_secret_file_is_refused_not_used(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    Path(ClusterSecret.load(environ).source).write_text("")
+    with pytest.raises(ConfigError, match="delete it and it will be made anew"):
+        ClusterSecret.load(environ)
+
+
+def test_processes_that_start_at_once_agree_on_the_secret(tmp_path: Path) -> None:
+    code = "import os; from kvferry.config import ClusterSecret; input(); print(ClusterSecret.load(os.environ).key.hex())"
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "KVFERRY_SECRET": "", "KVFERRY_SECRET_FILE": ""}
+    starters = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, text=True)
+        for _ in range(4)
+    ]
+    try:
+        for starter in starters:
+            assert starter.stdin is not None
+            starter.stdin.write("\n")
+            starter.stdin.flush()
+        assert len({starter.communicate(timeout=60)[0] for starter in starters}) == 1
+    finally:
+        for starter in starters:
+            starter.kill()
+            starter.wait()
+    assert all(starter.returncode == 0 for starter in starters)
+
+
+def test_without_the_operators_secret_only_this_machine_is_reachable(tmp_path: Path) -> None:
+    made, given_one = ClusterSecret.load({"XDG_RUNTIME_DIR": str(tmp_path)}), ClusterSecret.load({"KVFERRY_SECRET": SECRET})
+    local, remote = SideChannelConfig(), SideChannelConfig(bind_host="0.0.0.0", advertised_host="10.0.0.1")
+    made.check_reach(local)
+    given_one.check_reach(local)
+    given_one.check_reach(remote)
+    with pytest.raises(ConfigError, match="KVFERRY_SECRET_FILE must be set"):
+        made.check_reach(remote)
+    with pytest.raises(ConfigError, match="KVFERRY_SECRET_FILE must be set"):
+        made.check_reach(SideChannelConfig(bind_host="0.0.0.0"))
+
+
+def test_the_example_of_the_seeds_is_valid() -> None:
+    text = '{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kv_lease_duration": 60}}'
+    extra = KVTransferConfig.from_mapping(json.loads(text)).extra
+    assert isinstance(extra, NixlExtraConfig)
+    assert extra.kv_lease_duration == 60.0

@@ -1,0 +1,58 @@
+"""Documents that can be checked are checked: links lead somewhere, commands exist, every package is on the tour."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+COMMAND = re.compile(r"\bkvferry (--?[a-z-]+|[a-z][a-z-]+)")
+PROSE_AFTER_NAME = {"and", "is", "does", "needs", "has", "never", "on", "in", "as", "with", "only", "for", "or", "the", "carries", "moves"}
+
+
+def local_links(path: Path) -> list[str]:
+    return [link for link in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in link and not link.startswith("mailto:")]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    assert [link for link in local_links(path) if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_code_exist(path: Path) -> None:
+    """Inside backticks and code blocks, `kvferry WORD` is a command."""
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", path.read_text(encoding="utf-8"), flags=re.DOTALL))
+    known = {*COMMANDS, "--version", "--help"} | PROSE_AFTER_NAME
+    assert [word for word in COMMAND.findall(code) if word not in known] == []
+
+
+def test_what_readers_start_with_is_there() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "LICENSE"} <= {path.name for path in ROOT.iterdir()}
+
+
+def test_every_package_is_on_the_tour() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    packages = [path.parent.name for path in (ROOT / "src" / "kvferry").glob("*/__init__.py")]
+    assert packages
+    assert [name for name in packages if f"{name}/" not in tour] == []
+
+
+def test_no_document_or_source_names_a_machine() -> None:
+    """Paths of somebody's machine and addresses of package registries do not belong into the project."""
+    machine = re.compile(r"(?<![\w.])/(?:work|home|root|Users)/|pypi\.org|pythonhosted|download\.pytorch")
+    files = [
+        *DOCUMENTS,
+        *ROOT.glob("src/**/*.py"),
+        *ROOT.glob("tests/**/*.py"),
+        ROOT / "Makefile",
+        ROOT / "pyproject.toml",
+        ROOT / ".ci" / "run",
+    ]
+    assert [
+        str(path.relative_to(ROOT)) for path in files if path != Path(__file__) and machine.search(path.read_text(encoding="utf-8"))
+    ] == []
