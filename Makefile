@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up demo fmt check test constraints clean
+.PHONY: help setup up demo fmt check test docs constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -37,10 +37,14 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+docs: $(STAMP)  ## write the generated tables in docs/ anew
+	$(BIN)/python scripts/generate_docs.py
 
 constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \

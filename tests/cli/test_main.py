@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import __version__
-from kvferry.cli.main import COMMANDS, main
+from kvferry.cli.main import COMMANDS, CommandEntry, main
 
 PULL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 
@@ -117,3 +117,31 @@ def test_output_nobody_reads_is_no_reason_for_a_traceback() -> None:
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+STUB = """
+DESCRIPTION = EXAMPLES = ""
+def add_arguments(parser): pass
+def run(arguments):
+    from kvferry.errors import ConfigError, TransportError
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "err"),
+    [
+        ("TransportError('the wire broke')", 1, "kvferry: the wire broke\n"),
+        ("ConfigError('x is wrong')", 2, "kvferry: x is wrong\n"),
+        ("KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_each_kind_of_failure_has_its_exit_code(
+    error: str, code: int, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"kvferry_stub_command_{code}"
+    (tmp_path / f"{module}.py").write_text(STUB.format(error=error))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "stub", CommandEntry(module, "fails"))
+    assert main(["stub"]) == code
+    assert capsys.readouterr().err == err

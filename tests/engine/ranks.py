@@ -16,7 +16,7 @@ from kvferry.engine.step import SampledToken, SamplingParams, SequenceSlice
 from kvferry.errors import KVFerryError
 from kvferry.testing.local_kit import LocalKit
 
-__all__ = ["GREEDY", "Ranks", "greedy", "one_rank", "prefill", "several_ranks"]
+__all__ = ["DEADLINE_S", "GREEDY", "Ranks", "greedy", "one_rank", "prefill", "several_ranks"]
 
 GREEDY = SamplingParams(temperature=0.0)
 DEADLINE_S = 60.0

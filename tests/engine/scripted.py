@@ -103,6 +103,9 @@ class ScriptedConnector(KVConnectorBase_V1):
             self.newly_sending.append((request.request_id, block_ids))
         return script.is_delayed, script.params
 
+    def request_abandoned(self, request_id: str) -> None:
+        self.calls.append(("request_abandoned", request_id, 0))
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from kvferry.testing.local_kit import LocalKit
 from kvferry.types import FailurePolicy
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 pytestmark = pytest.mark.slow
 

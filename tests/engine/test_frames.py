@@ -62,16 +62,14 @@ def test_rings_collapse_and_a_closed_bell_is_silent() -> None:
     bell.ring()
 
 
-def test_totals_add_numbers_up_and_show_the_latest_gauge() -> None:
+def test_totals_add_up_over_steps_and_by_plane() -> None:
     totals = TransferTotals()
-    for gauge in (5, 3):
+    for plane in ("shm", "nixl", "shm"):
         stats = TransferStats()
-        stats.record_transfer("shm", total_bytes=100, pieces=2, post_s=0.0, transfer_s=0.5)
-        stats.set_gauge("leases", gauge)
+        stats.record_transfer(plane, total_bytes=100, pieces=2, post_s=0.0, transfer_s=0.5)
         totals.add(stats)
     totals.add(None)
     totals.add(KVConnectorStats())
-    (summary,) = totals.summaries()
+    _, summary = totals.summaries()
     assert (summary.plane, summary.transfers, summary.total_bytes, summary.pieces, summary.seconds) == ("shm", 2, 200, 4, 1.0)
-    assert totals.to_dict()["gauges"] == {"leases": 3}
-    assert len(totals.to_dict()["samples"]) == 2
+    assert totals.to_dict()["transfers"] == 3

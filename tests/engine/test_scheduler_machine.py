@@ -1,4 +1,4 @@
-"""Random lives of an engine: whatever happens in whatever order, blocks are accounted for, outputs right, and in the end nothing is held."""
+"""Random lives of an engine: whatever happens, blocks are accounted for, outputs are right, and in the end nothing is held."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -249,6 +249,20 @@ def test_a_delayed_free_holds_its_blocks_until_they_are_sent() -> None:
     assert_quiescent(rig)
 
 
+def test_aborting_a_finished_request_tells_the_connector_that_nobody_will_come() -> None:
+    rig = Rig(make_limits())
+    rig.add(make_request("p", PROMPT, max_tokens=1), Script(is_delayed=True))
+    rig.add(make_request("q", PROMPT, max_tokens=1))
+    rig.run()
+    for request in ("p", "q", "stranger"):
+        rig.scheduler.abort(request)
+    assert [call for call in rig.connector.calls if call[0] == "request_abandoned"] == [("request_abandoned", "p", 0)]
+    assert rig.scheduler.status().num_delayed_frees == 1
+    rig.end_sending("p")
+    rig.step()
+    assert_quiescent(rig)
+
+
 def test_blocks_that_a_peer_reads_can_be_shared_meanwhile() -> None:
     rig = Rig(make_limits())
     rig.add(make_request("p", PROMPT, max_tokens=1), Script(is_delayed=True))

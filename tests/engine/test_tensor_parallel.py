@@ -1,35 +1,43 @@
 """Two ranks compute what one does, and survive each other's death with an error."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tests.engine.ranks import DEADLINE_S, GREEDY, one_rank, several_ranks
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.make_model import make_model
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.parallel import join_group
+from kvferry.engine.runner import Runner
 from kvferry.engine.step import SamplingParams, SequenceSlice
 from kvferry.errors import ConfigError, TransportError
-from tests.engine.ranks import GREEDY, one_rank, several_ranks
 
 pytestmark = pytest.mark.slow
 
-TABLE = tuple(random.Random(4).sample(range(40), 20))
-TOKENS = tuple(random.Random(5).randrange(512) for _ in range(200))
+NUMBERS = random.Random(5)
+TABLE = tuple(NUMBERS.sample(range(40), 20))
+TOKENS = tuple(NUMBERS.randrange(512) for _ in range(200))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
-def options(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
-    directory = tmp_path_factory.mktemp(request.param)
-    make_model(directory, family=request.param, seed=2)
-    return EngineOptions(model=directory, num_blocks=64, tensor_parallel_size=2)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineOptions]:
+    made = {}
+    for family in ("qwen3", "llama"):
+        directory = tmp_path_factory.mktemp(family)
+        make_model(directory, family=family, seed=2)
+        made[family] = EngineOptions(model=directory, num_blocks=64, tensor_parallel_size=2)
+    return made
 
 
-def test_two_ranks_give_the_logits_of_one_and_of_transformers(options: EngineOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_two_ranks_give_the_logits_of_one_and_of_transformers(models: dict[str, EngineOptions], tmp_path: Path, family: str) -> None:
+    options = models[family]
     steps = [
         [SequenceSlice("a", TOKENS[:150], 0, TABLE, GREEDY), SequenceSlice("b", TOKENS[50:53], 0, (50,), GREEDY)],
         [SequenceSlice("b", TOKENS[53:54], 3, (50,), GREEDY), SequenceSlice("a", TOKENS[150:199], 150, TABLE, None)],
@@ -54,9 +62,9 @@ def test_two_ranks_give_the_logits_of_one_and_of_transformers(options: EngineOpt
     assert second == {}
 
 
-def test_a_killed_rank_is_an_error_for_the_other_at_once(options: EngineOptions, tmp_path: Path) -> None:
+def test_a_killed_rank_is_an_error_for_the_other_at_once(models: dict[str, EngineOptions], tmp_path: Path) -> None:
     step = [SequenceSlice("a", TOKENS, 0, TABLE, GREEDY)]
-    with several_ranks(options, tmp_path) as ranks:
+    with several_ranks(models["qwen3"], tmp_path) as ranks:
         ranks.run(step)
         ranks.processes[1].kill()
         ranks.processes[1].join()
@@ -65,13 +73,18 @@ def test_a_killed_rank_is_an_error_for_the_other_at_once(options: EngineOptions,
             ranks.answer(0)
 
 
-def test_a_silent_rank_is_an_error_after_the_deadline(options: EngineOptions, tmp_path: Path) -> None:
-    step = [SequenceSlice("a", TOKENS, 0, TABLE, GREEDY)]
-    with several_ranks(options, tmp_path, timeout_s=5.0) as ranks:
-        ranks.run(step)
-        ranks.send(0, "run", step)
+def test_a_silent_rank_is_an_error_after_the_deadline(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        joining = [pool.submit(join_group, ParallelConfig(2, rank), f"file://{tmp_path}/rendezvous", 2.0) for rank in range(2)]
+        groups = [future.result(DEADLINE_S) for future in joining]
+        sums = [pool.submit(group.sum, torch.tensor([value])) for group, value in zip(groups, (1.0, 2.0), strict=True)]
+        assert [future.result(DEADLINE_S).item() for future in sums] == [3.0, 3.0]
+        parts = [pool.submit(group.concatenate, torch.tensor([[value]])) for group, value in zip(groups, (1.0, 2.0), strict=True)]
+        assert [future.result(DEADLINE_S).tolist() for future in parts] == [[[1.0, 2.0]]] * 2
         with pytest.raises(TransportError, match="rank 0 of 2 lost another rank"):
-            ranks.answer(0)
+            groups[0].sum(torch.zeros(1))
+        for group in groups:
+            group.close()
 
 
 def test_a_rank_that_never_comes_is_an_error_after_the_deadline(tmp_path: Path) -> None:
@@ -85,6 +98,7 @@ def test_a_meeting_place_that_is_none_is_refused(rendezvous: str) -> None:
         join_group(ParallelConfig(2, 0), rendezvous, timeout_s=0.2)
 
 
-def test_a_size_that_does_not_divide_the_heads_is_refused(options: EngineOptions, tmp_path: Path) -> None:
+def test_a_size_that_does_not_divide_the_heads_is_refused(models: dict[str, EngineOptions]) -> None:
+    runner = Runner(replace(models["qwen3"], tensor_parallel_size=4), ParallelConfig(4, 0), "file:///nowhere/rendezvous")
     with pytest.raises(ConfigError, match="tensor_parallel_size 4 does not divide the model's num_key_value_heads 2"):
-        several_ranks(replace(options, tensor_parallel_size=4), tmp_path).__enter__()
+        runner.load()

@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 from tests.planes.sides import corrupting_side, delaying_side, failing_side, memory_side, nixl_side, shm_side
 
-from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SpawnedFar
+from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SideMaker, SpawnedFar
 
-SOURCES = {
+SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
     "memory": (memory_side, LocalFar),
     "faulty": (delaying_side, LocalFar),
     "shm-one-process": (shm_side, LocalFar),
     "shm": (shm_side, SpawnedFar),
-    "nixl-one-process": (nixl_side, LocalFar),
     "nixl": (nixl_side, SpawnedFar),
 }
-IMMORTAL = ("shm-one-process", "nixl-one-process")
+IMMORTAL = ("shm-one-process",)
 """There the far side cannot be killed without us."""
 
 
@@ -59,7 +58,7 @@ def test_nixl_keeps_its_contract_over_an_emulated_transport() -> None:
 
 
 @pytest.mark.parametrize("make", [corrupting_side, failing_side])
-def test_the_suite_can_fail(make: type) -> None:
+def test_the_suite_can_fail(make: SideMaker) -> None:
     source = PairSource(make, LocalFar)
     case = next(case for case in CASES if case.name == "scattered_reads_bring_exactly_the_named_bytes")
     with pytest.raises(AssertionError):

@@ -13,6 +13,7 @@ from kvferry.types import Address
 __all__ = ["LocalCluster"]
 
 _LOOK_AGAIN_S = 0.05
+_SPOKEN = "kvferry: "
 
 
 class LocalCluster:
@@ -69,9 +70,10 @@ class LocalCluster:
         deadline = time.monotonic() + self._start_timeout_s
         found: dict[str, Address] = {}
         while len(found) < len(children):
-            for child in children:
+            for child in [child for child in children if child.name not in found]:
+                view.show(child.name, _stage(child))
                 address = child.poll_address()
-                if child.name not in found and address is not None and is_healthy(address):
+                if address is not None and is_healthy(address):
                     found[child.name] = address
                     view.finish(child.name, f"ready on {address}")
             self.check_alive()
@@ -80,3 +82,9 @@ class LocalCluster:
                 raise KVFerryError(f"{late} did not become healthy within {self._start_timeout_s:g} s")
             time.sleep(_LOOK_AGAIN_S)
         return [found[child.name] for child in children]
+
+
+def _stage(child: ChildProcess) -> str:
+    """What it last said of itself to people, as opposed to its log."""
+    said = [line.removeprefix(_SPOKEN) for line in child.tail() if line.startswith(_SPOKEN)]
+    return said[-1] if said else "starting"

@@ -18,7 +18,7 @@ from kvferry.cli.parser import Parser, shown_word
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "CommandEntry", "main"]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 

@@ -127,7 +127,9 @@ def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
 
 
 async def _serve(options: EngineOptions, kit: Kit, side_channel: SideChannelConfig, address: Address) -> None:
-    client = await EngineClient.start(options, kit, secret=kit.secret, side_channel=side_channel, on_progress=_show_stage)
+    # The core logs its stages too; nobody needs to read them twice.
+    on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
+    client = await EngineClient.start(options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress)
     try:
         await serve_api(client, options, address.host, address.port, on_listening=_listening)
     finally:

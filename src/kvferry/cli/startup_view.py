@@ -11,7 +11,7 @@ __all__ = ["StartupView"]
 
 
 class StartupView:
-    """`begin` and `finish` each step by name, in any order. A context manager: the display ends with it."""
+    """`begin`, `show` and `finish` each step by name, in any order. A context manager: the display ends with it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -26,6 +26,11 @@ class StartupView:
             self._tasks[name] = self._progress.add_task(f"[bold]{escape(name)}[/] {escape(what)}", total=1)
         else:
             self._console.print(f"{name}: {what}", markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, name: str, what: str) -> None:
+        """A stage on the way; elsewhere than on a terminal it would only be noise."""
+        if self._progress is not None:
+            self._progress.update(self._tasks[name], description=f"[bold]{escape(name)}[/] {escape(what)}")
 
     def finish(self, name: str, what: str) -> None:
         took_s = time.monotonic() - self._since[name]

@@ -332,6 +332,10 @@ class KVConnectorBase_V1(ABC):
         """Called once per request, for every way to finish. (True, …): keep the blocks until `finished_sending` names it."""
         return False, None
 
+    def request_abandoned(self, request_id: str) -> None:
+        """kvferry only. A finished request's parameters did not reach anybody: no peer will come for its blocks."""
+        return None
+
     def get_finished_count(self) -> int | None:
         """How many ranks report each id; None for all."""
         return None

@@ -83,6 +83,9 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
 
+    def request_abandoned(self, request_id: str) -> None:
+        self._scheduler.request_abandoned(request_id)
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self._scheduler.serve(metadata)
 

@@ -149,6 +149,9 @@ class PullScheduler:
         ticket = self._issue(request, tuple(group[:num_blocks] for group in block_ids), num_tokens)
         return True, self._params(ticket)
 
+    def request_abandoned(self, request_id: str) -> None:
+        self._commands.append(Abandon(RequestId(request_id)))
+
     def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
         assert self._address is not None
         self._serial += 1

@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 _KILL_TIMEOUT_S = 5.0
 """How long a killed process may take to be gone."""
 
+_ABANDON_GRACE_S = 1.0
+"""How long a core that will not be used may take to end by itself."""
+
 
 class EngineClient:
     """One running engine. Make it with `start`, end it with `close`."""
@@ -115,6 +118,10 @@ class EngineClient:
         """End a request; its stream ends with `finish_reason == "abort"`. Unknown ids are ignored."""
         self._link.abort(request_id)
 
+    def abandon(self, request_id: str) -> None:
+        """The answer of this request reached nobody: no peer will come for its blocks, even if it has finished."""
+        self._link.abandon(request_id)
+
     async def status(self, timeout_s: float = 5.0) -> Status:
         """A snapshot of the core. KVFerryError when it is dead or does not answer in time."""
         self._next_nonce += 1
@@ -127,11 +134,17 @@ class EngineClient:
     async def close(self) -> None:
         """Stop the core, gracefully first, and wait until its process is gone. Idempotent."""
         self._link.shut_down()
-        await self._end_process(self._options.shutdown_timeout_s)
+        await self._end(self._options.shutdown_timeout_s)
         self._link.close()
 
     def _on_closed(self) -> None:
-        self._ending = asyncio.get_running_loop().create_task(self._end_process(_KILL_TIMEOUT_S))
+        self._end(_KILL_TIMEOUT_S)
+
+    def _end(self, grace_s: float) -> asyncio.Future[None]:
+        """One task waits for the process, whoever asked first: only one can be told its exit code."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end_process(grace_s))
+        return asyncio.shield(self._ending)
 
     async def _end_process(self, grace_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -150,7 +163,7 @@ class EngineClient:
             self._link.close()
         else:
             sock.close()
-        await self._end_process(1.0)
+        await self._end(_ABANDON_GRACE_S)
 
 
 def _describe_exit(code: int | None) -> str:

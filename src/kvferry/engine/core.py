@@ -184,19 +184,17 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_orderly)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s core %(name)s: %(message)s")
-    link = FrameSocket(sock)
-    api, wakeup = _ApiPipe(link), Wakeup()
-    try:
-        core = EngineCore.start(setup, api, wakeup)
+    link, wakeup = FrameSocket(sock), Wakeup()
+    api = _ApiPipe(link)
+    with contextlib.ExitStack() as closing:
+        closing.callback(link.close)
+        closing.callback(wakeup.close)
         try:
+            core = EngineCore.start(setup, api, wakeup)
+            closing.callback(core.close)
             core.run()
-        finally:
-            core.close()
-    except Exception as error:  # the top of the process: everybody hears why it ends
-        raise SystemExit(_tell_failure(api, error)) from None
-    finally:
-        wakeup.close()
-        link.close()
+        except Exception as error:  # the top of the process: everybody hears why it ends, before ranks are waited for
+            raise SystemExit(_tell_failure(api, error)) from None
 
 
 def _tell_failure(api: _ApiPipe, error: Exception) -> int:

@@ -70,29 +70,33 @@ class FlatBatch:
 
 
 def make_flat_batch(slices: Sequence[SequenceSlice], block_size: int, num_blocks: int, vocab_size: int) -> FlatBatch:
-    rows = 0
+    # Lists, not a tensor per slice: most slices of most steps hold one token, and a tensor costs as much as a hundred numbers.
+    token_ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
     prefills: list[PrefillRange] = []
     decodes: list[_Query] = []
     sampled: list[_Query] = []
     sampled_rows: list[int] = []
     for part in slices:
         _check(part, block_size, num_blocks, vocab_size)
-        count, length = len(part.token_ids), part.start + len(part.token_ids)
+        first_row, count, length = len(token_ids), len(part.token_ids), part.start + len(part.token_ids)
         block_ids = part.block_ids[: -(-length // block_size)]
         if count == 1:
-            decodes.append(_Query(rows, length, block_ids))
+            decodes.append(_Query(first_row, length, block_ids))
         else:
-            prefills.append(PrefillRange(rows, count, part.start, torch.tensor([block_ids])))
-        rows += count
+            prefills.append(PrefillRange(first_row, count, part.start, torch.tensor([block_ids])))
+        token_ids.extend(part.token_ids)
+        positions.extend(range(part.start, length))
+        blocks.extend(block_ids[position // block_size] for position in range(part.start, length))
         if part.sampling is not None:
             sampled.append(_Query(len(sampled), length, block_ids))
-            sampled_rows.append(rows - 1)
-    positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in slices])
+            sampled_rows.append(len(token_ids) - 1)
     return FlatBatch(
-        token_ids=torch.tensor([token for part in slices for token in part.token_ids]),
-        positions=positions,
-        blocks=torch.cat([_blocks_of_tokens(part, block_size) for part in slices]),
-        offsets=positions % block_size,
+        token_ids=torch.tensor(token_ids),
+        positions=torch.tensor(positions),
+        blocks=torch.tensor(blocks),
+        offsets=torch.tensor(positions) % block_size,
         plan=AttentionPlan(_decode_tiles(decodes, block_size), tuple(prefills)),
         sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64),
         sampled_plan=AttentionPlan(_decode_tiles(sampled, block_size)),
@@ -122,11 +126,6 @@ def _check(part: SequenceSlice, block_size: int, num_blocks: int, vocab_size: in
         problem = f"a token outside the vocabulary's {vocab_size}"
     if problem:
         raise LocalProtocolError(f"request {part.request_id} was scheduled with {problem}")
-
-
-def _blocks_of_tokens(part: SequenceSlice, block_size: int) -> torch.Tensor:
-    positions = torch.arange(part.start, part.start + len(part.token_ids))
-    return torch.tensor(part.block_ids)[positions // block_size]
 
 
 def _decode_tiles(queries: Sequence[_Query], block_size: int) -> tuple[DecodeTile, ...]:

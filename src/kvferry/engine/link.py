@@ -187,6 +187,10 @@ class CoreLink(asyncio.Protocol):
             self._send([AbortRequest(request_id)])
             self._deliver(RequestOutput(request_id, finish_reason="abort"))
 
+    def abandon(self, request_id: str) -> None:
+        """Its answer reached nobody: whatever the core keeps for it may go, also when it has finished."""
+        self._send([AbortRequest(request_id)])
+
     def _drop(self, stream: OutputStream) -> None:
         # A late close must not end another request that got the same id meanwhile.
         if self._streams.get(stream.request_id) is stream:

@@ -63,31 +63,36 @@ SIZES = {"tiny": Size(4, 256, 256, 4, 2, 64, 4096)}
 
 @dataclass(frozen=True, slots=True)
 class WeightScales:
-    """How strong each part is. Measured over 16 prompts of 20 to 1,500 tokens; `tests/engine/test_make_model.py` repeats it in short.
+    """How strong each part is: enough that a wrong block always shows, no more, because rounding errors grow with it.
 
-    Sharpness 1.5 leaves one and the same mean of the context in every hidden state, and greedy decoding repeats one token; at 3 a block is
-    often not looked at at all. Feed-forward parts multiply their inputs, which ties a token's effect to its context: with a small share
-    decoding falls into loops too.
+    Measured with one block replaced in one layer, prompts of 20 to 1,500 tokens, 32 greedy tokens. Sharpness 1.5 leaves one and the same
+    mean of the context in every hidden state, and decoding repeats one token; at 3 a block is often not looked at. Feed-forward parts
+    multiply their inputs, which ties a token's effect to its context: with shares of 0.3 decoding falls into loops and a tenth of the
+    changes is not seen; with 2 float32 arithmetic is off by 1.5e-4, with these by 5e-5.
     """
 
     attention_logits: float = 2.5
     """Standard deviation of a query's scores."""
-    attention_share: float = 1.0
+    attention_share: float = 0.7
     """What attention adds to the hidden state in a long context, against what is there already. More in a short one."""
-    mlp_share: float = 2.0
+    mlp_share: float = 1.0
     """The same of the feed-forward part."""
-    output_logits: float = 3.0
+    last_layer: float = 2.0
+    """Factor on both shares in the last layer, which no other amplifies."""
+    output_logits: float = 2.5
     """Standard deviation of the logits."""
 
     def layer_gains(self, num_layers: int) -> list[tuple[float, float]]:
         """Output gain of (attention, feed-forward) per layer: the hidden state grows from layer to layer, so they do."""
         gains = []
         hidden = 1.0
-        for _ in range(num_layers):
-            attention = self.attention_share * hidden / LONG_CONTEXT_MEAN
-            hidden *= (1 + self.attention_share**2) ** 0.5
-            gains.append((attention, self.mlp_share * hidden / PRODUCT_DEVIATION))
-            hidden *= (1 + self.mlp_share**2) ** 0.5
+        for layer in range(num_layers):
+            factor = self.last_layer if layer == num_layers - 1 else 1.0
+            attention_share, mlp_share = self.attention_share * factor, self.mlp_share * factor
+            attention = attention_share * hidden / LONG_CONTEXT_MEAN
+            hidden *= (1 + attention_share**2) ** 0.5
+            gains.append((attention, mlp_share * hidden / PRODUCT_DEVIATION))
+            hidden *= (1 + mlp_share**2) ** 0.5
         return gains
 
 
@@ -122,7 +127,8 @@ def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: s
 
 def _claim(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    if not any(directory.iterdir()):
+    # Hidden files may be those of another process that is just making the same model, or was killed doing so.
+    if all(path.name.startswith(".") for path in directory.iterdir()):
         return
     path = directory / "config.json"
     if not path.exists() or MARKER not in read_json_object(path):
@@ -204,7 +210,7 @@ def _tensors(family: Family, size: Size, seed: int) -> Iterator[tuple[str, Array
             yield f"model.layers.{layer}.{name}", tensor
     yield "model.norm.weight", np.ones(hidden, np.float32)
     head = _matrix(numbers, (VOCAB_SIZE, hidden), scales.output_logits * hidden**-0.5)
-    # Logit 0 where the likeliest has about 9: special tokens never end a greedy text, and hardly ever a sampled one; raw bytes that would
+    # Logit 0 where the likeliest has about 8: special tokens never end a greedy text, and hardly ever a sampled one; raw bytes that would
     # print as garbage are as rare.
     readable = np.zeros((VOCAB_SIZE, 1), np.float32)
     readable[readable_token_ids()] = 1.0

@@ -40,7 +40,10 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """Unknown ids are ignored. No output follows."""
+    """Ends a request without an output. For one that has finished, and whose blocks wait for a peer: nobody will come for them.
+
+    Unknown ids are ignored.
+    """
 
     request_id: str
 

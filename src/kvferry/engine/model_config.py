@@ -188,6 +188,8 @@ def _refuse_unsupported(config: _Keys, architecture: str) -> None:
 def _sliding_window(config: _Keys, architecture: str) -> int | None:
     """The window if some layer really uses one: Qwen files carry a number even when no layer does."""
     layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise config.fail("layer_types", f"must be a list, got {layer_types!r}")
     unknown = [kind for kind in layer_types if kind not in ("full_attention", "sliding_attention")]
     if unknown:
         raise config.fail("layer_types", f"has {unknown[0]!r}, and only full attention is supported")
@@ -198,8 +200,8 @@ def _sliding_window(config: _Keys, architecture: str) -> int | None:
         return window if "sliding_attention" in layer_types else None
     if architecture == "MistralForCausalLM":
         return window
-    first_windowed_layer = config.get("max_window_layers") or 0
-    in_use = config.flag("use_sliding_window") and first_windowed_layer < config.count("num_hidden_layers")
+    full_layers = config.count("max_window_layers", 0) if config.get("max_window_layers") else 0
+    in_use = config.flag("use_sliding_window") and full_layers < config.count("num_hidden_layers")
     return window if in_use else None
 
 

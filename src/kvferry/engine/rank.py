@@ -120,12 +120,13 @@ class RankProcess:
 
     def find_failure(self, timeout_s: float) -> str | None:
         """Why the rank is gone, if it is or is about to be within the time given."""
-        multiprocessing.connection.wait([self._process.sentinel], timeout_s)
+        is_ending = bool(multiprocessing.connection.wait([self._process.sentinel], timeout_s))
         self._read()
         failed = next((message for message in self._arrived if isinstance(message, RankFailed)), None)
         if failed is not None:
             return f"tensor-parallel rank {self._rank}: {failed.reason}"
-        return None if self._process.is_alive() else self._obituary()
+        # A dying process closes its files, the sentinel among them, a moment before it can be waited for.
+        return self._obituary() if is_ending else None
 
     def ask_to_stop(self) -> None:
         if self._link.is_open:

@@ -129,10 +129,14 @@ class Scheduler:
         return self._fail(seq, excess, _BAD_REQUEST) if excess else None
 
     def abort(self, request_id: str) -> None:
-        """End a request without an output. Unknown and finished ones are ignored."""
+        """End a request without an output. A finished one whose blocks wait for a peer is waited for no more; unknown ones are ignored."""
         seq = self._queues.known.get(request_id)
-        if seq is not None and not seq.status.is_finished:
+        if seq is None:
+            return
+        if not seq.status.is_finished:
             self._finish(seq, RequestStatus.FINISHED_ABORTED)
+        elif Hold.SENDING in seq.hold and self._connector is not None:
+            self._connector.request_abandoned(request_id)
 
     def _fail(self, seq: Sequence, reason: str, error_status: int) -> RequestOutput:
         params = self._finish(seq, RequestStatus.FINISHED_ERROR)

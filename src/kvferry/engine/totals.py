@@ -8,23 +8,16 @@ from kvferry.engine.messages import TransferSummary
 
 __all__ = ["TransferTotals"]
 
-_MAX_SAMPLES = 4096
-
 
 class TransferTotals:
-    """Numbers add up, gauges show the latest value, and of a list of samples only the last few thousand are kept."""
+    """Numbers add up, at any depth; of anything else the latest is kept."""
 
     def __init__(self) -> None:
         self._data: dict[str, Any] = {}
 
     def add(self, stats: KVConnectorStats | None) -> None:
-        if stats is None or stats.is_empty():
-            return
-        news = stats.to_dict()
-        gauges = news.pop("gauges", None)
-        _add(self._data, news)
-        if gauges is not None:
-            self._data["gauges"] = dict(gauges)
+        if stats is not None and not stats.is_empty():
+            _add(self._data, stats.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self._data)
@@ -48,8 +41,6 @@ def _add(into: dict[str, Any], news: Mapping[str, Any]) -> None:
     for name, value in news.items():
         if isinstance(value, Mapping):
             _add(into.setdefault(name, {}), value)
-        elif isinstance(value, list):
-            into[name] = [*into.get(name, []), *value][-_MAX_SAMPLES:]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             into[name] = into.get(name, 0) + value
         else:

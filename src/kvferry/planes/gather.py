@@ -1,11 +1,12 @@
 """Copying pieces between two mapped regions, in slices, at the speed of memory.
 
-Called by the thread that owns the plane. Three ways, chosen by what the offsets look like; ÷ memcpy of the same bytes at 4 / 16 / 64 KiB a
-piece, Neoverse-N1, 4 KiB pages, where a loop of memcpy in C over scattered pieces reaches 0.37 / 0.64 / 0.83:
+Called by the thread that owns the plane. Three ways, chosen by what the offsets look like. CPU time of the whole plane ÷ memcpy of the same
+bytes (15 GB/s), at 4 / 16 / 64 KiB a piece, Neoverse-N1 with 4 KiB pages; in brackets one loop of memcpy in C over the same pieces:
 
-    runs      neighbours on both sides joined, or pieces of 64 KiB and more: one copy each             - / - / 0.67
-    gather    scattered source, target in runs: `take` straight into each run                          0.36 / 0.65 / 0.88
-    stage     scattered on both sides: `take` into a buffer that stays in cache, then out of it        0.22 / 0.35 / 0.46
+    runs      neighbours on both sides joined (here eight), one copy each             0.49 / 0.70 / 0.82    (0.67 / 0.87 / 0.96)
+    gather    scattered source, target in runs: `take` straight into each run         0.28 / 0.54 / 0.68    (0.36 / 0.67 / 0.85)
+    stage     both scattered: `take` into a buffer that stays in cache, then out      0.17 / 0.31 / -       (0.36 / 0.67 / 0.83)
+    runs      both scattered, long pieces: one copy each                                 - / -    / 0.56
 
 `take` and the scatter see a piece as one opaque item (numpy void), which makes each of them a loop of memcpy; all let go of the
 interpreter's lock.
@@ -25,11 +26,13 @@ __all__ = ["Bytes", "Direction", "RegionCopy", "Stage"]
 
 Bytes = npt.NDArray[np.uint8]
 
-SLICE_BYTES = 4 * 1024 * 1024
-"""What one slice copies at most: under a millisecond, so that no message waits for a transfer."""
+SLICE_BYTES = 8 * 1024 * 1024
+"""What one slice copies at most: about a millisecond, so that no message waits for a transfer. Smaller ones cost 5 % for each halving."""
 STAGE_BYTES = 256 * 1024
 """Best of 64 KiB to 1 MiB: it must hold many pieces and stay in the second-level cache."""
-LONG_COPY_BYTES = 64 * 1024
+JOINED_RUN_BYTES = 32 * 1024
+"""Joined neighbours of this length on average are worth a numpy call each."""
+LONG_PIECE_BYTES = 64 * 1024
 """From here on a numpy call for each copy costs less than a second pass through the stage."""
 MIN_GATHER_PIECES = 4
 """Target runs shorter than this are staged: a call each would cost more."""
@@ -65,9 +68,14 @@ class RegionCopy:
         runs = coalesce(self._to_target())
         if len(runs) == 0:
             return iter(())
-        if runs.total_bytes >= LONG_COPY_BYTES * len(runs) or not self._is_aligned():
-            return self._copy_runs(runs)
-        return self._gather()
+        return self._copy_runs(runs) if self._prefers_runs(runs) or not self._is_aligned() else self._gather()
+
+    def _prefers_runs(self, runs: Runs) -> bool:
+        pieces = self._to_target()
+        mean_bytes = runs.total_bytes / len(runs)
+        is_joined = mean_bytes >= MIN_GATHER_PIECES * pieces.piece_bytes and mean_bytes >= JOINED_RUN_BYTES
+        is_scattered = _count_target_runs(pieces) * MIN_GATHER_PIECES > len(pieces.local_offsets)
+        return is_joined or (is_scattered and pieces.piece_bytes >= LONG_PIECE_BYTES)
 
     def _to_target(self) -> Pieces:
         """The pieces with the side that is written as their local one."""
@@ -121,6 +129,10 @@ def _take_runs(source: npt.NDArray[np.void], target: npt.NDArray[np.void], origi
         place = int(to[first])
         # mode="clip" lets take write into `out` without a copy of its own; the offsets were checked before.
         np.take(source, origin[first:last], out=target[place : place + last - first], mode="clip")
+
+
+def _count_target_runs(pieces: Pieces) -> int:
+    return int(np.count_nonzero(np.diff(np.sort(pieces.local_offsets)) != pieces.piece_bytes)) + 1
 
 
 def _items(region: Bytes, piece_bytes: int) -> npt.NDArray[np.void]:

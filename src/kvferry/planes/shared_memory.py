@@ -10,13 +10,22 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.errors import ConfigError
 
-__all__ = ["SEALS", "SharedMemory", "SharedMemoryAllocator"]
+__all__ = ["SEALS", "SharedMemory", "SharedMemoryAllocator", "available_bytes", "check_fits"]
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A shared file that could shrink would kill, with SIGBUS, whoever has mapped it."""
+
+MAX_SHARE = 0.9
+"""Of the available memory, for one cache."""
+CGROUP_FILES = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and usage of a container, versions 2 and 1."""
 
 
 class SharedMemory:
@@ -34,6 +43,11 @@ class SharedMemory:
         """ConfigError when this host has not that much memory to give."""
         if size_bytes <= 0:
             raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block")
+        check_fits(size_bytes, available_bytes())
+        available = _available_bytes()
+        if size_bytes > available:
+            # Checked first: the kernel would hand out pages one by one and then kill somebody, not refuse.
+            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be had, {available} are free; make the cache smaller")
         fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
@@ -72,9 +86,36 @@ class SharedMemory:
         self._view = memoryview(b"")
 
 
+def check_fits(size_bytes: int, available: int) -> None:
+    """ConfigError when a cache leaves the host too little. Else the kernel would kill processes, anybody's, to make room."""
+    if size_bytes > available * MAX_SHARE:
+        raise ConfigError(
+            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes that this host or container has to give; "
+            "make the cache smaller"
+        )
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What the kernel could give without swapping, and what the container's limits leave of it."""
+    meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    for limit, usage in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+            available = min(available, int((root / limit).read_text()) - int((root / usage).read_text()))
+    return max(0, available)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedMemoryAllocator:
     """Implements `ports.memory.CacheAllocator`."""
 
     def allocate(self, size_bytes: int) -> SharedMemory:
         return SharedMemory.allocate(size_bytes)
+
+
+def _available_bytes() -> int:
+    """What this host can still give without swapping, as far as it says so."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    return 1 << 62

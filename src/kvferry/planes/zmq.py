@@ -39,8 +39,8 @@ FRAME_ROOM_BYTES = 64 * 1024
 BIND_PATIENCE_S = 5.0
 """A restarted engine waits this long for its dying predecessor to let go of the port."""
 BIND_RETRY_S = 0.1
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
-"""A peer that is silent this long is gone: a pulled cable shows no other way."""
+SILENCE_S = 6.0
+"""A peer that is silent this long, heartbeats three times as often included, is gone: a pulled cable shows no other way."""
 HANDSHAKE_MS = 5000
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
 CLOSE_LINGER_MS = 200
@@ -79,10 +79,20 @@ class CurveKeys:
 class ZmqControlPlane:
     """Implements `ports.control.ControlPlane`. Binds when it is made: port 0 is any free one; a port in use is waited for a little."""
 
-    def __init__(self, bind_host: str, advertised_host: str, port: int, keys: CurveKeys) -> None:
+    def __init__(
+        self,
+        bind_host: str,
+        advertised_host: str,
+        port: int,
+        keys: CurveKeys,
+        *,
+        bind_patience_s: float = BIND_PATIENCE_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         if advertised_host in WILDCARDS:
             raise ConfigError(f"{advertised_host!r} cannot be advertised, peers could not dial it; name this host's own address")
         self._keys = keys
+        self._silence_ms = int(silence_s * 1000)
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self._poller = zmq.Poller()
@@ -93,7 +103,7 @@ class ZmqControlPlane:
         try:
             self._zap = self._listen_for_zap()
             self._router = self._secured(zmq.ROUTER)
-            bound_port = _bind(self._router, bind_host, port)
+            bound_port = _bind(self._router, bind_host, port, bind_patience_s)
         except BaseException:
             self._context.destroy(linger=0)
             self._waker.close()
@@ -207,6 +217,8 @@ class ZmqControlPlane:
     def _secured(self, kind: int) -> Socket:
         socket = self._context.socket(kind)
         _limit(socket)
+        socket.heartbeat_ivl = self._silence_ms // 3
+        socket.heartbeat_timeout = socket.heartbeat_ttl = self._silence_ms
         socket.zap_domain = b"kvferry"
         if kind == zmq.ROUTER:
             socket.curve_server = True
@@ -287,16 +299,14 @@ def _limit(socket: Socket) -> None:
     socket.linger = CLOSE_LINGER_MS
     socket.ipv6 = True
     socket.backlog = 1024
-    socket.heartbeat_ivl = HEARTBEAT_MS
-    socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
     socket.handshake_ivl = socket.connect_timeout = HANDSHAKE_MS
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
 
 
-def _bind(socket: Socket, host: str, port: int) -> int:
+def _bind(socket: Socket, host: str, port: int, patience_s: float) -> int:
     """The port that was bound. ConfigError when it cannot be had."""
     endpoint = f"tcp://{Address(host.strip('[]') or '*', port)}"
-    deadline = time.monotonic() + BIND_PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             socket.bind(endpoint)

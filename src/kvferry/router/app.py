@@ -60,6 +60,7 @@ class _Router:
         ) as session:
             self._proxy = Proxy(self._options, self._pool, session, self._releases, self._metrics)
             yield
+            await self._proxy.close()
             self._proxy = None
 
     @web.middleware

@@ -1,7 +1,7 @@
 """Serves one client's request with two: P computes the prompt, D takes its blocks and answers.
 
 Runs on the event loop. A client that leaves cancels the handler, which closes the connection of the leg under way; an engine aborts what
-lost its connection. What P holds is given back unless D has taken over (`Held`).
+lost its connection. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`LastLook`).
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from aiohttp import web
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.router.failures import error_body, error_event
 from kvferry.router.instances import Instance, InstancePool, Role
+from kvferry.router.last_look import LastLook
 from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
@@ -55,6 +56,10 @@ class Proxy:
         self._session = session
         self._releases = releases
         self._metrics = metrics
+        self._last_look = LastLook(releases)
+
+    async def close(self) -> None:
+        await self._last_look.close()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Completions and chat. TransportError when an instance fails before the client has got anything."""
@@ -62,7 +67,7 @@ class Proxy:
         if isinstance(client, Refusal):
             return error_response(client.status, client.message)
         exchange = _Exchange(request, client, choose_request_id(request.headers.get("X-Request-Id")))
-        answer = await self._prefill(exchange)
+        answer = await self._last_look.run(self._prefill(exchange))
         if isinstance(answer, web.Response):
             return answer
         with Held(self._releases, answer) as held:

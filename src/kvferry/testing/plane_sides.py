@@ -3,11 +3,11 @@
 Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer may touch.
 """
 
-import hashlib
 import multiprocessing
 import os
 import signal
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 __all__ = [
+    "DEADLINE_S",
     "LARGE_BLOCKS",
     "LARGE_BLOCK_BYTES",
     "LARGE_REGION",
@@ -96,7 +97,7 @@ class Far(Protocol):
     offer: PlaneOffer
 
     def fill(self, seed: int) -> None: ...
-    def digest(self) -> bytes: ...
+    def digest(self) -> int: ...
     def turn(self) -> None:
         """Let it make progress, if it does not by itself."""
 
@@ -115,7 +116,7 @@ class LocalFar:
     def fill(self, seed: int) -> None:
         self._side.memory[:] = pattern(seed)
 
-    def digest(self) -> bytes:
+    def digest(self) -> int:
         return digest(self._side.memory)
 
     def turn(self) -> None:
@@ -143,9 +144,9 @@ class SpawnedFar:
         self._pipe.send(("fill", seed))
         self._answer()
 
-    def digest(self) -> bytes:
+    def digest(self) -> int:
         self._pipe.send(("digest", 0))
-        answer: bytes = self._answer()
+        answer: int = self._answer()
         return answer
 
     def turn(self) -> None:
@@ -240,6 +241,11 @@ class PairSource:
         finally:
             far.close()
 
+    def let_far_turn(self) -> None:
+        if self._shared is not None:
+            self._shared.turn()
+        time.sleep(IDLE_S)
+
     def close(self) -> None:
         if self._shared is not None:
             self._shared.close()
@@ -253,8 +259,8 @@ class PairSource:
         return Pair(near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed)
 
 
-def digest(memory: Bytes) -> bytes:
-    return hashlib.blake2b(memory.data, digest_size=16).digest()
+def digest(memory: Bytes) -> int:
+    return zlib.crc32(memory.data)
 
 
 def _serve(pipe: Connection, make: SideMaker) -> None:

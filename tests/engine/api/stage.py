@@ -50,6 +50,7 @@ class ScriptedEngine:
         self.script = script
         self.frames: list[list[AddRequest]] = []
         self.aborted: list[str] = []
+        self.abandoned: list[str] = []
         self.live: dict[str, OutputStream] = {}
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -82,6 +83,9 @@ class ScriptedEngine:
         self.live[output.request_id].put(output)
         if output.finish_reason is not None:
             del self.live[output.request_id]
+
+    def abandon(self, request_id: str) -> None:
+        self.abandoned.append(request_id)
 
     def _closed(self, stream: OutputStream) -> None:
         if self.live.pop(stream.request_id, None) is not None:

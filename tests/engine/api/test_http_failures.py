@@ -203,6 +203,29 @@ def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(model: Path, 
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prefill_whose_ticket_reaches_nobody_is_given_up(model: Path, stream: bool) -> None:
+    """Also when the engine has finished it: then its blocks wait for a peer that will never hear of them."""
+    body = {"prompt": [5], "max_tokens": 1, "stream": stream, "kv_transfer_params": {"do_remote_decode": True}}
+
+    async def scene() -> None:
+        engine = ScriptedEngine(silent)
+        async with stage(engine, model) as s:
+            asking = asyncio.ensure_future(s.post(COMPLETIONS, body))
+            await until(lambda: len(engine.live) == 1)
+            [request_id] = engine.live
+            asking.cancel()
+            await until(lambda: engine.abandoned == [request_id])
+            # One that is delivered is not given up.
+            engine.script = lambda request: outputs_of(request, [40])
+            async with s.session.post(s.url + COMPLETIONS, json=body) as answer:
+                assert answer.status == 200
+                await answer.read()
+            assert engine.abandoned == [request_id]
+
+    asyncio.run(scene())
+
+
 def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_its_request(model: Path) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], None))

@@ -1,9 +1,10 @@
 """One generation request from admission to the last byte of its answer, streamed or whole. Runs on the API's loop."""
 
+import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -69,9 +70,27 @@ class Answering:
         assemblers = [self._assembler(index, openings) for index in range(len(asked.requests))]
         async with Generation(self._context.engine, asked.requests, assemblers) as generation:
             tally = Tally(asked.prompts, self._request.samples)
-            if self._request.stream:
-                return await self._stream(generation, replies, tally)
-            return await self._whole(generation, replies, tally)
+            if self._request.is_prefill_for_peer:
+                return await self._handed_over(asked, self._answered(generation, replies, tally))
+            return await self._answered(generation, replies, tally)
+
+    async def _answered(self, generation: Generation, replies: Replies, tally: Tally) -> web.StreamResponse:
+        if self._request.stream:
+            return await self._stream(generation, replies, tally)
+        return await self._whole(generation, replies, tally)
+
+    async def _handed_over(self, asked: Asked, answering: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+        """Write the answer here and now: if its ticket cannot be delivered, the engine keeps blocks that nobody will come for."""
+        try:
+            response = await answering
+            if not response.prepared:
+                await response.prepare(self._http)
+                await response.write_eof()
+        except (asyncio.CancelledError, ConnectionError):
+            for request in asked.requests:
+                self._context.engine.abandon(request.request_id)
+            raise
+        return response
 
     def _assembler(self, index: int, openings: Sequence[str]) -> TextAssembler:
         request = self._request
@@ -107,6 +126,8 @@ class Answering:
             await events.finish()
         except ConnectionResetError as error:
             _log.info("client gone request=%s: %s", self.request_id, error)
+            if self._request.is_prefill_for_peer:
+                raise
         except RequestRefused as refusal:
             await self._fail(events, refusal)
         except Exception:

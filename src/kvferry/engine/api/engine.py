@@ -22,4 +22,7 @@ class Engine(Protocol):
     def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
         """All requests enter before the same step. Closing a stream that has not ended aborts its request."""
 
+    def abandon(self, request_id: str) -> None:
+        """The answer of this request reached nobody. Harmless for unknown ones."""
+
     async def status(self, timeout_s: float = 5.0) -> Status: ...

@@ -1,0 +1,47 @@
+"""P's answer may be on its way when the client leaves, and with it the only ticket for P's blocks.
+
+Runs on the event loop. The leg of a client that left gets a moment more; a ticket that still comes is handed back, otherwise the leg is
+cancelled, which closes its connection and lets P abort.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from kvferry.router.legs import Handover
+from kvferry.router.release import Releases
+
+__all__ = ["LastLook"]
+
+GRACE_S = 0.25
+
+T = TypeVar("T")
+
+
+class LastLook:
+    def __init__(self, releases: Releases) -> None:
+        self._releases = releases
+        self._looking: set[asyncio.Task[None]] = set()
+
+    async def run(self, leg: Coroutine[Any, Any, T]) -> T:
+        """The leg's result. When we are cancelled, the leg is looked after in the background."""
+        task = asyncio.create_task(leg)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            looking = asyncio.create_task(self._look_after(task))
+            self._looking.add(looking)
+            looking.add_done_callback(self._looking.discard)
+            raise
+
+    async def close(self) -> None:
+        """Wait for what is still being looked after; each takes a bounded time."""
+        await asyncio.gather(*self._looking, return_exceptions=True)
+
+    async def _look_after(self, task: "asyncio.Task[Any]") -> None:
+        await asyncio.wait([task], timeout=GRACE_S)
+        task.cancel()
+        await asyncio.wait([task])
+        result = None if task.cancelled() or task.exception() else task.result()
+        if isinstance(result, Handover):
+            self._releases.release(result)

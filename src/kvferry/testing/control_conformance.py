@@ -1,0 +1,211 @@
+"""What every control plane must do: the contract of `kvferry.ports.control`, as cases that any implementation can run.
+
+for case in CONTROL_CASES:
+    case(make_plane)      # make_plane(port) opens a plane of one and the same cluster; port 0 is any free one
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvferry.errors import ConfigError, TransportError
+from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, ControlPlane, Disconnected, Received, Route
+
+__all__ = ["CONTROL_CASES", "PlaneMaker", "gather"]
+
+PlaneMaker = Callable[[int], ControlPlane]
+
+DEADLINE_S = 20.0
+TURN_S = 0.02
+MANY = 200
+
+
+def gather(plane: ControlPlane, count: int, *others: ControlPlane) -> list[ControlEvent]:
+    """Poll until `count` events have come. The others are polled too; their events are thrown away."""
+    events: list[ControlEvent] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(events) < count:
+        assert time.monotonic() < deadline, f"only {len(events)} of {count} events came within {DEADLINE_S:g} s: {events[-3:]}"
+        events += plane.poll(TURN_S)
+        for other in others:
+            other.poll(0.0)
+    return events
+
+
+def frames_arrive_whole_and_in_order_and_are_answered(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        sent = [f"{number}".encode() * (number + 1) for number in range(MANY)]
+        for frame in sent:
+            near.send(far.address, frame)
+        arrived = _received(gather(far, MANY, near))
+        assert [event.frame for event in arrived] == sent
+        assert len({event.route for event in arrived}) == 1
+        for event in arrived:
+            far.reply(event.route, event.frame[:7])
+        answers = _received(gather(near, MANY, far))
+        assert [event.frame for event in answers] == [frame[:7] for frame in sent]
+        assert {event.route.dialled for event in answers} == {far.address}
+        near.reply(answers[0].route, b"and back")
+        assert _received(gather(far, 1, near))[0].frame == b"and back"
+
+
+def addresses_can_be_dialled_and_are_not_wildcards(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        for plane in (near, far):
+            assert plane.address.startswith("tcp://")
+            assert "*" not in plane.address
+            assert "0.0.0.0" not in plane.address
+        assert near.address != far.address
+
+
+def frames_wait_for_a_peer_that_is_not_there_yet(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        address, port = far.address, int(far.address.rpartition(":")[2])
+        far.close()
+        near.send(address, b"early")
+        late = make(port)
+        try:
+            assert _received(gather(late, 1, near))[0].frame == b"early"
+        finally:
+            late.close()
+
+
+def a_queue_that_is_full_refuses(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        address = far.address
+        far.close()
+        try:
+            for _ in range(100_000):
+                near.send(address, b"x" * 100)
+        except TransportError:
+            return
+    raise AssertionError("frames for a peer that is not there are queued without end")
+
+
+def a_dialled_peer_that_goes_is_told_once_and_can_be_dialled_anew(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        address, port = far.address, int(far.address.rpartition(":")[2])
+        near.send(address, b"one")
+        gather(far, 1, near)
+        far.close()
+        assert gather(near, 1) == [Disconnected(address)]
+        again = make(port)
+        try:
+            assert near.poll(0.3) == [], "a frame was sent twice, or a disconnect told twice"
+            near.send(address, b"two")
+            assert [event.frame for event in _received(gather(again, 1, near))] == [b"two"]
+        finally:
+            again.close()
+
+
+def a_forgotten_peer_is_not_told_and_can_be_dialled_anew(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        near.send(far.address, b"one")
+        gather(far, 1, near)
+        near.forget(far.address)
+        near.forget("tcp://nobody:1")
+        assert near.poll(0.2) == []
+        near.send(far.address, b"two")
+        assert _received(gather(far, 1, near))[0].frame == b"two"
+
+
+def answers_to_those_who_have_gone_are_ignored(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        near.send(far.address, b"one")
+        route = _received(gather(far, 1, near))[0].route
+        near.close()
+        far.poll(0.2)
+        far.reply(route, b"too late")
+        far.reply(Route(b"nobody"), b"never there")
+        far.reply(Route(b"", "tcp://nobody:1"), b"never dialled")
+        assert far.poll(0.05) == []
+
+
+def the_longest_frame_arrives_and_a_longer_one_is_dropped(make: PlaneMaker) -> None:
+    with _two(make) as (near, far):
+        near.send(far.address, b"y" * (MAX_FRAME_BYTES + 1))
+        near.send(far.address, b"z" * MAX_FRAME_BYTES)
+        arrived = _received(gather(far, 1, near))
+        assert [len(event.frame) for event in arrived] == [MAX_FRAME_BYTES]
+
+
+def waking_ends_a_poll(make: PlaneMaker) -> None:
+    plane = make(0)
+    waker = threading.Timer(0.05, plane.wake)
+    waker.start()
+    try:
+        began = time.monotonic()
+        assert plane.poll(DEADLINE_S) == []
+        assert time.monotonic() - began < DEADLINE_S / 2, "wake did not end a poll"
+        plane.wake()
+        assert plane.poll(None) == [], "a wake before the poll was lost"
+    finally:
+        waker.join()
+        plane.close()
+
+
+def a_taken_port_is_a_mistake_of_the_operator(make: PlaneMaker) -> None:
+    plane = make(0)
+    port = plane.address.rpartition(":")[2]
+    refusal = ""
+    try:
+        make(int(port)).close()
+    except ConfigError as error:
+        refusal = str(error)
+    finally:
+        plane.close()
+    assert port in refusal, "two planes were bound to one port, or the refusal does not name it"
+
+
+def nonsense_addresses_are_refused(make: PlaneMaker) -> None:
+    plane = make(0)
+    try:
+        for address in ("", "nonsense", "ipc:///etc/passwd", "inproc://x"):
+            try:
+                plane.send(address, b"x")
+            except TransportError:
+                continue
+            raise AssertionError(f"{address!r} was dialled")
+    finally:
+        plane.close()
+
+
+def closing_twice_is_closing_once(make: PlaneMaker) -> None:
+    plane = make(0)
+    plane.close()
+    plane.close()
+    plane.wake()
+    plane.forget("tcp://nobody:1")
+    assert plane.poll(0.0) == []
+
+
+CONTROL_CASES: tuple[Callable[[PlaneMaker], None], ...] = (
+    frames_arrive_whole_and_in_order_and_are_answered,
+    addresses_can_be_dialled_and_are_not_wildcards,
+    frames_wait_for_a_peer_that_is_not_there_yet,
+    a_queue_that_is_full_refuses,
+    a_dialled_peer_that_goes_is_told_once_and_can_be_dialled_anew,
+    a_forgotten_peer_is_not_told_and_can_be_dialled_anew,
+    answers_to_those_who_have_gone_are_ignored,
+    the_longest_frame_arrives_and_a_longer_one_is_dropped,
+    waking_ends_a_poll,
+    a_taken_port_is_a_mistake_of_the_operator,
+    nonsense_addresses_are_refused,
+    closing_twice_is_closing_once,
+)
+
+
+@contextmanager
+def _two(make: PlaneMaker) -> Iterator[tuple[ControlPlane, ControlPlane]]:
+    near, far = make(0), make(0)
+    try:
+        yield near, far
+    finally:
+        near.close()
+        far.close()
+
+
+def _received(events: list[ControlEvent]) -> list[Received]:
+    assert all(isinstance(event, Received) for event in events), events
+    return [event for event in events if isinstance(event, Received)]

@@ -1,0 +1,146 @@
+"""Made models: complete, repeatable, and sensitive to every block of their KV."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import transformers
+from tests.engine.ranks import greedy, one_rank, prefill
+from tokenizers import Tokenizer
+
+from kvferry.engine.make_model import make_model
+from kvferry.engine.model_config import read_model_config
+from kvferry.engine.options import EngineOptions
+from kvferry.engine.runner import Runner
+from kvferry.errors import ConfigError
+
+FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+BLOCK_SIZE = 16
+NUM_TOKENS = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model(directory)
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def test_the_same_seed_makes_the_same_bytes_and_another_does_not(model: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "again")
+    make_model(tmp_path / "other", seed=1)
+    assert list(contents(model)) == FILES
+    assert contents(tmp_path / "again") == contents(model)
+    assert contents(tmp_path / "other")["model.safetensors"] != contents(model)["model.safetensors"]
+
+
+def test_a_made_model_is_made_anew_and_other_files_beside_it_stay(tmp_path: Path) -> None:
+    make_model(tmp_path, family="llama", seed=5)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    make_model(tmp_path)
+    assert read_model_config(tmp_path).architecture == "Qwen3ForCausalLM"
+    assert (tmp_path / "model.safetensors").stat().st_size > 1_000_000
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json"])
+def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match="is not empty and was not made by make-model"):
+        make_model(tmp_path)
+    assert contents(tmp_path) == {name: b"{}"}
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        make_model(tmp_path / "file")
+
+
+def test_unknown_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="family must be one of qwen3, llama"):
+        make_model(tmp_path, family="gpt")
+    with pytest.raises(ConfigError, match="size must be one of tiny"):
+        make_model(tmp_path, size="huge")
+    with pytest.raises(ConfigError, match="seed must be from 0"):
+        make_model(tmp_path, seed=-1)
+
+
+def test_any_text_comes_back_from_the_tokenizer(model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == read_model_config(model).vocab_size
+    for text in ("The world is there.", "  two  spaces\n\ttab", "naïve 😀 \x00 中文", ""):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(tokenizer.encode("the world").ids) < len("the world")
+    assert tokenizer.encode("<|im_end|>").ids == [read_model_config(model).eos_token_ids[1]]
+
+
+def test_transformers_takes_the_tokenizer_and_its_chat_template(model: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert json.loads((model / "config.json").read_bytes())["eos_token_id"] == tokenizer.eos_token_id
+
+
+def random_prompts(lengths: list[int]) -> list[list[int]]:
+    generator = random.Random(11)
+    return [[generator.randrange(508) for _ in range(length)] for length in lengths]
+
+
+def load_prompts(runner: Runner, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+    """Prefill every prompt into blocks of its own, with room for the answer."""
+    tables, used = [], 0
+    for prompt in prompts:
+        count = -(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)
+        tables.append(tuple(range(used, used + count)))
+        prefill(runner, prompt, tables[-1])
+        used += count
+    return tables
+
+
+def swap_one_block(runner: Runner, layers: list[str], prompts: list[list[int]], tables: list[tuple[int, ...]], seed: int) -> None:
+    """Replace one random full block of each prompt by the first of another."""
+    generator = random.Random(seed)
+    caches = runner.kv_caches
+    before = {name: caches[name].clone() for name in layers}
+    for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+        victim = table[generator.randrange((len(prompt) - 1) // BLOCK_SIZE)]
+        for name in layers:
+            caches[name][victim] = before[name][tables[number - 1][0]]
+
+
+LENGTHS = [20, 25, 33, 40, 50, 64, 80, 100, 120, 150, 180, 220, 260, 320, 400, 500, 640, 900, 1200, 1500]
+
+
+@pytest.mark.parametrize(("family", "lengths"), [("qwen3", LENGTHS), ("llama", LENGTHS[::4])])
+def test_one_wrong_block_anywhere_changes_the_greedy_tokens(tmp_path: Path, family: str, lengths: list[int]) -> None:
+    make_model(tmp_path, family=family)
+    prompts = random_prompts(lengths)
+    with one_rank(EngineOptions(model=tmp_path, num_blocks=500)) as runner:
+        tables = load_prompts(runner, prompts)
+        clean = {name: cache.clone() for name, cache in runner.kv_caches.items()}
+        right = greedy(runner, prompts, tables, NUM_TOKENS)
+        assert greedy(runner, prompts, tables, NUM_TOKENS) == right
+        layers = list(clean)
+        for seed, corrupted in enumerate((layers, layers[:1], layers[-1:])):
+            swap_one_block(runner, corrupted, prompts, tables, seed)
+            wrong = greedy(runner, prompts, tables, NUM_TOKENS)
+            unchanged = [len(prompt) for prompt, one, other in zip(prompts, right, wrong, strict=True) if one == other]
+            assert unchanged == [], f"corrupted {corrupted}"
+            for name, cache in runner.kv_caches.items():
+                cache.copy_(clean[name])
+        assert greedy(runner, prompts, tables, NUM_TOKENS) == right
+
+
+def test_greedy_text_neither_repeats_itself_nor_ends(model: Path) -> None:
+    prompts = random_prompts([1, 5, 17, 40, 100, 300])
+    with one_rank(EngineOptions(model=model, num_blocks=80)) as runner:
+        answers = greedy(runner, prompts, load_prompts(runner, prompts), NUM_TOKENS)
+    assert min(len(set(answer)) for answer in answers) >= NUM_TOKENS // 2
+    assert not set(read_model_config(model).eos_token_ids) & {token for answer in answers for token in answer}

@@ -1,0 +1,107 @@
+"""The NIXL plane refuses what it cannot do with a sentence, and ends without a crash."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from tests.planes.sides import nixl_side
+
+from kvferry.errors import ConfigError, LocalProtocolError, MissingDependency, TransportError
+from kvferry.planes.nixl import NixlDataPlane
+from kvferry.ports.data import Completion, Pieces, PlaneOffer
+from kvferry.testing.plane_sides import Side
+from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
+
+PEER = PeerId(EngineId("far"), Epoch("1"), 0)
+DEADLINE_S = 20.0
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def side() -> Iterator[Side]:
+    made = nixl_side()
+    yield made
+    made.close()
+
+
+def test_without_nixl_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(MissingDependency, match="pip install nixl"):
+        NixlDataPlane().register([Region("kv", 4096, 64, 64, 1)])
+
+
+def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
+    memory = np.zeros(4096, np.uint8)
+    with pytest.raises(ConfigError, match="NOSUCH"):
+        NixlDataPlane(backends=("UCX", "NOSUCH")).register([Region("kv", memory.ctypes.data, 64, 64, 64)])
+
+
+def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
+    memory = np.zeros(4096, np.uint8)
+    here = Region("k", memory.ctypes.data, 64, 64, 32)
+    there = Region("v", memory.ctypes.data + 2048, 64, 64, 32, MemoryKind.VRAM)
+    plane = NixlDataPlane()
+    assert not plane.register([here, there])
+    assert not plane.register([there])
+    with pytest.raises(LocalProtocolError):
+        plane.offer()
+    plane.close()
+
+
+def test_offers_that_lie_are_refused_and_a_good_one_still_works(side: Side) -> None:
+    far = nixl_side()
+    name, metadata = msgspec.msgpack.decode(far.plane.offer().blob)
+    for blob in ((name, b"garbage"), (name, b""), ("another", metadata), (name,), (name, "text"), 5):
+        with pytest.raises(TransportError):
+            side.plane.connect(PEER, PlaneOffer("nixl", "", msgspec.msgpack.encode(blob)), far.regions)
+    with pytest.raises(TransportError, match="this very engine"):
+        side.plane.connect(PEER, side.plane.offer(), side.regions)
+    with pytest.raises(TransportError):
+        side.plane.connect(PEER, far.plane.offer(), [Region("kv", 2**63, 64, 64, 1)])
+    side.plane.connect(PEER, far.plane.offer(), far.regions)
+    far.memory[:] = 5
+    zero = np.array([0], np.int64)
+    side.plane.read(PEER, [Pieces(0, 0, 4096, zero, zero)])
+    ended: list[Completion] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not ended:
+        assert time.monotonic() < deadline
+        far.plane.poll()
+        ended = side.plane.poll()
+    assert ended[0].ok
+    assert side.memory.max() == 5
+    side.plane.disconnect(PEER)
+    far.close()
+
+
+def test_memory_that_the_peer_did_not_register_is_refused_by_a_failed_transfer(side: Side) -> None:
+    far = nixl_side()
+    elsewhere = [Region("kv", 4096, 64, 64, 100)]
+    side.plane.connect(PEER, far.plane.offer(), elsewhere)
+    zero = np.array([0], np.int64)
+    handle = side.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])
+    ended = [completion for _ in range(3) for completion in side.plane.poll()]
+    assert [completion.handle for completion in ended] == [handle]
+    assert ended[0].error is not None
+    with pytest.raises(TransportError):
+        side.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])
+    far.close()
+
+
+def test_settings_are_made_unless_the_user_has_and_an_unclosed_plane_ends_well() -> None:
+    program = (
+        "import os; from tests.planes.sides import nixl_side; side = nixl_side(); side.plane.poll();"
+        "print(os.environ['UCX_RCACHE_MAX_UNRELEASED'], os.environ['NIXL_LOG_LEVEL'], 'UCX_CUDA_IPC_ENABLE_GET_ZCOPY' in os.environ)"
+    )
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))} | {"NIXL_LOG_LEVEL": "ERROR"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["1024", "ERROR", "False"]
