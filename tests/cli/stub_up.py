@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 from rich.console import Console
+from tests.cli.test_processes import StubLaunch
 
 from kvferry.cli.guardian import members_of_group
 from kvferry.cli.local_cluster import LocalCluster
 from kvferry.cli.processes import ProcessGroup
 from kvferry.cli.startup_view import StartupView
-from tests.cli.test_processes import StubLaunch
 
 
 def main() -> None:

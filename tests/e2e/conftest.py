@@ -1,11 +1,12 @@
-"""One made model for all end-to-end tests, and clusters that several tests share."""
+"""One made model for all end-to-end tests, and engines that several tests share, because starting one takes seconds."""
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.e2e.harness import Cluster, Prompt
+from tests.e2e.harness import Cluster, Engine, Prompt
 
 from kvferry.engine.make_model import make_model
 
@@ -15,6 +16,56 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_model(directory)
     return directory
+
+
+SHORT = {"kv_lease_duration": 2, "handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
+PATIENT = {"kv_lease_duration": 600}
+"""With such a lease, blocks that are free soon were released, not expired."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A small P with short leases, a D that fails what it cannot fetch, and one that computes it."""
+
+    cluster: Cluster
+    p: Engine
+    strict: Engine
+    lenient: Engine
+
+
+@dataclass(frozen=True)
+class Pair:
+    """P, D and the router in front of them."""
+
+    p: Engine
+    d: Engine
+    router: Engine
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("shared"), model) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def plain(shared: Cluster) -> Engine:
+    """A single engine that knows nothing of transfers: what it answers is right."""
+    return shared.serve("plain", is_plain=True).ready()
+
+
+@pytest.fixture(scope="session")
+def patient(shared: Cluster) -> Pair:
+    starting = [shared.serve(f"patient {role}", extra=PATIENT) for role in ("prefill", "decode")]
+    p, d = (process.ready() for process in starting)
+    return Pair(p, d, shared.proxy([p], [d]).ready())
+
+
+@pytest.fixture(scope="session")
+def fleet(shared: Cluster) -> Fleet:
+    starting = [shared.serve("short prefill", "--num-gpu-blocks-override", "40", extra=SHORT)]
+    starting += [shared.serve(f"short decode {policy}", extra=SHORT, policy=policy) for policy in ("fail", "recompute")]
+    return Fleet(shared, *(process.ready() for process in starting))
 
 
 @pytest.fixture

@@ -4,14 +4,13 @@ import asyncio
 import base64
 import os
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.e2e.harness import Cluster, Engine, Prompt, ask, assert_quiescent, metrics, new_session, post, prefill
+from tests.e2e.conftest import Fleet
+from tests.e2e.harness import Cluster, Prompt, ask, assert_quiescent, metrics, new_session, post, prefill
 
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.protocol import codec
@@ -21,17 +20,6 @@ from kvferry.protocol.tickets import TicketKey
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 PROMPT = Prompt(tuple(range(40, 120)))
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[Cluster, Engine, Engine, Engine]]:
-    """P, a D that fails and a D that recomputes."""
-    short = {"kv_lease_duration": 3, "handshake_timeout": 2}
-    with Cluster(tmp_path_factory.mktemp("abuse"), model) as cluster:
-        starting = [cluster.serve("prefill", extra=short), cluster.serve("strict", extra=short)]
-        starting += [cluster.serve("lenient", extra=short, policy="recompute")]
-        p, strict, lenient = (process.ready() for process in starting)
-        yield cluster, p, strict, lenient
 
 
 def forged_params() -> list[dict[str, Any]]:
@@ -50,26 +38,30 @@ def forged_params() -> list[dict[str, Any]]:
     return [{"do_remote_prefill": True}, base, *({**base, "ticket": ticket} for ticket in tickets)]
 
 
-def test_params_without_or_with_a_forged_ticket_get_the_failure_policy(engines: tuple[Cluster, Engine, Engine, Engine]) -> None:
-    _, p, strict, lenient = engines
+def test_params_without_or_with_a_forged_ticket_get_the_failure_policy(fleet: Fleet) -> None:
+    p, strict, lenient = fleet.p, fleet.strict, fleet.lenient
 
     async def check() -> None:
         async with new_session() as session:
+            before = await metrics(session, strict)
             for number, params in enumerate(forged_params()):
                 prompt = Prompt(tuple(range(50 + number, 150 + number)))
                 refused = await ask(session, strict, prompt, kv_transfer_params=params)
                 assert refused.status == 502
                 assert "ticket" in refused.message
                 assert await ask(session, lenient, prompt, kv_transfer_params=params) == await ask(session, p, prompt)
-            assert (await metrics(session, strict))["kvferry:rejected_params_total"] == len(forged_params())
-            assert (await metrics(session, strict)).get("kvferry:transfers_total", 0) == 0
+            after = await metrics(session, strict)
+            grown = {
+                name: after.get(name, 0) - before.get(name, 0) for name in ("kvferry:rejected_params_total", "kvferry:transfers_total")
+            }
+            assert grown == {"kvferry:rejected_params_total": len(forged_params()), "kvferry:transfers_total": 0}
             await assert_quiescent(session, strict, lenient)
 
     asyncio.run(check())
 
 
-def test_a_ticket_whose_bits_were_changed_is_refused_and_the_true_one_works(engines: tuple[Cluster, Engine, Engine, Engine]) -> None:
-    cluster, p, strict, _ = engines
+def test_a_ticket_whose_bits_were_changed_is_refused_and_the_true_one_works(fleet: Fleet) -> None:
+    cluster, p, strict = fleet.cluster, fleet.p, fleet.strict
 
     async def check() -> None:
         async with new_session() as session:
@@ -98,8 +90,8 @@ param_keys = st.sampled_from(
 )
 
 
-def test_malformed_values_of_every_kind_never_kill_an_engine(engines: tuple[Cluster, Engine, Engine, Engine]) -> None:
-    _, p, strict, _ = engines
+def test_malformed_values_of_every_kind_never_kill_an_engine(fleet: Fleet) -> None:
+    p, strict = fleet.p, fleet.strict
     loop = asyncio.new_event_loop()
     session = loop.run_until_complete(_open_session())
 
@@ -124,8 +116,8 @@ async def _open_session() -> Any:
     return new_session()
 
 
-def test_garbage_and_a_thousand_connects_leave_the_side_channel_standing(engines: tuple[Cluster, Engine, Engine, Engine]) -> None:
-    cluster, p, strict, _ = engines
+def test_garbage_and_a_thousand_connects_leave_the_side_channel_standing(fleet: Fleet) -> None:
+    cluster, p, strict = fleet.cluster, fleet.p, fleet.strict
 
     async def find() -> tuple[str, int]:
         async with new_session() as session:
@@ -176,8 +168,8 @@ def _member_garbage(cluster: Cluster, address: str) -> None:
         plane.close()
 
 
-def test_a_stranger_without_the_secret_gets_no_answer(engines: tuple[Cluster, Engine, Engine, Engine]) -> None:
-    _, p, _, _ = engines
+def test_a_stranger_without_the_secret_gets_no_answer(fleet: Fleet) -> None:
+    p = fleet.p
 
     async def find() -> str:
         async with new_session() as session:

@@ -1,17 +1,24 @@
 """Only what D lacks is moved, and P is freed as soon as nobody needs its blocks. Bytes are counted, not times."""
 
 import asyncio
+import random
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
-from tests.e2e.harness import Cluster, Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill, until
+from tests.e2e.conftest import Pair
+from tests.e2e.harness import Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 BLOCK = 16
-LONG_LEASE = {"kv_lease_duration": 600}
+
+
+def tokens(seed: int, count: int) -> tuple[int, ...]:
+    """Such as no other test uses: the engines are shared, and so are their prefix caches."""
+    rng = random.Random(f"bytes moved {seed}")
+    return tuple(rng.randrange(10, 500) for _ in range(count))
 
 
 def token_bytes(model: Path) -> int:
@@ -30,46 +37,39 @@ async def moved_by(session: aiohttp.ClientSession, source: Engine, sink: Engine,
     return int(after - before)
 
 
-def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(cluster: Cluster, model: Path) -> None:
-    starting = [cluster.serve(name, extra=LONG_LEASE) for name in ("prefill", "decode")]
-    p, d = (process.ready() for process in starting)
+def test_only_the_missing_suffix_moves_and_a_full_hit_moves_nothing(patient: Pair, model: Path) -> None:
+    p, d = patient.p, patient.d
     block_bytes = BLOCK * token_bytes(model)
 
     async def check() -> None:
         async with new_session() as session:
-            start = tuple(range(10, 10 + 4 * BLOCK))
+            start = tokens(1, 4 * BLOCK)
             assert await moved_by(session, p, d, Prompt(start)) == 4 * block_bytes
             # D has the first 4 blocks now; the next prompt shares them and adds 2 and a bit.
-            longer = start + tuple(range(200, 200 + 2 * BLOCK + 3))
+            longer = start + tokens(2, 2 * BLOCK + 3)
             assert await moved_by(session, p, d, Prompt(longer)) == 3 * block_bytes
             # All full blocks are there; only the partly filled last one is not.
             assert await moved_by(session, p, d, Prompt(longer)) <= block_bytes
             # A prompt that ends with a block D has in full: nothing to move. The lease is 600 s, so P is free only if it was told.
-            await until("D has it all", lambda: nothing_moves(session, p, d, Prompt(start + tuple(range(200, 200 + BLOCK)))))
+            assert await moved_by(session, p, d, Prompt(longer[: 5 * BLOCK])) == 0
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
-async def nothing_moves(session: aiohttp.ClientSession, p: Engine, d: Engine, prompt: Prompt) -> bool:
-    return await moved_by(session, p, d, prompt) == 0
-
-
-def test_a_prompt_shorter_than_a_block_moves_one_block_per_layer(cluster: Cluster, model: Path) -> None:
-    starting = [cluster.serve(name, extra=LONG_LEASE) for name in ("prefill", "decode")]
-    p, d = (process.ready() for process in starting)
+def test_a_prompt_shorter_than_a_block_moves_one_block_per_layer(patient: Pair, model: Path) -> None:
+    p, d = patient.p, patient.d
 
     async def check() -> None:
         async with new_session() as session:
-            assert await moved_by(session, p, d, Prompt((11, 12, 13))) == BLOCK * token_bytes(model)
+            assert await moved_by(session, p, d, Prompt(tokens(3, 3))) == BLOCK * token_bytes(model)
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
-def test_params_of_another_prompt_bring_only_the_common_prefix(cluster: Cluster, model: Path) -> None:
-    starting = [cluster.serve(name, extra=LONG_LEASE) for name in ("prefill", "decode")]
-    p, d = (process.ready() for process in starting)
+def test_params_of_another_prompt_bring_only_the_common_prefix(patient: Pair, model: Path) -> None:
+    p, d = patient.p, patient.d
     base = tuple(range(10, 10 + 4 * BLOCK))
     cases = {
         base[: 2 * BLOCK] + tuple(range(300, 340)): 2,

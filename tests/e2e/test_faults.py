@@ -6,7 +6,7 @@ import time
 
 import aiohttp
 import pytest
-from tests.e2e.conftest import random_prompts
+from tests.e2e.conftest import SHORT, Fleet, Pair, random_prompts
 from tests.e2e.harness import (
     Answer,
     Cluster,
@@ -24,26 +24,20 @@ from tests.e2e.harness import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SHORT = {"kv_lease_duration": 2, "handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
 DEADLINE_S = 15.0
-
-
-def start_pair(cluster: Cluster, **settings: str) -> tuple[Engine, Engine]:
-    starting = [cluster.serve(name, extra=SHORT, **settings) for name in ("prefill", "decode")]  # type: ignore[arg-type]
-    p, d = (process.ready() for process in starting)
-    return p, d
 
 
 async def used_blocks(session: aiohttp.ClientSession, engine: Engine) -> float:
     return (await metrics(session, engine))["kvferry:num_used_blocks"]
 
 
-def test_blocks_come_back_when_the_decode_side_is_killed(cluster: Cluster) -> None:
-    p, d = start_pair(cluster)
+def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
+    p = fleet.p
+    d = fleet.cluster.serve("doomed decode", extra=SHORT).ready()
 
     async def check() -> None:
         async with new_session() as session:
-            prompts = random_prompts(6, seed=11, longest=300)
+            prompts = random_prompts(6, seed=11, longest=100)
             params = [await prefill(session, p, prompt) for prompt in prompts]
             assert await used_blocks(session, p) > 0
             d.pause()
@@ -62,16 +56,15 @@ def test_blocks_come_back_when_the_decode_side_is_killed(cluster: Cluster) -> No
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(cluster: Cluster, policy: str) -> None:
+def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(cluster: Cluster, plain: Engine, policy: str) -> None:
     """Traffic goes on while P is killed with -9 and started again at the same address, with the same engine id."""
-    plain = cluster.serve("plain", is_plain=True)
-    first = cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p").ready()
-    d = cluster.serve("decode", extra=SHORT, policy=policy).ready()
+    starting = [cluster.serve("prefill", extra=SHORT, policy=policy, engine_id="p"), cluster.serve("decode", extra=SHORT, policy=policy)]
+    first, d = (process.ready() for process in starting)
     router = cluster.proxy([first], [d]).ready()
     prompts = [Prompt(tuple(random.Random(n).randrange(10, 500) for _ in range(100))) for n in range(60)]
 
     async def check() -> None:
-        reference = {p.token_ids: a for p, a in zip(prompts, await ask_all(plain.ready(), prompts), strict=True)}
+        reference = {p.token_ids: a for p, a in zip(prompts, await ask_all(plain, prompts), strict=True)}
         outcomes: list[tuple[Prompt, Answer, float]] = []
         async with new_session() as session:
 
@@ -109,15 +102,14 @@ async def _at_least(items: list[tuple[Prompt, Answer, float]], count: int) -> bo
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(cluster: Cluster, policy: str) -> None:
+def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(fleet: Fleet, policy: str) -> None:
     """D is paused until P has given the blocks to other prompts."""
-    starting = [cluster.serve("prefill", "--num-gpu-blocks-override", "40", extra=SHORT, policy=policy)]
-    starting += [cluster.serve("decode", extra=SHORT, policy=policy)]
-    p, d = (process.ready() for process in starting)
+    p, d = fleet.p, fleet.strict if policy == "fail" else fleet.lenient
 
     async def check() -> None:
         async with new_session() as session:
-            prompts = [Prompt(tuple(random.Random(n).randrange(10, 500) for _ in range(250))) for n in range(4)]
+            prompts = [Prompt(tuple(random.Random(f"{policy} {n}").randrange(10, 500) for _ in range(250))) for n in range(4)]
+            before = (await metrics(session, d)).get("kvferry:failed_pulls_total", 0)
             # D knows P already, so that it could read at once when it wakes up.
             warm = Prompt(tuple(range(20, 60)))
             assert (await ask(session, d, warm, kv_transfer_params=await prefill(session, p, warm))).is_ok
@@ -136,7 +128,7 @@ def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(cluste
                 assert answer == await ask(session, p, prompts[0])
             # Neither is D's prefix cache poisoned.
             assert await ask(session, d, prompts[0]) == await ask(session, p, prompts[0])
-            assert (await metrics(session, d))["kvferry:failed_pulls_total"] == 1
+            assert (await metrics(session, d))["kvferry:failed_pulls_total"] == before + 1
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
@@ -146,21 +138,18 @@ async def _is_free(session: aiohttp.ClientSession, engine: Engine) -> bool:
     return await used_blocks(session, engine) == 0
 
 
-def test_a_client_that_leaves_at_any_moment_leaves_no_block_behind(cluster: Cluster) -> None:
-    starting = [cluster.serve(name, extra={"kv_lease_duration": 600}) for name in ("prefill", "decode")]
-    p, d = (process.ready() for process in starting)
-    router = cluster.proxy([p], [d]).ready()
+def test_a_client_that_leaves_at_any_moment_leaves_no_block_behind(patient: Pair) -> None:
+    p, d, router = patient.p, patient.d, patient.router
 
     async def check() -> None:
         async with new_session() as session:
             rng = random.Random(7)
-            for number in range(25):
+            for _ in range(25):
                 prompt = Prompt(tuple(rng.randrange(10, 500) for _ in range(300)), max_tokens=64)
                 task = asyncio.create_task(ask(session, router, prompt))
                 await asyncio.sleep(rng.random() * 0.4)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-                assert number >= 0
             # The lease is 600 s: what is free soon was released, not expired.
             await assert_quiescent(session, p, d)
             assert (await ask(session, router, Prompt(tuple(range(10, 40))))).is_ok
@@ -168,21 +157,23 @@ def test_a_client_that_leaves_at_any_moment_leaves_no_block_behind(cluster: Clus
     asyncio.run(check())
 
 
-def test_a_ticket_that_nobody_uses_frees_its_blocks_when_the_lease_ends(cluster: Cluster) -> None:
-    p = cluster.serve("prefill", extra=SHORT).ready()
+def test_a_ticket_that_nobody_uses_frees_its_blocks_when_the_lease_ends(fleet: Fleet) -> None:
+    p = fleet.p
 
     async def check() -> None:
         async with new_session() as session:
+            await assert_quiescent(session, p)
+            before = (await metrics(session, p)).get("vllm:nixl_num_kv_expired_reqs_total", 0)
             await prefill(session, p, Prompt(tuple(range(10, 200))))
             assert await used_blocks(session, p) == 12
             await assert_quiescent(session, p)
-            assert (await metrics(session, p))["vllm:nixl_num_kv_expired_reqs_total"] == 1
+            assert (await metrics(session, p))["vllm:nixl_num_kv_expired_reqs_total"] == before + 1
 
     asyncio.run(check())
 
 
-def test_an_engine_given_its_own_ticket_computes_from_its_own_cache(cluster: Cluster) -> None:
-    p = cluster.serve("both", extra={"kv_lease_duration": 600}).ready()
+def test_an_engine_given_its_own_ticket_computes_from_its_own_cache(patient: Pair) -> None:
+    p = patient.p
 
     async def check() -> None:
         async with new_session() as session:

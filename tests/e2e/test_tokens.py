@@ -20,11 +20,9 @@ SAMPLED = [
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, list[Answer]]:
+def expected(plain: Engine) -> dict[str, list[Answer]]:
     """What one engine that knows nothing of transfers answers."""
-    with Cluster(tmp_path_factory.mktemp("plain"), model) as cluster:
-        engine = cluster.serve("plain", is_plain=True).ready()
-        return {"greedy": asyncio.run(ask_all(engine, GREEDY)), "sampled": asyncio.run(ask_all(engine, SAMPLED))}
+    return {"greedy": asyncio.run(ask_all(plain, GREEDY)), "sampled": asyncio.run(ask_all(plain, SAMPLED))}
 
 
 @pytest.fixture(scope="module", params=["shm", "nixl"])
@@ -119,15 +117,14 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, pla
     asyncio.run(check())
 
 
-def test_two_ranks_on_each_side_give_a_single_ranks_tokens(cluster: Cluster) -> None:
+def test_two_ranks_on_each_side_give_a_single_ranks_tokens(cluster: Cluster, plain: Engine) -> None:
     starting = [cluster.serve(name, "--tensor-parallel-size", "2") for name in ("prefill", "decode")]
-    plain = cluster.serve("plain", is_plain=True)
     engines = [process.ready() for process in starting]
     router = cluster.proxy(engines[:1], engines[1:]).ready()
     prompts = random_prompts(12, seed=4, longest=200)
 
     async def check() -> None:
-        assert await ask_all(router, prompts) == await ask_all(plain.ready(), prompts)
+        assert await ask_all(router, prompts) == await ask_all(plain, prompts)
         async with new_session() as session:
             assert (await metrics(session, engines[1]))["kvferry:transfer_bytes_total"] > 0
             await assert_quiescent(session, *engines)

@@ -44,10 +44,6 @@ class SharedMemory:
         if size_bytes <= 0:
             raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block")
         check_fits(size_bytes, available_bytes())
-        available = _available_bytes()
-        if size_bytes > available:
-            # Checked first: the kernel would hand out pages one by one and then kill somebody, not refuse.
-            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be had, {available} are free; make the cache smaller")
         fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)
@@ -111,11 +107,3 @@ class SharedMemoryAllocator:
 
     def allocate(self, size_bytes: int) -> SharedMemory:
         return SharedMemory.allocate(size_bytes)
-
-
-def _available_bytes() -> int:
-    """What this host can still give without swapping, as far as it says so."""
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
-    return 1 << 62
