@@ -27,6 +27,7 @@ from kvferry.config import (
     kv_cache_layout_from_environment,
 )
 from kvferry.errors import ConfigError
+from kvferry.protocol.heartbeats import heartbeat_interval_s
 from kvferry.types import FailurePolicy, KVLayout
 
 PULL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -101,13 +102,13 @@ def test_a_config_survives_the_way_into_a_worker_process() -> None:
 )
 def test_heartbeats_follow_from_the_lease(lease: float, interval: float, extension: float) -> None:
     extra = nixl(kv_lease_duration=lease)
-    assert (extra.heartbeat_interval_s, extra.lease_extension_s) == (interval, extension)
+    assert (heartbeat_interval_s(lease), extra.lease_extension_s) == (interval, extension)
 
 
 @given(st.floats(min_value=1e-3, max_value=1e6))
 def test_a_lease_outlives_several_lost_heartbeats(lease: float) -> None:
     extra = NixlExtraConfig(kv_lease_duration=lease)
-    assert 0 < extra.heartbeat_interval_s * 3 <= extra.lease_extension_s <= lease
+    assert 0 < heartbeat_interval_s(lease) * 3 <= extra.lease_extension_s <= lease
 
 
 @pytest.mark.parametrize(

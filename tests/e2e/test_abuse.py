@@ -19,6 +19,7 @@ from kvferry.protocol.tickets import TicketKey
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
+COUNTED = ("rejected_params", "transfers", "failed_handshakes")
 PROMPT = Prompt(tuple(range(40, 120)))
 
 

@@ -42,9 +42,9 @@ def random_tokens(count: int, seed: int) -> tuple[int, ...]:
     return tuple(generator.randrange(512) for _ in range(count))
 
 
-def reference_logits(model: Path, tokens: tuple[int, ...]) -> torch.Tensor:
-    """transformers' logits at every position, in float32."""
-    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+def reference_logits(model: Path, tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """transformers' logits at every position."""
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
         logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits
@@ -73,6 +73,14 @@ def test_logits_of_prefill_and_decode_equal_those_of_transformers(options: Engin
             one = runner.logits([SequenceSlice("a", (tokens[position],), position, TABLE, GREEDY)])
             assert distance(one[0], expected[position]) <= 1e-4
         assert distance(one[0], expected[0]) > 1.0
+
+
+def test_without_float32_arithmetic_on_either_side_only_the_rounding_of_the_cache_is_left(options: EngineOptions) -> None:
+    for seed in range(20, 24):
+        tokens = random_tokens(300, seed)
+        with one_rank(options) as runner:
+            found = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])[0]
+        assert distance(found, reference_logits(options.model, tokens, torch.float64)[-1]) <= 4e-5
 
 
 def test_logits_of_a_chunked_prefill_equal_those_of_transformers(options: EngineOptions) -> None:

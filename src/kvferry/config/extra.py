@@ -107,13 +107,8 @@ class NixlExtraConfig(ExtraConfig):
             _check_peer(peer)
 
     @property
-    def heartbeat_interval_s(self) -> float:
-        """A sixth of the lease, in whole seconds where there are whole seconds to count."""
-        return self.kv_lease_duration // 6 if self.kv_lease_duration >= 6 else self.kv_lease_duration / 6
-
-    @property
     def lease_extension_s(self) -> float:
-        """What one heartbeat adds: two thirds of the lease, rounded in the same way."""
+        """What one heartbeat adds: two thirds of the lease, in whole seconds where there are whole seconds to count."""
         return self.kv_lease_duration * 2 // 3 if self.kv_lease_duration >= 3 else self.kv_lease_duration * 2 / 3
 
     @property
