@@ -4,7 +4,17 @@ from dataclasses import dataclass
 
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["BytesMoved", "Event", "HandshakeFailed", "LeaseEnded", "MessageDropped", "PeerConnected", "PullFailed", "PullFinished"]
+__all__ = [
+    "BytesMoved",
+    "Event",
+    "HandshakeFailed",
+    "LeaseEnded",
+    "MessageDropped",
+    "PeerConnected",
+    "PullFailed",
+    "PullFinished",
+    "PullGivenUp",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +27,14 @@ class PullFinished:
 @dataclass(frozen=True, slots=True)
 class PullFailed:
     """The blocks must not be used; nothing will write into them any more."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullGivenUp:
+    """The blocks will not be used, but something may still write into them; `PullFailed` follows when nothing can."""
 
     request: RequestId
     reason: str
@@ -62,4 +80,4 @@ class MessageDropped:
     reason: str
 
 
-Event = PullFinished | PullFailed | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | MessageDropped
+Event = PullFinished | PullFailed | PullGivenUp | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | MessageDropped

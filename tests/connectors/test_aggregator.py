@@ -32,6 +32,12 @@ def test_one_failed_rank_fails_the_whole_and_is_reported_with_the_last() -> None
     assert again.failed_recving == set()
 
 
+def test_what_one_rank_gives_up_is_told_before_the_others_have_ended() -> None:
+    ranks = KVOutputAggregator(2)
+    whole = ranks.aggregate([None, KVConnectorOutput(given_up_recving={"a": "slow"})])
+    assert (whole.given_up_recving, whole.finished_recving, whole.is_empty) == ({"a": "slow"}, set(), False)
+
+
 def test_reports_that_never_become_whole_are_bounded() -> None:
     ranks = KVOutputAggregator(2, max_partial=10)
     for number in range(1000):

@@ -289,6 +289,22 @@ def test_requests_wait_for_blocks_that_a_peer_reads() -> None:
     assert_quiescent(rig)
 
 
+def test_a_load_that_is_given_up_fails_at_once_and_keeps_its_blocks_until_it_has_ended() -> None:
+    rig = Rig(make_limits())
+    rig.add(make_request("a", PROMPT), Script(available_tokens=10))
+    rig.step()
+    rig.news.given_up_recving |= {"a": "too slow", "stranger": "?"}
+    rig.step()
+    assert rig.last["a"].finish_reason == "error"
+    assert "too slow" in (rig.last["a"].error or "")
+    assert rig.scheduler.status().num_used_blocks == 3
+    rig.news.given_up_recving |= {"a": "again"}
+    rig.step()
+    rig.end_load("a")
+    rig.run()
+    assert_quiescent(rig)
+
+
 def test_an_aborted_load_with_a_delayed_free_needs_both_to_end() -> None:
     rig = Rig(make_limits())
     rig.add(make_request("a", PROMPT), Script(available_tokens=10, is_delayed=True))

@@ -1,6 +1,6 @@
 """Two real ferries tell the stories: right bytes or a reason, and nothing left behind."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,9 +10,10 @@ from kvferry.events import BytesMoved, HandshakeFailed, MessageDropped, PeerConn
 from kvferry.ferry.commands import Abandon, Abort, Reject, Settle
 from kvferry.planes.faulty import FaultyDataPlane, parse_faults
 from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
+from kvferry.ports.data import Handle, Pieces, PlaneOffer
 from kvferry.protocol import codec
 from kvferry.protocol.messages import Confirmed, Release
-from kvferry.types import RequestId
+from kvferry.types import PeerId, Region, RequestId
 
 
 @pytest.fixture
@@ -254,6 +255,45 @@ def test_a_plane_that_fails_fails_the_request_only() -> None:
     assert len(world.d.failed()) == 2
     assert len(world.p.freed()) == 4
     world.assert_quiescent()
+
+
+@pytest.mark.parametrize("moment", ["connect", "read"])
+def test_whatever_a_plane_raises_fails_that_request_and_the_next_one_works(moment: str) -> None:
+    network = MemoryNetwork()
+    plane = RaisingPlane(network, moment)
+    world = World(plane, network)
+    for name in ("first", "second"):
+        ticket = world.p.issue(name, [3])
+        world.p.grant(name)
+        world.d.track(name, ticket)
+        world.d.start(name, [5], range(0, 4))
+        world.run()
+        plane.is_broken = False
+        world.clock.advance(1)
+    assert ["OverflowError" in reason for reason in world.d.failed()] == [True]
+    assert world.d.finished() == ["second"]
+    world.clock.advance(60)
+    world.run()
+    world.assert_quiescent()
+
+
+class RaisingPlane(MemoryDataPlane):
+    """Raises what no contract names, as libraries do."""
+
+    def __init__(self, network: MemoryNetwork, moment: str) -> None:
+        super().__init__(network)
+        self.moment = moment
+        self.is_broken = True
+
+    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+        if self.is_broken and self.moment == "connect":
+            raise OverflowError("a number that is too large")
+        super().connect(peer, offer, regions)
+
+    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+        if self.is_broken and self.moment == "read":
+            raise OverflowError("a number that is too large")
+        return super().read(peer, pieces)
 
 
 def test_an_unknown_producer_is_given_up_after_the_handshakes_deadline(world: World) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import select
 import socket
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, TransportError
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.ports.control import ControlEvent, Disconnected, Received
 from kvferry.testing.control_conformance import gather
@@ -231,3 +232,16 @@ class Relay:
                 readable, _, _ = select.select([one, two], [], [], 0.02)
                 for end in [] if self._frozen.is_set() else readable:
                     (two if end is one else one).sendall(end.recv(65536))
+
+
+def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(plane: ZmqControlPlane) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Sockets already made need no more; the next one finds nothing left.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        with pytest.raises(TransportError, match="cannot be dialled"):
+            plane.send("tcp://127.0.0.1:9", b"frame")
+        assert plane.poll(0) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    plane.send("tcp://127.0.0.1:9", b"frame")

@@ -76,6 +76,21 @@ def test_a_damaged_message_is_a_message_or_a_remote_error(message: Message, data
         codec.decode(bytes(frame))
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        Attach("t", "r" * 2000),
+        Confirm("e" * 2000, "l", "r"),
+        Detach("e", "l" * 2000, "r"),
+        Heartbeat("e", 1, ["l"] * 1001),
+        Heartbeat("e", 1, ["l" * 2000]),
+    ],
+)
+def test_names_that_an_answer_would_echo_are_bounded(message: Message) -> None:
+    with pytest.raises(RemoteProtocolError, match="cannot be read"):
+        codec.decode(codec.encode(message))
+
+
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(RemoteProtocolError):
         codec.decode(b"\x91" * 100_000)

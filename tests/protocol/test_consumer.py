@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.events import HandshakeFailed, PullFailed, PullFinished
+from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
@@ -188,7 +188,7 @@ def test_blocks_are_not_handed_back_while_bytes_may_still_land() -> None:
     consumer.abort(R1, now=2)
     actions = consumer.take_actions()
     assert of(actions, StopRead) == [StopRead(R1, PEER)]
-    assert consumer.take_events() == []
+    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
     consumer.read_ended(R1, PEER, "cancelled", now=3)
     assert failures(consumer) == ["the request was aborted"]
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1")]
@@ -320,10 +320,61 @@ def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
     assert failures(consumer) == ["the ticket's block list of group 0 has 2 blocks, 3 are needed"]
 
 
-def test_a_failed_read_fails_the_request() -> None:
+def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() -> None:
+    """The plane may have dropped its connection for good, while the control channel stands."""
     consumer = reading(make_consumer())
-    consumer.read_ended(R1, PEER, "peer died", now=2)
-    assert failures(consumer) == ["reading from the producer failed: peer died"]
+    consumer.take_actions()
+    consumer.read_ended(R1, PEER, "broken", now=2)
+    assert failures(consumer) == ["reading from the producer failed: broken"]
+    assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
+    consumer.track(R2, ticket("b", 2), "T2", now=2)
+    consumer.start(R2, [[5, 6]], range(0, 8), now=2)
+    assert of(connect(consumer, now=2), StartRead)
+
+
+def test_a_crowd_of_leases_is_renewed_in_several_beats() -> None:
+    consumer = make_consumer()
+    for number in range(2500):
+        consumer.track(RequestId(f"r{number}"), ticket(f"a{number}", number + 1), "T", now=0)
+    connect(consumer)
+    consumer.advance(now=5)
+    beats = sent(consumer.take_actions(), Heartbeat)
+    assert [len(beat.leases) for beat in beats if isinstance(beat, Heartbeat)] == [1000, 1000, 500]
+    assert all(len(codec.encode(beat)) < codec.MAX_MESSAGE_BYTES for beat in beats if isinstance(beat, Heartbeat))
+
+
+def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
+    consumer = make_consumer()
+    request = RequestId("r" * 5000)
+    consumer.track(request, ticket(), "T1", now=0)
+    [attach] = sent(connect(consumer), Attach)
+    assert isinstance(attach, Attach)
+    assert codec.decode(codec.encode(attach)) == attach
+    consumer.start(request, [[5, 6]], range(0, 8), now=1)
+    consumer.read_ended(request, PEER, None, now=2)
+    consumer.receive(CONTROL, Confirmed("a", attach.reader), now=3)
+    assert consumer.take_events() == [PullFinished(request)]
+
+
+def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
+    """Otherwise the late message would dial it again, and nobody would forget that connection."""
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    connect(consumer)
+    consumer.track(R2, ticket("b", 2), "T2", now=1)
+    consumer.disconnected(CONTROL, now=1)
+    kinds = [type(action) for action in consumer.take_actions()]
+    assert kinds.index(Send) < kinds.index(ClosePeer)
+    assert Send not in kinds[kinds.index(ClosePeer) :]
+
+
+def test_one_that_leaves_during_the_handshake_does_not_end_the_lease_of_its_siblings() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R2, ticket(), "T1", now=0)
+    consumer.abort(R1, now=0)
+    messages = [action.message for action in connect(consumer) if isinstance(action, Send)]
+    assert messages == [Attach("T1", "d/r2", "memory"), Attach("T1", "d/r1"), Detach("e1", "a", "d/r1")]
 
 
 def test_blocks_for_a_request_never_announced_fail_it() -> None:
@@ -435,7 +486,7 @@ class ConsumerMachine(RuleBasedStateMachine):
                 case OpenPeer():
                     self.opening = True
         for event in self.consumer.take_events():
-            if isinstance(event, HandshakeFailed):
+            if isinstance(event, HandshakeFailed | PullGivenUp):
                 continue
             assert isinstance(event, PullFinished | PullFailed)
             assert event.request in self.started

@@ -119,6 +119,8 @@ def test_a_layout_from_the_wire_becomes_a_geometry() -> None:
         {"regions": [RegionInfo("l", -1, 64, 64, 12, "DRAM", 0)]},
         {"regions": [RegionInfo("l", 2**64 - 1, 64, 64, 12, "DRAM", 0)]},
         {"regions": [RegionInfo("l", 0, 64, 64, 13, "DRAM", 0)]},
+        {"regions": [RegionInfo("l", 0, 64, 64, 12, "DRAM", -1)]},
+        {"regions": [RegionInfo("l", 0, 64, 64, 12, "VRAM", 2**40)]},
         {"regions": [RegionInfo("l", 0, 64, 64, 12, "TAPE", 0)]},
         {"regions": [RegionInfo("l", 0, 64, 64, 12, "DRAM", 0, -1)]},
     ],

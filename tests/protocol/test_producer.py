@@ -95,11 +95,33 @@ def test_readers_that_left_before_the_grant_do_not_pin_it() -> None:
 def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_waits() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
-    producer.abandon(A, now=0)
+    producer.abandon(A)
     producer.grant(A, 1, now=1)
     assert ended(producer) == []
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
+
+
+def test_a_ticket_handed_back_ends_its_own_lease_and_no_later_one_of_that_name() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.hand_back(A, 1)
+    assert ended(producer) == [("a", LeaseEnd.RELEASED)]
+    producer.grant(A, 2, now=1)
+    producer.hand_back(A, 1)
+    assert ended(producer) == []
+    producer.hand_back(A, 2)
+    assert ended(producer) == [("a", LeaseEnd.RELEASED)]
+
+
+def test_a_ticket_is_good_for_its_own_lease_only_though_an_engine_uses_a_name_again() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    producer.advance(now=30)
+    producer.grant(A, 2, now=31)
+    producer.receive(D, Attach(ticket(serial=1), "d/1"), now=32)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=33)
+    assert all(isinstance(reply.message, Refused) for reply in producer.take_replies())
 
 
 @pytest.mark.parametrize("text", ["", "garbage", ticket(engine="q"), ticket(epoch="e0"), TicketKey(b"other").sign(KEY.open(ticket()))])
@@ -115,7 +137,7 @@ def test_a_ticket_that_is_not_good_here_is_refused(text: str) -> None:
 def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    producer.abandon(A, now=1)
+    producer.abandon(A)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
     assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended"))]
 
@@ -188,7 +210,7 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule(serial=st.integers(1, 6))
     def abandon(self, serial: int) -> None:
         if serial <= self.granted:
-            self.producer.abandon(RequestId(f"r{serial}"), self.now)
+            self.producer.hand_back(RequestId(f"r{serial}"), serial)
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:

@@ -102,6 +102,9 @@ def test_a_signed_ticket_of_another_version_or_shape_is_refused() -> None:
         {"block_runs": [[(-1, 3)]]},
         {"block_runs": [[(0, 2)]]},
         {"block_runs": [[(0, 10**9)]]},
+        {"block_runs": [[(2**63, 3)]]},
+        {"tp_size": 10**9},
+        {"request": "r" * 1000},
     ],
 )
 def test_fields_out_of_range_are_refused(changes: dict[str, object]) -> None:

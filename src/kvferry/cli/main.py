@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from kvferry import __version__
 from kvferry.cli.arguments import FLAG, dashed, split_transfer_arguments
+from kvferry.cli.limits import raise_file_limit
 from kvferry.cli.parser import Parser, shown_word
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
@@ -77,6 +78,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _run(name: str, rest: list[str]) -> int:
+    raise_file_limit()
     entry = COMMANDS[name]
     command = cast(Command, importlib.import_module(entry.module))
     parser = Parser(f"kvferry {name}", command.DESCRIPTION, command.EXAMPLES)

@@ -14,9 +14,10 @@ from kvferry.config import (
     NixlExtraConfig,
     SideChannelConfig,
     fault_spec_from_environment,
+    is_loopback,
 )
 from kvferry.errors import ConfigError
-from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shm import SharedMemory, ShmDataPlane
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.ports.control import ControlPlane
@@ -78,7 +79,8 @@ class Kit:
         made: list[DataPlane] = []
         for name in self.planes:
             if name == "nixl":
-                made.append(NixlDataPlane(self.backends, self.num_threads))
+                reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
+                made.append(NixlDataPlane(self.backends, self.num_threads, reach))
             elif isinstance(memory, SharedMemory):
                 made.append(ShmDataPlane(memory))
         return _with_faults(made, self.faults) if self.faults else made

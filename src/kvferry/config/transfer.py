@@ -15,6 +15,7 @@ from kvferry.types import FailurePolicy
 __all__ = ["BufferDevice", "KVRole", "KVTransferConfig", "MultiExtraConfig"]
 
 OWN_PACKAGE = "kvferry"
+MAX_ENGINE_ID_CHARS = 256
 
 
 class KVRole(StrEnum):
@@ -51,6 +52,8 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if len(self.engine_id) > MAX_ENGINE_ID_CHARS:
+            raise ConfigError(f"engine_id has {len(self.engine_id)} characters; use at most {MAX_ENGINE_ID_CHARS}")
         with_path = _Prefixed("kv_connector_extra_config.")
         with with_path:
             extra = self._extra_class().from_mapping(self.kv_connector_extra_config, self.kv_connector)

@@ -47,6 +47,7 @@ class KVOutputAggregator:
             self._failed[request] = self._failed.get(request) or output.failure_reasons.get(request, "")
         whole.finished_sending |= self._count(self._sending, rank, output.finished_sending)
         whole.finished_recving |= self._count(self._recving, rank, output.finished_recving)
+        whole.given_up_recving |= output.given_up_recving
         whole.invalid_block_ids |= output.invalid_block_ids
         if output.kv_connector_stats is not None:
             stats = whole.kv_connector_stats

@@ -197,6 +197,8 @@ class KVConnectorTransferResults:
     failed_recving: set[str] = field(default_factory=set)
     failure_reasons: dict[str, str] = field(default_factory=dict)
     """kvferry only: a sentence per failed receive."""
+    given_up_recving: dict[str, str] = field(default_factory=dict)
+    """kvferry only: receives that will fail, with the reason, whose blocks may still be written. `failed_recving` names them later."""
 
 
 @dataclass(slots=True)
@@ -207,6 +209,7 @@ class KVConnectorOutput:
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     failure_reasons: dict[str, str] = field(default_factory=dict)
+    given_up_recving: dict[str, str] = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_stats: "KVConnectorStats | None" = None
     kv_cache_events: Any = None
@@ -219,6 +222,7 @@ class KVConnectorOutput:
             self.finished_sending
             or self.finished_recving
             or self.failed_recving
+            or self.given_up_recving
             or self.invalid_block_ids
             or self.kv_connector_stats
             or self.kv_cache_events

@@ -25,11 +25,11 @@ from kvferry.connectors.params import BadParams, PrefillForPeer, PullFromPeer, r
 from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import InvalidTicket, LocalProtocolError
-from kvferry.ferry.commands import Abandon, Abort, Command, Grant, Reject, Settle, Start, Track
+from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
 from kvferry.ferry.side_channel import SideChannel
 from kvferry.protocol.fingerprints import common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
+from kvferry.protocol.tickets import MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
 __all__ = ["PullScheduler"]
@@ -143,6 +143,9 @@ class PullScheduler:
         if not is_whole or not isinstance(read_params(request.kv_transfer_params), PrefillForPeer):
             return False, None
         num_tokens = request.num_computed_tokens
+        if len(request_id) > MAX_NAME_CHARS:
+            _log.warning("not handed over: its id is longer than %d characters request=%.80s…", MAX_NAME_CHARS, request_id)
+            return False, None
         if num_tokens == 0 or self._address is None or not self._config.kv_transfer.is_kv_producer:
             return False, None
         num_blocks = -(-num_tokens // self._cache.block_size)
@@ -197,7 +200,7 @@ class PullScheduler:
 
     def build_connector_meta(self) -> PullMetadata:
         if self._side_channel is not None:
-            self._commands += [Abandon(request) for request in self._side_channel.take_released()]
+            self._commands += self._side_channel.take_released()
         commands, self._commands = tuple(self._commands), []
         return PullMetadata(commands)
 
@@ -224,7 +227,7 @@ class PullScheduler:
     def _take_own_ticket(self, ticket: Ticket) -> None:
         """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody dials himself."""
         if ticket.epoch == self._config.epoch:
-            self._commands.append(Abandon(ticket.lease))
+            self._commands.append(HandBack(ticket.lease, ticket.serial))
 
     def _refuse(self, request: Request, reason: str) -> None:
         self._stats.count("rejected_params")

@@ -13,7 +13,17 @@ from kvferry.connectors.geometry import compatibility_factors, geometry_of
 from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError
-from kvferry.events import BytesMoved, Event, HandshakeFailed, LeaseEnded, MessageDropped, PeerConnected, PullFailed, PullFinished
+from kvferry.events import (
+    BytesMoved,
+    Event,
+    HandshakeFailed,
+    LeaseEnded,
+    MessageDropped,
+    PeerConnected,
+    PullFailed,
+    PullFinished,
+    PullGivenUp,
+)
 from kvferry.ferry.ferry import Ferry, FerrySettings, FerrySnapshot
 from kvferry.ferry.thread import FerryThread
 from kvferry.ports.control import ControlPlane
@@ -121,6 +131,8 @@ class PullWorker:
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
                 results.failure_reasons[request] = reason
+            case PullGivenUp(request, reason):
+                results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
                 if end is LeaseEnd.EXPIRED:
                     self._stats.count("kv_expired_reqs")

@@ -9,6 +9,7 @@ Pure but for the calls to the connector: no clock, thread or socket. What a conn
 never fatal.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -252,7 +253,7 @@ class Scheduler:
     # -- what the connector reports --------------------------------------------------------------------------------
 
     def _take_transfers(self, news: KVConnectorOutput) -> list[RequestOutput]:
-        outputs: list[RequestOutput] = []
+        outputs = self._give_up_loads(news.given_up_recving)
         for request_id in sorted(news.failed_recving):
             if request_id in self._queues.loading:
                 reason = news.failure_reasons.get(request_id, "the connector gave no reason")
@@ -262,6 +263,13 @@ class Scheduler:
         for request_id in sorted(news.finished_sending):
             self._end_sending(request_id)
         return outputs
+
+    def _give_up_loads(self, given_up: Mapping[str, str]) -> list[RequestOutput]:
+        """A client need not wait until the last byte of a load that has failed is sure not to come; its blocks do."""
+        if self._limits.load_failure_policy is not FailurePolicy.FAIL:
+            return []
+        loading = [(self._queues.loading.get(request_id), reason) for request_id, reason in sorted(given_up.items())]
+        return [self._fail(seq, _unfetched(reason), _BAD_GATEWAY) for seq, reason in loading if seq and not seq.status.is_finished]
 
     def _end_load(self, request_id: str) -> list[RequestOutput]:
         seq = self._queues.loading.pop(request_id, None)
@@ -290,7 +298,7 @@ class Scheduler:
     def _refuse_load(self, seq: Sequence, failure: str) -> list[RequestOutput]:
         """By the failure policy: an error for the client, or everything computed here from now on."""
         if self._limits.load_failure_policy is FailurePolicy.FAIL:
-            return [self._fail(seq, f"the KV cache of this request could not be fetched: {failure}", _BAD_GATEWAY)]
+            return [self._fail(seq, _unfetched(failure), _BAD_GATEWAY)]
         self._notes.append(f"request={seq.request_id} is computed here because its KV could not be fetched: {failure}")
         self._has_changed = True
         self._batcher.withdraw(seq)
@@ -325,3 +333,7 @@ class Scheduler:
     def _note_unknown(self, what: str, request_id: str) -> None:
         self._counters.unknown_transfers += 1
         self._notes.append(f"the connector reported {what} of request={request_id}, which has no such transfer; ignored")
+
+
+def _unfetched(reason: str) -> str:
+    return f"the KV cache of this request could not be fetched: {reason}"

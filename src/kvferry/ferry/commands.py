@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvferry.types import RequestId
 
-__all__ = ["Abandon", "Abort", "Command", "Grant", "Reject", "Settle", "Start", "Track"]
+__all__ = ["Abandon", "Abort", "Command", "Grant", "HandBack", "Reject", "Settle", "Start", "Track"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,17 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The holder of this request's ticket has given it up."""
+    """Nobody will come for this request's blocks: its ticket reached nobody."""
 
     request: RequestId
 
 
-Command = Track | Start | Settle | Abort | Reject | Grant | Abandon
+@dataclass(frozen=True, slots=True)
+class HandBack:
+    """The holder of ticket `serial` of this request has given it up."""
+
+    request: RequestId
+    serial: int
+
+
+Command = Track | Start | Settle | Abort | Reject | Grant | Abandon | HandBack

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
-from kvferry.ferry.commands import Abandon, Abort, Command, Grant, Reject, Settle, Start, Track
+from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.protocol import codec
@@ -126,7 +126,9 @@ class Ferry:
             case Grant(request, serial):
                 self._producer.grant(request, serial, now)
             case Abandon(request):
-                self._producer.abandon(request, now)
+                self._producer.abandon(request)
+            case HandBack(request, serial):
+                self._producer.hand_back(request, serial)
             case Track(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
             case Start(request, blocks, first_token, end_token):
@@ -189,8 +191,8 @@ class Ferry:
             offer = next(o for o in action.offers if o.plane == choice.plane)
             try:
                 self._planes[choice.plane].connect(action.peer, PlaneOffer(offer.plane, offer.reach, offer.blob), action.geometry.regions)
-            except KVFerryError as error:
-                problems.append(f"{choice.plane}: {error}")
+            except Exception as error:  # top of a peer: what it offers goes through libraries that raise whatever they like
+                problems.append(f"{choice.plane}: {_described(error)}")
                 continue
             reason = "; ".join([choice.reason, *problems])
             self._events.append(PeerConnected(action.peer.engine, choice.plane, reason))
@@ -204,7 +206,11 @@ class Ferry:
             return
         try:
             handle = self._planes[action.plane].read(action.peer, action.pieces)
-        except TransportError as error:
-            self._consumer.read_ended(action.request, action.peer, str(error), now)
+        except Exception as error:  # top of a transfer, likewise
+            self._consumer.read_ended(action.request, action.peer, _described(error), now)
             return
         self._reads[action.plane, handle] = (action.request, action.peer)
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, KVFerryError) else f"{type(error).__name__}: {error}"

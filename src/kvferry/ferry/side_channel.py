@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
+from kvferry.ferry.commands import HandBack
 from kvferry.ports.control import ControlPlane, Received
 from kvferry.protocol import codec
 from kvferry.protocol.handshake import ServedEngine, answer
 from kvferry.protocol.messages import HandshakeRequest, Release
 from kvferry.protocol.tickets import TicketKey
-from kvferry.types import RequestId
 
 __all__ = ["SideChannel"]
 
@@ -32,7 +32,7 @@ class SideChannel:
         self._served = served
         self._key = key
         self._wake_engine = wake_engine
-        self._released: deque[RequestId] = deque(maxlen=MAX_RELEASED)
+        self._released: deque[HandBack] = deque(maxlen=MAX_RELEASED)
         self._num_dropped = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
@@ -49,8 +49,8 @@ class SideChannel:
     def start(self) -> None:
         self._thread.start()
 
-    def take_released(self) -> list[RequestId]:
-        """Requests whose ticket was handed back since the last call."""
+    def take_released(self) -> list[HandBack]:
+        """Tickets that were handed back since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
     def close(self) -> None:
@@ -96,5 +96,5 @@ class SideChannel:
         ticket = self._key.open(text)
         if (ticket.engine_id, ticket.epoch_id) != (self._served.engine, self._served.epoch):
             raise InvalidTicket("a ticket of another engine life was handed back")
-        self._released.append(ticket.lease)
+        self._released.append(HandBack(ticket.lease, ticket.serial))
         self._wake_engine()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvferry.errors import KVFerryError, LocalProtocolError
-from kvferry.events import Event, LeaseEnded, PullFailed, PullFinished
+from kvferry.events import Event, LeaseEnded, PullFailed, PullFinished, PullGivenUp
 from kvferry.ferry.commands import Command
 from kvferry.ferry.ferry import Ferry, FerrySnapshot
 
@@ -91,7 +91,7 @@ class FerryThread:
         if not events:
             return
         self._outbox.extend(events)
-        if any(isinstance(event, PullFinished | PullFailed | LeaseEnded) for event in events):
+        if any(isinstance(event, PullFinished | PullFailed | PullGivenUp | LeaseEnded) for event in events):
             self._wake_engine()
 
 

@@ -16,6 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any
 from uuid import uuid4
 
@@ -30,7 +31,7 @@ from kvferry.planes.runs import Offsets, Runs, batches, coalesce, concatenate
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["NixlDataPlane"]
+__all__ = ["NetworkReach", "NixlDataPlane"]
 
 MAX_BATCH_BYTES = 32 * 1024 * 1024
 MAX_BATCH_RUNS = 4096
@@ -53,6 +54,13 @@ CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
 """Without it a READ between two processes on one GPU node goes through host TCP, 4,000 times slower."""
 
 
+class NetworkReach(Enum):
+    """From where NIXL's transports may be reached."""
+
+    ANYWHERE = "anywhere"
+    THIS_HOST = "this host"
+
+
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     agent: str
     metadata: bytes
@@ -61,8 +69,9 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 class NixlDataPlane:
     """Implements `ports.data.DataPlane`. Nothing of NIXL is loaded before `register`."""
 
-    def __init__(self, backends: Sequence[str] = ("UCX",), num_threads: int = 4) -> None:
+    def __init__(self, backends: Sequence[str] = ("UCX",), num_threads: int = 4, reach: NetworkReach = NetworkReach.ANYWHERE) -> None:
         self._backends = tuple(backends)
+        self._reach = reach
         self._num_threads = num_threads
         self._agent: _Agent | None = None
         self._regions: tuple[Region, ...] = ()
@@ -81,6 +90,9 @@ class NixlDataPlane:
         if len(kinds) != 1:
             return False
         ((kind, device),) = kinds
+        if self._reach is NetworkReach.THIS_HOST:
+            # UCX listens on every interface, and trusts whoever knows its wire format.
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         agent = _Agent.open(self._backends, self._num_threads, kind, device)
         if not agent.register(_merged(regions)):
             agent.close()
@@ -104,6 +116,9 @@ class NixlDataPlane:
             raise TransportError(f"the nixl offer of {peer} names this very engine, or memory of several kinds; drop this peer")
         self.disconnect(peer)
         self._finish_closing_links()
+        if any(link.agent == decoded.agent for link in self._closing_links):
+            # Torn down under way, it is safe only once its agent is removed; a new connection would keep that agent.
+            raise TransportError(f"an earlier connection to {peer} is still being closed; try again in a moment")
         if not self._uses(decoded.agent):
             agent.add(decoded.agent, decoded.metadata, peer)
         self._links[peer] = Link(peer, decoded.agent, tuple(regions))

@@ -4,6 +4,7 @@ Owned by one thread. A peer's file is opened through /proc/PID/fd and used only 
 same process, same file, sealed against shrinking. It is mapped for reading; for writing only when something is written.
 """
 
+import functools
 import hashlib
 import mmap
 import os
@@ -26,6 +27,8 @@ from kvferry.types import MemoryKind, PeerId, Region
 
 __all__ = ["SharedMemory", "SharedMemoryAllocator", "ShmDataPlane", "host_reach"]
 
+MAX_INT = (1 << 31) - 1
+MAX_ADDRESS = (1 << 63) - 1
 DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at; a dead one's mapping would hold its whole cache in memory."""
 
@@ -200,6 +203,7 @@ class _Mapping:
             raise TransportError(f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} offered; it was restarted")
 
 
+@functools.cache
 def host_reach() -> str:
     """Equal for two processes exactly when one can open the other's files in /proc: same boot, process namespace and user."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as boot:
@@ -212,7 +216,8 @@ def _decoded(peer: PeerId, offer: PlaneOffer) -> _Offer:
         decoded = msgspec.msgpack.decode(offer.blob, type=_Offer)
     except msgspec.MsgspecError as error:
         raise TransportError(f"the shm offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
-    if offer.reach != host_reach() or min(decoded.pid, decoded.fd, decoded.address) < 0 or decoded.size_bytes <= 0:
+    numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
+    if offer.reach != host_reach() or min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
         raise TransportError(f"the shm offer of {peer} is from another host, user or container; use another plane")
     return decoded
 

@@ -31,7 +31,8 @@ Socket = zmq.Socket[bytes]
 
 KEY_SALT = b"kvferry control plane keys, version 1"
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-MAX_QUEUED_FRAMES = 1000
+MAX_QUEUED_FRAMES = 32_768
+"""More requests than an engine queues for one peer: they all attach when its handshake ends, while the connection is still coming up."""
 MAX_EVENTS_PER_SOCKET = 256
 """Taken from one socket in one `poll`, so that a talkative peer cannot hold up the others."""
 FRAME_ROOM_BYTES = 64 * 1024
@@ -189,18 +190,18 @@ class ZmqControlPlane:
         return len(frame) <= MAX_FRAME_BYTES
 
     def _dial(self, address: str) -> "_Dialled":
-        socket = self._secured(zmq.DEALER)
-        monitor = socket.get_monitor_socket(MONITORED)
-        try:
-            if not address.startswith("tcp://"):
-                raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            _shut(socket, 0)
-            raise TransportError(f"{address!r} cannot be dialled ({error})") from error
-        except TransportError:
-            _shut(socket, 0)
-            raise
+        if not address.startswith("tcp://"):
+            raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
+        with contextlib.ExitStack() as undo:
+            # Any of these may find that this process has no file descriptor left.
+            try:
+                socket = self._secured(zmq.DEALER)
+                undo.callback(_shut, socket, 0)
+                monitor = socket.get_monitor_socket(MONITORED)
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                raise TransportError(f"{address!r} cannot be dialled ({error})") from error
+            undo.pop_all()
         dialled = _Dialled(address, socket, monitor)
         self._dialled[address] = dialled
         self._poller.register(socket, zmq.POLLIN)
@@ -330,9 +331,10 @@ def _drain(socket: Socket, take: Callable[[list[bytes]], None]) -> None:
 
 
 def _shut(socket: Socket, linger_ms: int) -> None:
-    monitor: Any = socket.get_monitor_socket(MONITORED)
-    socket.disable_monitor()
-    monitor.close(0)
+    with contextlib.suppress(zmq.ZMQError):  # it never got one, for want of file descriptors
+        monitor: Any = socket.get_monitor_socket(MONITORED)
+        socket.disable_monitor()
+        monitor.close(0)
     socket.close(linger_ms)
 
 

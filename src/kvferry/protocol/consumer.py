@@ -7,12 +7,15 @@ arrived, so the bytes are those the ticket was issued for. Feed it commands, mes
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished
+from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, Send, StartRead, StopRead
 from kvferry.protocol.heartbeats import HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.messages import (
+    MAX_LEASES_PER_BEAT,
+    MAX_NAME_CHARS,
     Attach,
     Confirm,
     Confirmed,
@@ -74,12 +77,13 @@ class _Pull:
 class Consumer:
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
-        self._peers = PeerBook(settings.peers)
+        self._actions: list[Action] = []
+        self._peers = PeerBook(settings.peers, self._actions)
         self._beats: HeartbeatSchedule[EngineLife] = HeartbeatSchedule()
         self._pulls: dict[RequestId, _Pull] = {}
         self._by_life: dict[EngineLife, set[RequestId]] = {}
+        self._by_reader: dict[str, RequestId] = {}
         self._farewells: dict[EngineLife, list[tuple[str, str, str]]] = {}
-        self._actions: list[Action] = []
         self._events: list[Event] = []
 
     @property
@@ -96,8 +100,9 @@ class Consumer:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
         if request in self._pulls:
             return
-        pull = _Pull(request, ticket, ticket_text, f"{self._settings.engine}/{request}")
+        pull = _Pull(request, ticket, ticket_text, _reader_name(self._settings.engine, request))
         self._pulls[request] = pull
+        self._by_reader[pull.reader] = request
         self._by_life.setdefault(pull.life, set()).add(request)
         ours = self._settings.peers.geometry
         ranks = source_ranks(ours.tp_rank, ours.tp_size, ticket.tp_size)
@@ -152,12 +157,13 @@ class Consumer:
         peer = self._peers.opened(peer_id, plane)
         if peer is None:
             return
-        for ticket_text, lease, reader in self._farewells.pop(peer.life, []):
-            self._to_all_ranks(peer, Attach(ticket_text, reader))
-            self._to_all_ranks(peer, Detach(peer.life.epoch, lease, reader))
         for pull in self._pulls_of(peer.life):
             if pull.state in (TransferState.TRACKED, TransferState.WAITING):
                 self._attach(pull, peer, now)
+        # After the others have attached: a farewell settles the lease they may share.
+        for ticket_text, lease, reader in self._farewells.pop(peer.life, []):
+            self._to_all_ranks(peer, Attach(ticket_text, reader))
+            self._to_all_ranks(peer, Detach(peer.life.epoch, lease, reader))
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.life, reason, now), now)
@@ -168,11 +174,15 @@ class Consumer:
         if pull is None or peer_id.tp_rank not in pull.reading:
             return
         pull.reading.discard(peer_id.tp_rank)
+        is_broken = error is not None and pull.state is TransferState.MOVING
         if error is not None and pull.reading:
             self._meet(pull, _E.REFUSED, now, f"reading from the producer failed: {error}")
         elif not pull.reading:
             event = _E.BYTES_MOVED if error is None else _E.MOVE_FAILED
             self._meet(pull, event, now, f"reading from the producer failed: {error}")
+        if is_broken:
+            # The plane may have given up the connection for good; the next request shakes hands anew.
+            self._lost(self._peers.lose(peer_id.life, f"reading from the producer failed: {error}", now), now)
 
     def advance(self, now: float) -> None:
         """Act on every deadline that has passed."""
@@ -187,7 +197,9 @@ class Consumer:
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer)
             if peer is not None and peer.is_ready:
-                self._to_all_ranks(peer, Heartbeat(beat.peer.epoch, beat.number, list(beat.leases)))
+                for first in range(0, len(beat.leases), MAX_LEASES_PER_BEAT):
+                    part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
+                    self._to_all_ranks(peer, Heartbeat(beat.peer.epoch, beat.number, part))
         self._peers.evict_idle(now, set(self._by_life))
 
     def next_deadline(self) -> float | None:
@@ -196,9 +208,9 @@ class Consumer:
         return min([*deadlines, *(at for at in others if at is not None)], default=None)
 
     def take_actions(self) -> list[Action]:
-        # A peer's own actions come first: a read may need the plane its handshake opened.
-        actions = [*self._peers.take_actions(), *self._actions]
-        self._actions = []
+        """In the order they are to be performed. The peers' own are among them."""
+        actions = list(self._actions)
+        self._actions.clear()
         return actions
 
     def take_events(self) -> list[Event]:
@@ -220,7 +232,7 @@ class Consumer:
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
             case state if state in FINAL:
-                self._end(pull, event)
+                self._end(pull)
 
     def _attach(self, pull: _Pull, peer: Peer, now: float) -> None:
         pull.is_attached = True
@@ -249,6 +261,7 @@ class Consumer:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
         # somebody else's.
         pull.deadline = None
+        self._events.append(PullGivenUp(pull.request, pull.reason))
         for rank in pull.reading:
             self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
 
@@ -259,8 +272,8 @@ class Consumer:
         pull.confirming = set(peer.layouts)
         self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
 
-    def _end(self, pull: _Pull, event: TransferEvent) -> None:
-        del self._pulls[pull.request]
+    def _end(self, pull: _Pull) -> None:
+        del self._pulls[pull.request], self._by_reader[pull.reader]
         mates = self._by_life[pull.life]
         mates.discard(pull.request)
         if not mates:
@@ -270,8 +283,7 @@ class Consumer:
         if pull.state is TransferState.DONE:
             self._events.append(PullFinished(pull.request))
             return
-        if event is not _E.REFUSED:
-            self._say_farewell(pull)
+        self._say_farewell(pull)
         if pull.has_blocks:
             self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
 
@@ -323,7 +335,8 @@ class Consumer:
             self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
 
     def _reader(self, reader: str) -> _Pull | None:
-        return self._pulls.get(RequestId(reader.removeprefix(f"{self._settings.engine}/")))
+        request = self._by_reader.get(reader)
+        return None if request is None else self._pulls[request]
 
     def _life_at(self, address: str) -> EngineLife | None:
         for life in self._by_life:
@@ -347,3 +360,9 @@ class Consumer:
                 return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
+
+
+def _reader_name(engine: EngineId, request: RequestId) -> str:
+    """Our request as the producer knows it: readable, and never longer than a name may be on the wire."""
+    name = f"{engine}/{request}"
+    return name if len(name) <= MAX_NAME_CHARS else f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"

@@ -35,6 +35,7 @@ class EndedLease:
 
 @dataclass(slots=True)
 class _Lease:
+    serial: int
     deadline: float
     readers: dict[str, str] = field(default_factory=dict)
     """Reader -> the plane it reads by."""
@@ -67,11 +68,12 @@ class LeaseTable:
         if request in self._leases or serial <= self._last_serial:
             raise LocalProtocolError(f"lease granted twice: {request} (serial {serial}, last {self._last_serial})")
         self._last_serial = serial
-        self._leases[request] = _Lease(now + self.ttl_s)
+        self._leases[request] = _Lease(serial, now + self.ttl_s)
         heappush(self._by_deadline, (now + self.ttl_s, request))
 
     def standing(self, request: RequestId, serial: int) -> Standing:
-        if request in self._leases:
+        lease = self._leases.get(request)
+        if lease is not None and lease.serial == serial:
             return Standing.HELD
         return Standing.AHEAD if serial > self._last_serial else Standing.GONE
 

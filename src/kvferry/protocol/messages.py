@@ -5,9 +5,13 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     1  first version: handshake, attach, heartbeat, confirm, detach, release
 """
 
+from typing import Annotated
+
 import msgspec
 
 __all__ = [
+    "MAX_LEASES_PER_BEAT",
+    "MAX_NAME_CHARS",
     "WIRE_VERSION",
     "Attach",
     "Confirm",
@@ -31,6 +35,13 @@ WIRE_VERSION = 1
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
+
+
+MAX_NAME_CHARS = 1024
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+"""An id that a peer chose. Bounded, because answers echo it."""
+
+MAX_LEASES_PER_BEAT = 1000
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -61,56 +72,56 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """A reader's first heartbeat: presents the ticket and registers the reader with the lease."""
 
     ticket: str
-    reader: str
-    plane: str = ""
+    reader: Name
+    plane: Name = ""
     """The data plane the reader will use; some need our help while they are read."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Renews every lease named. `beat` is echoed in the reply."""
 
-    epoch: str
+    epoch: Name
     beat: int
-    leases: list[str]
+    leases: Annotated[list[Name], msgspec.Meta(max_length=MAX_LEASES_PER_BEAT)]
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
     """The producer lives; these of the renewed leases it no longer holds."""
 
-    epoch: str
+    epoch: Name
     beat: int
-    gone: list[str]
+    gone: Annotated[list[Name], msgspec.Meta(max_length=MAX_LEASES_PER_BEAT)]
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
     """The bytes are here: was the lease alive all the time?"""
 
-    epoch: str
-    lease: str
-    reader: str
+    epoch: Name
+    lease: Name
+    reader: Name
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
     """It was. The reader is detached and the bytes may be used."""
 
-    lease: str
-    reader: str
+    lease: Name
+    reader: Name
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """It was not, or the ticket is not good here. Nothing read under it may be used."""
 
-    lease: str
-    reader: str
+    lease: Name
+    reader: Name
     reason: str
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
     """The reader needs the blocks no more and has not used them."""
 
-    epoch: str
-    lease: str
-    reader: str
+    epoch: Name
+    lease: Name
+    reader: Name
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):

@@ -73,12 +73,13 @@ class _Rejection:
 
 
 class PeerBook:
-    def __init__(self, settings: PeerSettings) -> None:
+    def __init__(self, settings: PeerSettings, actions: list[Action]) -> None:
+        """What is to be done is appended to `actions`, among what others append there, so that the order is the true one."""
         self._settings = settings
         self._peers: dict[EngineLife, Peer] = {}
         self._rejections: dict[EngineLife, _Rejection] = {}
         self._nonce = 0
-        self._actions: list[Action] = []
+        self._actions = actions
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -166,10 +167,6 @@ class PeerBook:
 
     def next_deadline(self) -> float | None:
         return min((peer.deadline for peer in self._peers.values() if not peer.is_ready), default=None)
-
-    def take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, []
-        return actions
 
     def _accept(self, peer: Peer, rank: int, reply: HandshakeReply) -> None:
         settings = self._settings

@@ -16,7 +16,8 @@ from kvferry.types import KVLayout, MemoryKind, Region
 
 __all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_read", "source_ranks"]
 
-_MAX_ADDRESS = 1 << 64
+_MAX_ADDRESS = 1 << 63
+_MAX_DEVICE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +86,7 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
         and len(regions) > 0
         and all(r.num_blocks == layout.num_blocks and 0 < r.block_bytes <= r.stride_bytes and r.group >= 0 for r in regions)
         and all(r.address >= 0 and r.address + r.size_bytes <= _MAX_ADDRESS for r in regions)
+        and all(0 <= r.device < _MAX_DEVICE for r in regions)
     )
     if not is_good:
         raise RemoteProtocolError("a layout whose numbers do not fit together")

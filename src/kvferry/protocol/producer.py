@@ -72,10 +72,15 @@ class Producer:
         for reader, route in claim.confirms.items():
             self._confirm(request, reader, route, now)
         if claim.is_abandoned:
-            self.abandon(request, now)
+            self.abandon(request)
 
-    def abandon(self, request: RequestId, now: float) -> None:
-        """Whoever held the ticket gives it up (a router, on behalf of a client that left)."""
+    def hand_back(self, request: RequestId, serial: int) -> None:
+        """Whoever held this ticket gives it up (a router, on behalf of a client that left)."""
+        if self._leases.standing(request, serial) is not Standing.GONE:
+            self.abandon(request)
+
+    def abandon(self, request: RequestId) -> None:
+        """Nobody will come for this request's blocks any more."""
         claim = self._claims.get(request)
         if claim is not None:
             claim.is_abandoned = True

@@ -16,10 +16,14 @@ from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, EngineId, Epoch, RequestId
 
-__all__ = ["MAX_TICKET_CHARS", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
+__all__ = ["MAX_NAME_CHARS", "MAX_TICKET_CHARS", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
 
 MAX_TICKET_CHARS = 1024 * 1024
 MAX_BLOCKS = 1_000_000
+MAX_BLOCK_ID = 1 << 31
+MAX_TP_SIZE = 4096
+MAX_NAME_CHARS = 512
+"""Of engine, epoch and request: a reader's name is made of two of them and must fit into a message."""
 TICKET_VERSION = 1
 _MAC_BYTES = 32
 
@@ -131,11 +135,12 @@ def _check_ranges(ticket: Ticket) -> None:
     is_good = (
         0 < ticket.port < 65536
         and ticket.host != ""
-        and ticket.tp_size > 0
+        and 0 < ticket.tp_size <= MAX_TP_SIZE
+        and max(len(ticket.engine), len(ticket.epoch), len(ticket.request)) <= MAX_NAME_CHARS
         and ticket.serial > 0
         and 0 < ticket.ttl_s < 1e9
         and all(count > 0 for count in counts)
-        and all(first >= 0 for first in firsts)
+        and all(0 <= first < MAX_BLOCK_ID for first in firsts)
         and sum(counts) <= MAX_BLOCKS
         and len(ticket.block_runs) > 0
         and sum(count for _, count in ticket.block_runs[0]) == needed

@@ -10,7 +10,7 @@ import time
 from types import TracebackType
 from typing import Protocol
 
-from kvferry.errors import TransportError
+from kvferry.errors import KVFerryError, TransportError
 from kvferry.ports.control import ControlPlane, Disconnected
 from kvferry.protocol.codec import encode
 from kvferry.protocol.messages import Release
@@ -133,7 +133,7 @@ class ReleaseSender:
     def _send(self, address: str, ticket: str) -> None:
         try:
             self._control.send(address, encode(Release(ticket=ticket)))
-        except TransportError as error:
+        except KVFerryError as error:
             self.dropped += 1
             _log.warning("release not sent peer=%s: %s", address, error)
             return
