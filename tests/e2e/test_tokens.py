@@ -5,11 +5,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from tests.e2e.conftest import random_prompts
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
+from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session, post
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -17,6 +18,9 @@ GREEDY = random_prompts(200, seed=1)
 SAMPLED = [
     replace(prompt, temperature=0.8, seed=number, max_tokens=24) for number, prompt in enumerate(random_prompts(40, seed=2, longest=300))
 ]
+
+
+CHATS: list[dict[str, Any]] = [{}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 3}, {"n": 2, "seed": 3}]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,30 @@ def test_a_stream_brings_the_same_tokens(pair: tuple[str, list[Engine]]) -> None
             assert await streamed_tokens(session, router, prompt) == whole.token_ids[0]
 
     asyncio.run(check())
+
+
+def test_chats_with_stop_strings_and_logprobs_equal_a_single_engines(pair: tuple[str, list[Engine]], plain: Engine) -> None:
+    _, (prefill, decode, router) = pair
+
+    async def check() -> None:
+        async with new_session() as session:
+            for number, changes in enumerate(CHATS):
+                words = f"Tell me of ferry number {number} and of the river it crosses. " * 4
+                body = {"model": "tiny", "messages": [{"role": "user", "content": words}], "max_tokens": 24, "temperature": 0.0, **changes}
+                moved = (await post(session, router, body, "/v1/chat/completions")).body
+                alone = (await post(session, plain, body, "/v1/chat/completions")).body
+                assert [without_noise(choice) for choice in moved["choices"]] == [without_noise(choice) for choice in alone["choices"]]
+                assert moved["usage"]["completion_tokens"] == alone["usage"]["completion_tokens"]
+            await assert_quiescent(session, prefill, decode)
+
+    asyncio.run(check())
+
+
+def without_noise(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice with its logprobs rounded: they are float64 results of differently batched sums."""
+    content = (choice.get("logprobs") or {}).get("content") or []
+    rounded = [(part["token"], round(part["logprob"], 6), [top["token"] for top in part["top_logprobs"]]) for part in content]
+    return {**choice, "logprobs": rounded}
 
 
 async def streamed_tokens(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> tuple[int, ...]:

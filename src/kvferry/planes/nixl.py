@@ -269,10 +269,15 @@ class _Agent:
         try:
             agent = nixl.nixl_agent(f"kvferry-{uuid4().hex}", config)
         except errors as error:
-            raise ConfigError(f"NIXL cannot start its backends {', '.join(backends)} ({error}); see `kvferry doctor`") from error
+            raise ConfigError(
+                f"NIXL cannot start {', '.join(backends)} ({error}), named in `backends`: it is missing, or wants a device that is "
+                "not here; use UCX, or see `kvferry doctor`"
+            ) from error
         missing = set(backends) - set(agent.backends)
         if missing:
-            raise ConfigError(f"NIXL has no backend {', '.join(sorted(missing))}; it has {', '.join(agent.get_plugin_list())}")
+            raise ConfigError(
+                f"`backends` names {', '.join(sorted(missing))}, which NIXL has not; it has {', '.join(agent.get_plugin_list())}"
+            )
         return cls(agent, errors, kind, device)
 
     def register(self, ranges: list[tuple[int, int]]) -> bool:
