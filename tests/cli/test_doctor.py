@@ -18,12 +18,13 @@ from kvferry.cli.findings import (
     enabled_transports,
     gpu_finding,
     nixl_findings,
+    port_finding,
     python_finding,
     torch_finding,
     transport_finding,
 )
 from kvferry.cli.main import main
-from kvferry.cli.probes import Answer, can_share_memory, is_port_free, run_probe
+from kvferry.cli.probes import Answer, ask_nixl, can_share_memory, is_port_free, run_probe
 
 TABLE = """
 [vm:1 :0]   | Type       | Component | Transport | Device (System device)  |
@@ -62,13 +63,40 @@ def test_what_is_missing_is_a_problem_or_advice() -> None:
     assert torch_finding(TorchReport("2.13.0")).level is Level.OK
     assert nixl_findings(failed)[0].level is Level.PROBLEM
     assert nixl_findings(NixlReport("1.5", ["POSIX"]))[0].level is Level.PROBLEM
-    assert nixl_findings(NixlReport("1.5", ["UCX"], is_ucx_up=True))[0].level is Level.OK
+    assert nixl_findings(NixlReport("1.5", ["UCX"], ["UCX"]))[0].level is Level.OK
     assert gpu_finding(failed, []).level is Level.ADVICE
     assert "cannot use them" in gpu_finding(TorchReport("2.13.0+cpu"), ["GPU 0"]).text
     assert gpu_finding(TorchReport("2.13.0", ["H200"], "13.0"), []).level is Level.OK
     assert [python_finding(version).level for version in ((3, 10, 9), (3, 11, 0), (3, 14, 1))] == [Level.PROBLEM, Level.OK, Level.OK]
     assert [core_finding(cores).level for cores in (2, 8)] == [Level.ADVICE, Level.OK]
     assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [Level.ADVICE, Level.OK]
+
+
+def test_a_plugin_that_was_asked_for_must_start() -> None:
+    report = NixlReport("1.5", ["LIBFABRIC", "POSIX", "UCX"], ["UCX", "POSIX"])
+    findings = nixl_findings(report, ["POSIX", "LIBFABRIC", "NOPE"])
+    assert [finding.level for finding in findings] == [Level.OK, Level.OK, Level.PROBLEM, Level.PROBLEM]
+    assert "POSIX starts here" in findings[1].text
+    assert "LIBFABRIC is found but does not start here" in findings[2].text
+    assert "NOPE is not found; use one of LIBFABRIC, POSIX, UCX" in findings[3].text
+    assert len(nixl_findings(report)) == 1
+
+
+def test_ports_of_the_readme_that_are_taken_are_named_with_what_to_set() -> None:
+    ports = [8100, 8200, 8192, 5601]
+    assert port_finding([], ports).level is Level.OK
+    assert port_finding([8100, 8192], ports).text == "8100, 8192 taken; choose others with --port"
+    assert port_finding([5601], ports).text == "5601 taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"
+    assert port_finding([5601], ports).level is Level.ADVICE
+
+
+@pytest.mark.slow
+def test_plugins_are_started_one_by_one_for_the_report() -> None:
+    report, log = ask_nixl(os.environ, ["UCX", "NO_SUCH_PLUGIN"])
+    assert isinstance(report, NixlReport)
+    assert report.started == ["UCX"]
+    assert "UCX" in report.plugins
+    assert "tcp" in enabled_transports(log)
 
 
 @pytest.mark.parametrize(
@@ -106,9 +134,20 @@ def test_a_port_in_use_is_seen() -> None:
 def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     findings = {finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})}
-    assert {"Python", "torch", "GPUs", "NIXL", "UCX", "shared memory", "side channel", "secret", "API port", "open files", "cores"} == set(
-        findings
-    )
+    assert {
+        "Python",
+        "torch",
+        "GPUs",
+        "NIXL",
+        "UCX",
+        "shared memory",
+        "side channel",
+        "secret",
+        "API port",
+        "other ports",
+        "open files",
+        "cores",
+    } == set(findings)
     assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Level.OK] * 3
     assert list(tmp_path.iterdir()) == []
 

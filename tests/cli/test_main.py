@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import __version__
-from kvferry.cli.main import COMMANDS, CommandEntry, main
+from kvferry.cli.main import COMMANDS, CommandEntry, main, make_parser
 
 PULL = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 
@@ -52,7 +52,26 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
             ["serve", "m", "--max_model_le=1"],
             "kvferry: --max-model-le is not an argument of `kvferry serve`; did you mean --max-model-len?",
         ),
-        (["serve", "m", "--port", "x"], "kvferry: --port: invalid int value: 'x'; see `kvferry serve --help`"),
+        (["serve", "m", "--port", "x"], "kvferry: --port: must be a port number from 0 to 65535, got 'x'; see `kvferry serve --help`"),
+        (["serve", "m", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535, got '99999'"),
+        (["serve", "m", "--port", "-1"], "kvferry: --port: must be a port number from 0 to 65535, got '-1'"),
+        (["proxy", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535"),
+        (["up", "--port", "99999"], "kvferry: --port: must be a port number from 0 to 65535"),
+        (["serve", "m", "--device", "cuda"], "kvferry: --device cuda is not here yet; use cpu"),
+        (["serve", "m", "--device=cuda"], "kvferry: --device cuda is not here yet; use cpu"),
+        (["serve", "m", "--device", "tpu"], "kvferry: --device: invalid choice: 'tpu'"),
+        (["serve", "m", "--data_parallel_size", "2"], "kvferry: --data-parallel-size is not here yet; start several engines"),
+        (["serve", "m", "-dp=2"], "kvferry: -dp is not here yet; start several engines"),
+        (["serve", "m", "--pipeline-parallel-size=2"], "kvferry: --pipeline-parallel-size is not here yet; use --tensor-parallel-size"),
+        (
+            ["serve", "m", "--zzz"],
+            "kvferry: --zzz is not an argument of `kvferry serve`; remove it, or use one of the ",
+        ),
+        (["up", "--mode", "push"], "kvferry: --mode push is not here yet; use pull, the default"),
+        (["up", "--mode", "both"], "kvferry: --mode: invalid choice: 'both'"),
+        (["doctor", "--backends", "../x"], "kvferry: --backends: '../x' is no name of a NIXL plugin"),
+        (["make-model", "m", "--heads", "0"], "kvferry: --heads must be from 1 to 128, got 0"),
+        (["SERVE"], "kvferry: SERVE is not a command of kvferry; did you mean serve?"),
         (["serve"], "kvferry: the following arguments are required: MODEL; see `kvferry serve --help`"),
         (["serve", "m", "n"], "kvferry: n is one argument too many for `kvferry serve`; remove it"),
         (["serve", "m", "--kv-transfer-config", "{"], "kvferry: --kv-transfer-config is not JSON"),
@@ -60,7 +79,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
             ["serve", "m", "--kv-transfer-config.kv_rol", "kv_both"],
             "kvferry: kv_rol is not a setting of --kv-transfer-config; did you mean",
         ),
-        (["serve", "no/such-model", "--kv-transfer-config", PULL], "kvferry: MODEL is 'no/such-model', which is neither a folder nor"),
+        (["serve", "no/such-model", "--kv-transfer-config", PULL], 'kvferry: MODEL is "no/such-model", which is neither a folder nor'),
         (
             ["serve", "m", "--kv-cache-memory-bytes", "lots"],
             "kvferry: --kv-cache-memory-bytes: 'lots' is no size; write it like 4096, 8k or 1G",
@@ -75,6 +94,12 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
 )
 def test_what_is_wrong_is_said_in_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert complaint(capsys, *arguments).startswith(sentence)
+
+
+def test_every_flag_says_what_it_does() -> None:
+    rows = [row for name in COMMANDS for row in make_parser(name).flag_rows()]
+    assert rows
+    assert [row.names for row in rows if not row.meaning] == []
 
 
 def test_a_wrong_setting_in_the_environment_is_said_too(

@@ -1,6 +1,7 @@
 """Flags of `kvferry serve` become engine options."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,20 @@ def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:
     options(str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--block-size 0", "--block-size must be at least 1, got 0"),
+        ("-tp 0", "--tensor-parallel-size must be at least 1, got 0"),
+        ("--num-gpu-blocks-override -1", "--num-gpu-blocks-override must not be negative, got -1"),
+    ],
+)
+def test_a_wrong_option_is_named_by_its_flag(model: Path, flags: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(str(model), *flags.split())
+    assert str(caught.value) == sentence
+
+
 def test_the_api_is_as_reachable_as_the_side_channel() -> None:
     local, remote = SideChannelConfig(), SideChannelConfig("10.0.0.1", "10.0.0.1")
     assert [api_host(None, local), api_host(None, remote), api_host("127.0.0.5", remote)] == ["localhost", "0.0.0.0", "127.0.0.5"]
@@ -113,6 +128,21 @@ def test_a_model_is_a_folder_or_in_the_cache(tmp_path: Path) -> None:
     (snapshot.parent.parent / "refs" / "main").write_text("abc")
     assert find_checkpoint("Qwen/Qwen3-0.6B", environ) == snapshot
     assert find_checkpoint(str(snapshot), {}) == snapshot
+
+
+def test_without_a_main_revision_the_newest_snapshot_is_taken(tmp_path: Path) -> None:
+    snapshots = tmp_path / "hub" / "models--a--b" / "snapshots"
+    for age, name in enumerate(["newest", "older", "oldest"]):
+        (snapshots / name).mkdir(parents=True)
+        (snapshots / name / "config.json").write_text("{}")
+        os.utime(snapshots / name, (1000 - age, 1000 - age))
+    assert find_checkpoint("a/b", {"HF_HOME": str(tmp_path)}) == snapshots / "newest"
+    (snapshots.parent / "refs").mkdir()
+    for text in ("gone", "../../..", ""):
+        (snapshots.parent / "refs" / "main").write_text(text)
+        assert find_checkpoint("a/b", {"HF_HOME": str(tmp_path)}) == snapshots / "newest"
+    (snapshots.parent / "refs" / "main").write_text("oldest")
+    assert find_checkpoint("a/b", {"HF_HOME": str(tmp_path)}) == snapshots / "oldest"
 
 
 @pytest.mark.parametrize("model", ["", "../..", "a/b/c", "a\0b", "~nobody-here/x", "/"])

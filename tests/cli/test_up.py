@@ -76,6 +76,11 @@ def test_options_that_cannot_be_meant_are_refused_in_one_sentence(settings: dict
     assert sentence in str(caught.value)
 
 
+def test_the_tiny_model_has_heads_for_every_rank(tmp_path: Path) -> None:
+    assert "--heads" not in LocalLaunch(UpOptions(tensor_parallel_size=2), tmp_path).make_model()
+    assert value_of(LocalLaunch(UpOptions(tensor_parallel_size=4), tmp_path).make_model(), "--heads") == "8"
+
+
 def test_clients_call_a_given_model_by_the_name_of_its_folder(tmp_path: Path) -> None:
     assert UpOptions(model=tmp_path / ".").model_name == tmp_path.name
     assert UpOptions().model_name == "tiny"

@@ -71,18 +71,23 @@ def test_a_prompt_shorter_than_a_block_moves_one_block_per_layer(patient: Pair, 
 def test_params_of_another_prompt_bring_only_the_common_prefix(patient: Pair, model: Path) -> None:
     p, d = patient.p, patient.d
     base = tuple(range(10, 10 + 4 * BLOCK))
-    cases = {
-        base[: 2 * BLOCK] + tuple(range(300, 340)): 2,
-        base + tuple(range(300, 340)): 4,
-        base[:-5]: 3,
-        tuple(range(300, 364)): 0,
-    }
+    other = tuple(range(300, 364))
+    cases = [
+        (base, base[: 2 * BLOCK] + other, 2),
+        (base, base + other, 4),
+        (base, base[:-5], 3),
+        (base, other, 0),
+        # P's last block is partly filled, and D's prompt goes on in the middle of it.
+        (base[:-5], base[:-5] + other, 4),
+        (base[:-5], base, 4),
+        (base[:3], base[:3] + other[:1], 1),
+    ]
 
     async def check() -> None:
         async with new_session() as session:
-            for number, (token_ids, blocks) in enumerate(cases.items()):
+            for number, (prefilled, asked, blocks) in enumerate(cases):
                 salt = f"case {number}"
-                theirs, ours = Prompt(base), Prompt(token_ids)
+                theirs, ours = Prompt(prefilled), Prompt(asked)
                 before = (await metrics(session, d)).get("kvferry:transfer_bytes_total", 0)
                 produced = await ask(session, p, theirs, max_tokens=1, cache_salt=salt, kv_transfer_params={"do_remote_decode": True})
                 answer = await ask(session, d, ours, cache_salt=salt, kv_transfer_params=produced.body["kv_transfer_params"])

@@ -5,18 +5,23 @@ import os
 import random
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.config.transfer import KVRole
+from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.client import EngineClient
+from kvferry.engine.executor import _meeting_place
 from kvferry.engine.make_model import make_model
 from kvferry.engine.messages import AddRequest, RequestOutput, Status
 from kvferry.engine.options import EngineOptions
+from kvferry.engine.parallel import join_group
 from kvferry.engine.step import SamplingParams
 from kvferry.errors import ConfigError, KVFerryError, RemoteProtocolError
 from kvferry.testing.local_kit import LocalKit
@@ -264,7 +269,7 @@ def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(model: Path,
         processes = [psutil.Process(client.pid), *children(client.pid)]
         try:
             first, second, last = await copied(client, "plain", "")
-            assert (first, last.num_cached_tokens) == (second, 45)
+            assert (first, last.num_cached_tokens) == (second, 44)
             first, second, last = await copied(client, "spoilt", "corrupt")
             assert first != second, "one spoilt block must show, or equality proves nothing"
             first, second, last = await copied(client, "failed", "fail")
@@ -305,14 +310,74 @@ def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing
 # -- starting and stopping -------------------------------------------------------------------------------------------
 
 
-def test_a_start_that_cannot_work_says_why_and_leaves_no_process(model: Path, tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_start_that_is_cancelled_leaves_no_process_and_no_complaint(
+    model: Path, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def story() -> None:
+        before = children(os.getpid())
+        for stage in (None, "loading the model", "allocating the KV cache"):
+            reached = asyncio.Event()
+
+            def heard(said: str, waited: str | None = stage, reached: asyncio.Event = reached) -> None:
+                if said == waited:
+                    reached.set()
+
+            starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model), LocalKit(), on_progress=heard))
+            await (asyncio.sleep(0) if stage is None else reached.wait())
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+            assert children(os.getpid()) == before
+
+    do(loop, story())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    assert "Traceback" not in (said := capfd.readouterr().err)
+    assert "API process is gone" not in said
+
+
+def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyncio.AbstractEventLoop) -> None:
+    async def story() -> None:
+        before = children(os.getpid())
+        starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalKit()))
+        while not (born := [process for process in children(os.getpid()) if process not in before]):
+            await asyncio.sleep(0)
+        for process in born:
+            os.kill(process.pid, signal.SIGINT)
+        client = await starting
+        await client.close()
+
+    do(loop, story())
+
+
+def test_ranks_meet_at_a_place_that_nobody_has_to_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with _meeting_place() as rendezvous, ThreadPoolExecutor(3) as pool:
+        joining = [pool.submit(join_group, ParallelConfig(3, rank), rendezvous, DEADLINE_S) for rank in range(3)]
+        groups = [future.result(DEADLINE_S) for future in joining]
+        path = Path(urlsplit(rendezvous).path)
+        assert path.stat().st_size > 0, "they have met here"
+        assert list(tmp_path.iterdir()) == []
+    assert not path.exists()
+    for group in groups:
+        group.close()
+
+
+def test_a_start_that_cannot_work_says_why_and_leaves_no_process(
+    model: Path,
+    tmp_path: Path,
+    loop: asyncio.AbstractEventLoop,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     async def story() -> None:
         before = children(os.getpid())
         stages: list[str] = []
         with pytest.raises(ConfigError):
             await EngineClient.start(EngineOptions(model=tmp_path / "nothing"), LocalKit(), on_progress=stages.append)
         assert stages == ["loading the model"]
-        with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        assert "nothing" not in capfd.readouterr().err, "it is said once, by whoever catches the error"
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+        with pytest.raises(ConfigError, match="--tensor-parallel-size"):
             await EngineClient.start(EngineOptions(model=model, tensor_parallel_size=3), LocalKit())
         with pytest.raises(KVFerryError, match="not ready within"):
             await EngineClient.start(EngineOptions(model=model), LocalKit(), timeout_s=0.01)

@@ -130,7 +130,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_length_beyond_the_model_s_positions_is_refused(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA)
     assert (config.max_model_len(0), config.max_model_len(100)) == (128, 100)
-    with pytest.raises(ConfigError, match="max_model_len 129 is more than the model's 128 positions"):
+    with pytest.raises(ConfigError, match="--max-model-len 129 is more than the model's 128 positions"):
         config.max_model_len(129)
 
 

@@ -57,7 +57,7 @@ def test_the_number_of_blocks_follows_from_the_memory(options: EngineOptions) ->
     with one_rank(replace(options, num_blocks=0, kv_cache_memory_bytes=10 * block_bytes + 5)) as runner:
         assert {len(cache) for cache in runner.kv_caches.values()} == {10}
     with (
-        pytest.raises(ConfigError, match=f"kv_cache_memory_bytes {block_bytes - 1} holds no block; one takes {block_bytes} bytes"),
+        pytest.raises(ConfigError, match=f"--kv-cache-memory-bytes {block_bytes - 1} holds no block; one takes {block_bytes} bytes"),
         one_rank(replace(options, num_blocks=0, kv_cache_memory_bytes=block_bytes - 1)),
     ):
         pass

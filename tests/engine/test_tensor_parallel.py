@@ -100,5 +100,5 @@ def test_a_meeting_place_that_is_none_is_refused(rendezvous: str) -> None:
 
 def test_a_size_that_does_not_divide_the_heads_is_refused(models: dict[str, EngineOptions]) -> None:
     runner = Runner(replace(models["qwen3"], tensor_parallel_size=4), ParallelConfig(4, 0), "file:///nowhere/rendezvous")
-    with pytest.raises(ConfigError, match="tensor_parallel_size 4 does not divide the model's num_key_value_heads 2"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 4 does not divide the model's num_key_value_heads 2"):
         runner.load()

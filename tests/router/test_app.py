@@ -5,9 +5,10 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.router.stubs import Stage, answers, completes, prefills, stage
+from tests.router.stubs import Stage, answers, completes, drops_connection, prefills, stage, streams
 
 ONE = {"prompt": "hello"}
+COUNTS = ("status", "prefill_instances", "decode_instances")
 
 
 async def raw_exchange(s: Stage, sent: bytes) -> bytes:
@@ -36,7 +37,33 @@ def test_health_says_how_many_instances_there_are() -> None:
         async with stage([prefills] * 2, completes) as s:
             for path in ("/health", "/healthcheck"):
                 async with s.session.get(s.url + path) as answer:
-                    assert await answer.json() == {"status": "ok", "prefill_instances": 2, "decode_instances": 1}
+                    shown = await answer.json()
+                    assert answer.status == 200
+                    assert {key: shown[key] for key in COUNTS} == {"status": "ok", "prefill_instances": 2, "decode_instances": 1}
+
+    uvloop.run(scene())
+
+
+def test_health_says_how_many_instances_answered_last_time_and_stays_ok() -> None:
+    async def scene() -> None:
+        async with stage([prefills, drops_connection], completes) as s:
+
+            async def health() -> tuple[int, list[int]]:
+                async with s.session.get(f"{s.url}/health") as answer:
+                    shown = await answer.json()
+                    assert shown["status"] == "ok"
+                    return answer.status, [shown[f"{role}_last_{how}"] for role in ("prefill", "decode") for how in ("answered", "failed")]
+
+            assert await health() == (200, [0, 0, 0, 0])
+            assert (await s.post(ONE))[0] == 200
+            assert await health() == (200, [1, 0, 1, 0])
+            assert (await s.post(ONE))[0] == 502
+            assert await health() == (200, [1, 1, 1, 0])
+            s.prefillers[1].behaviour = prefills
+            s.d.behaviour = streams([b"data: {}\n\n"], then="drop")
+            await s.post(ONE)
+            await s.post(ONE | {"stream": True})
+            assert await health() == (200, [2, 0, 0, 1])
 
     uvloop.run(scene())
 
@@ -83,7 +110,7 @@ def test_a_bad_body_is_a_400_that_reaches_no_engine(body: bytes) -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             status, _, answer = await s.post(body)
-            assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
+            assert (status, json.loads(answer)["error"]["type"]) == (400, "BadRequestError")
             assert s.p.calls == []
 
     uvloop.run(scene())
@@ -117,6 +144,44 @@ def test_bytes_that_are_hardly_http_disturb_nobody(sent: bytes) -> None:
         async with stage(prefills, completes) as s:
             answer = await raw_exchange(s, sent)
             assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4", b"HTTP/1.1 200"))
+            assert (await s.post(ONE))[0] == 200
+
+    uvloop.run(scene())
+
+
+MALFORMED = [
+    (b"GE\xdfsecret / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"secret\r\n\r\n", 400),
+    (b"GET / HTTP/secret\r\nHost: x\r\n\r\n", 400),
+    (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"secret" * 5000), 400),
+    (b"GET / HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n" % (b"secret" * 5000), 400),
+    (b"GET / HTTP/1.1\r\nHost: x\r\nsec ret: x\r\n\r\n", 400),
+    (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", None),
+    (b"GET /%ff HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+    (b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", 417),
+    (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", None),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999999\r\n\r\n", 413),
+]
+
+
+@pytest.mark.parametrize(("sent", "status"), MALFORMED)
+def test_malformed_http_is_a_json_error_without_an_echo(sent: bytes, status: int | None) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            body = await reader.readexactly(length)
+            writer.close()
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert b"application/json" in head
+            assert status in (None, error["code"])
+            assert 400 <= error["code"] < 500
+            assert b"secret" not in head + body
             assert (await s.post(ONE))[0] == 200
 
     uvloop.run(scene())

@@ -115,7 +115,8 @@ def test_any_bytes_are_a_request_or_a_refusal(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (b"", "not valid JSON"),
+        (b"", "is empty"),
+        (b" ", "is empty"),
         (b"{", "not valid JSON"),
         (b'{"a": NaN}', "not valid JSON"),
         (b"{}x", "not valid JSON"),
@@ -194,7 +195,7 @@ def test_an_unfit_request_id_is_replaced_by_a_fresh_one(sent: str | None) -> Non
 
 def test_an_error_has_the_shape_of_openais() -> None:
     error = json.loads(error_body(502, "why"))["error"]
-    assert error == {"message": "why", "type": "upstream_error", "param": None, "code": 502}
+    assert error == {"message": "why", "type": "BadGatewayError", "param": None, "code": 502}
 
 
 @pytest.mark.parametrize(("tail", "start"), [(b"", b"data: "), (b"}\n\n", b"data: "), (b"\r\n\r\n", b"data: "), (b'"te', b"\n\ndata: ")])

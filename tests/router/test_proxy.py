@@ -247,7 +247,7 @@ def test_an_instance_that_cannot_be_reached_is_named_in_a_502(role: str) -> None
                     body = await answer.read()
                 assert answer.status == 502
                 assert f"{role} instance http://127.0.0.1:" in message(body)
-                assert "it cannot be reached (Connect" in message(body)
+                assert "it cannot be reached (Connection refused)" in message(body)
                 assert dead.calls == []
                 assert releases.tickets == ([] if role == "prefill" else ["ticket-1"])
 

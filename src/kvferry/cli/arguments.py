@@ -4,7 +4,8 @@
     --kv-transfer-config.kv_role kv_both
     --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC      (appends to a list)
 
-Values that are JSON are decoded, others are text. Where both spellings name a key, the dotted one wins.
+Values that are JSON are decoded, others are text; a key that takes a text gets one whatever it looks like.
+Where both spellings name a key, the dotted one wins.
 """
 
 import json
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.config.fields import shown
+from kvferry.config import kind_of_setting
+from kvferry.config.fields import is_list, is_text, list_takes_text, may_be_null, shown
 from kvferry.errors import ConfigError
 
 __all__ = ["FLAG", "TransferArguments", "dashed", "split_transfer_arguments"]
@@ -72,12 +74,20 @@ def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
     dotted = [(_path(flag), value) for flag, value in found if flag != FLAG]
     sets = [(path, value) for path, value in dotted if not path[-1].endswith("+")]
     _refuse_overlaps([path for path, _ in sets])
+    connector = _connector(merged, dict(sets))
     for path, value in sets:
-        _parent(merged, path)[path[-1]] = _decoded_value(value)
+        _parent(merged, path)[path[-1]] = _decoded_as(value, kind_of_setting(path, connector))
     for path, value in dotted:
         if path[-1].endswith("+"):
-            _append(merged, path, value)
+            _append(merged, path, value, connector)
     return merged
+
+
+def _connector(merged: dict[str, Any], sets: dict[tuple[str, ...], str]) -> str:
+    """Whose settings the extra config holds; empty for a connector of another module, whose kinds we do not know."""
+    if merged.get("kv_connector_module_path") or ("kv_connector_module_path",) in sets:
+        return ""
+    return sets.get(("kv_connector",)) or str(merged.get("kv_connector", ""))
 
 
 def _path(flag: str) -> tuple[str, ...]:
@@ -114,12 +124,16 @@ def _parent(merged: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return here
 
 
-def _append(merged: dict[str, Any], path: tuple[str, ...], value: str) -> None:
-    key = path[-1].removesuffix("+")
-    listed = _parent(merged, path).setdefault(key, [])
+def _append(merged: dict[str, Any], path: tuple[str, ...], value: str, connector: str) -> None:
+    path = (*path[:-1], path[-1].removesuffix("+"))
+    kind = kind_of_setting(path, connector)
+    if kind is not None and not is_list(kind):
+        raise ConfigError(f"{'.'.join(path)} takes one value; remove the +")
+    listed = _parent(merged, path).setdefault(path[-1], [])
     if not isinstance(listed, list):
-        raise ConfigError(f"{'.'.join((*path[:-1], key))} is {shown(listed)}, so nothing can be appended to it; make it a list")
-    listed.append(_decoded_value(value))
+        raise ConfigError(f"{'.'.join(path)} is {shown(listed)}, so nothing can be appended to it; make it a list")
+    decoded = _decoded_value(value)
+    listed.append(value if list_takes_text(kind) and not isinstance(decoded, str) else decoded)
 
 
 def _decoded_object(text: str) -> dict[str, Any]:
@@ -130,6 +144,14 @@ def _decoded_object(text: str) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise ConfigError(f"{FLAG} must be a JSON object, got {shown(decoded)}")
     return decoded
+
+
+def _decoded_as(text: str, kind: Any) -> Any:
+    """`engine_id 123` is a text, and so is `'"123"'`; null stays null where there may be none."""
+    decoded = _decoded_value(text)
+    if not is_text(kind) or isinstance(decoded, str):
+        return decoded
+    return None if decoded is None and may_be_null(kind) else text
 
 
 def _decoded_value(text: str) -> Any:

@@ -4,13 +4,16 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvferry.cli.findings import (
+    DEFAULT_PLUGIN,
+    SECOND_SIDE_CHANNEL_PORT,
     Finding,
     Level,
     core_finding,
@@ -18,34 +21,42 @@ from kvferry.cli.findings import (
     enabled_transports,
     gpu_finding,
     nixl_findings,
+    port_finding,
     python_finding,
     torch_finding,
     transport_finding,
 )
 from kvferry.cli.parser import Parser
 from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpus, is_port_free
-from kvferry.config import ClusterSecret, SideChannelConfig
+from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "examine", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "examine", "parse_backend", "run"]
 
 DESCRIPTION = "Say what this machine can do for KV transfer, and what to set. Exit code 1 when something will not work."
 EXAMPLES = """\
   kvferry doctor
+  kvferry doctor --backends LIBFABRIC
   kvferry doctor --json | jq '.findings[] | select(.level != "ok")'"""
 
 API_PORT = 8000
+OTHER_PORTS = [8100, 8200, 8192, SECOND_SIDE_CHANNEL_PORT]
+"""Those of the README's commands: prefill, decode, router, and the second engine's side channel."""
+PLUGIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 PLAIN = {level: f"{level:<7}" for level in Level}
 COLOURED = {level: f"\033[{colour}m{PLAIN[level]}\033[0m" for level, colour in zip(Level, (32, 33, 31), strict=True)}
 
 
 def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--backends", nargs="+", type=parse_backend, metavar="NAME", default=[], help="NIXL plugins to try to start, beside UCX"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    findings = examine(os.environ)
+    findings = examine(os.environ, arguments.backends)
     is_ok = all(finding.level is not Level.PROBLEM for finding in findings)
     if arguments.json:
         print(json.dumps({"is_ok": is_ok, "findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
@@ -55,16 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_ok else 1
 
 
-def examine(environ: Mapping[str, str]) -> list[Finding]:
+def parse_backend(text: str) -> str:
+    """For argparse: the name of a NIXL plugin, which becomes part of a file's name."""
+    if not PLUGIN_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!a} is no name of a NIXL plugin; write it like LIBFABRIC")
+    return text
+
+
+def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Finding]:
     """Every check, side by side because some take seconds, in a fixed order."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [python_finding(sys.version_info[:3])],
         _torch,
-        lambda: _nixl(environ),
+        lambda: _nixl(environ, backends),
         lambda: [_shared_memory()],
         lambda: _side_channel(environ),
         lambda: [_secret(environ)],
-        lambda: [_api_port()],
+        lambda: [_api_port(), _other_ports()],
+        lambda: [Finding(Level.ADVICE, "environment", sentence) for sentence in ignored_variables(environ)],
         lambda: [descriptor_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         lambda: [core_finding(len(os.sched_getaffinity(0)))],
     ]
@@ -77,10 +96,11 @@ def _torch() -> list[Finding]:
     return [torch_finding(report), gpu_finding(report, driver_gpus())]
 
 
-def _nixl(environ: Mapping[str, str]) -> list[Finding]:
-    report, log = ask_nixl(environ)
+def _nixl(environ: Mapping[str, str], backends: Sequence[str]) -> list[Finding]:
+    others = [name for name in dict.fromkeys(backends) if name != DEFAULT_PLUGIN]
+    report, log = ask_nixl(environ, [DEFAULT_PLUGIN, *others])
     settings = {name: value for name, value in environ.items() if name.startswith("UCX_")}
-    return [*nixl_findings(report), *([transport_finding(enabled_transports(log), settings)] if log else [])]
+    return [*nixl_findings(report, others), *([transport_finding(enabled_transports(log), settings)] if log else [])]
 
 
 def _shared_memory() -> Finding:
@@ -121,6 +141,10 @@ def _api_port() -> Finding:
     if is_port_free("127.0.0.1", API_PORT):
         return Finding(Level.OK, "API port", f"{API_PORT} is free")
     return Finding(Level.ADVICE, "API port", f"{API_PORT} is taken; choose another with --port")
+
+
+def _other_ports() -> Finding:
+    return port_finding([port for port in OTHER_PORTS if not is_port_free("127.0.0.1", port)], OTHER_PORTS)
 
 
 def _line(finding: Finding, marks: Mapping[Level, str]) -> str:

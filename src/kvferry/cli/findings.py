@@ -1,7 +1,7 @@
 """What `kvferry doctor` says: one finding per line, and how the answers of its probes become findings. Pure."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,6 +18,7 @@ __all__ = [
     "enabled_transports",
     "gpu_finding",
     "nixl_findings",
+    "port_finding",
     "python_finding",
     "torch_finding",
     "transport_finding",
@@ -25,6 +26,8 @@ __all__ = [
 
 RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
 TRANSPORT_ROW = re.compile(r"\|\s*[a-z-]*\s*\|\s*[a-z0-9_]*\s*\|\s*\+\s*(\w+)\s*\|")
+DEFAULT_PLUGIN = "UCX"
+SECOND_SIDE_CHANNEL_PORT = 5601
 LEAST_PYTHON = (3, 11)
 LEAST_CORES = 3
 LEAST_DESCRIPTORS = 4096
@@ -57,7 +60,8 @@ class NixlReport(msgspec.Struct, frozen=True):
 
     version: str
     plugins: list[str] = []
-    is_ucx_up: bool = False
+    started: list[str] = []
+    """Of those that were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +105,37 @@ def gpu_finding(report: TorchReport | Failed, driver_gpus: list[str]) -> Finding
     return Finding(Level.ADVICE, "GPUs", "none found; the embedded engine runs on the CPU (`--device cpu`, the default)")
 
 
-def nixl_findings(report: NixlReport | Failed) -> list[Finding]:
+def nixl_findings(report: NixlReport | Failed, asked_for: Sequence[str] = ()) -> list[Finding]:
+    """`asked_for` are the plugins that the user named beside UCX."""
     if isinstance(report, Failed):
         return [Finding(Level.PROBLEM, "NIXL", f"{report.reason}; engines on one machine can still use shared memory (planes: shm)")]
-    listed = ", ".join(sorted(report.plugins)) or "none"
-    if not report.is_ucx_up:
-        return [
-            Finding(Level.PROBLEM, "NIXL", f"{report.version} works, but its UCX plugin does not (plugins: {listed}); install nixl anew")
-        ]
-    return [Finding(Level.OK, "NIXL", f"{report.version}, plugins: {listed}")]
+    found = ", ".join(sorted(report.plugins)) or "none"
+    first = Finding(Level.OK, "NIXL", f"{report.version}, UCX starts here; plugins found: {found}")
+    if DEFAULT_PLUGIN not in report.started:
+        text = f"{report.version} works, but its UCX plugin does not start (plugins found: {found}); install nixl anew"
+        first = Finding(Level.PROBLEM, "NIXL", text)
+    return [first, *(_plugin_finding(name, report) for name in asked_for)]
+
+
+def _plugin_finding(name: str, report: NixlReport) -> Finding:
+    """It was asked for by name, so it is a problem when it does not start."""
+    if name in report.started:
+        return Finding(Level.OK, "NIXL plugin", f"{name} starts here")
+    if name not in report.plugins:
+        text = f"{name} is not found; use one of {', '.join(sorted(report.plugins))}"
+        return Finding(Level.PROBLEM, "NIXL plugin", text)
+    return Finding(Level.PROBLEM, "NIXL plugin", f"{name} is found but does not start here; install the libraries it needs, or use UCX")
+
+
+def port_finding(taken: list[int], looked_at: list[int]) -> Finding:
+    """Of the ports in the README's commands."""
+    if not taken:
+        return Finding(Level.OK, "other ports", f"{', '.join(map(str, looked_at))} are free")
+    side = [str(port) for port in taken if port == SECOND_SIDE_CHANNEL_PORT]
+    http = [str(port) for port in taken if port != SECOND_SIDE_CHANNEL_PORT]
+    parts = [f"{', '.join(http)} taken; choose others with --port"] if http else []
+    parts += [f"{side[0]} taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"] if side else []
+    return Finding(Level.ADVICE, "other ports", "; ".join(parts))
 
 
 def enabled_transports(log: str) -> list[str]:

@@ -77,7 +77,9 @@ class LocalLaunch:
         return command
 
     def make_model(self) -> list[str]:
-        return _kvferry("make-model", str(self.model))
+        """With as many KV heads as there are ranks, where the usual two are too few."""
+        ranks = self.options.tensor_parallel_size
+        return _kvferry("make-model", str(self.model), *(("--heads", str(2 * ranks)) if ranks > 2 else ()))
 
 
 def child_environment(environ: Mapping[str, str], secret_file: Path) -> dict[str, str]:

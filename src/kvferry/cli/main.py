@@ -19,7 +19,7 @@ from kvferry.cli.parser import Parser, shown_word
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
 
-__all__ = ["COMMANDS", "CommandEntry", "main"]
+__all__ = ["COMMANDS", "CommandEntry", "main", "make_parser"]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -79,17 +79,27 @@ def _dispatch(argv: list[str]) -> int:
 
 def _run(name: str, rest: list[str]) -> int:
     raise_file_limit()
-    entry = COMMANDS[name]
-    command = cast(Command, importlib.import_module(entry.module))
-    parser = Parser(f"kvferry {name}", command.DESCRIPTION, command.EXAMPLES)
-    command.add_arguments(parser)
-    if not entry.takes_transfer_config:
+    command, parser = _command(name), make_parser(name)
+    if not COMMANDS[name].takes_transfer_config:
         return command.run(parser.parse([dashed(argument) for argument in rest]))
-    parser.add_argument(FLAG, metavar="JSON", help="KV transfer as JSON; single keys as --kv-transfer-config.KEY VALUE, lists with KEY+")
     split = split_transfer_arguments(rest)
     arguments = parser.parse(split.rest)
     arguments.kv_transfer_config = split.mapping
     return command.run(arguments)
+
+
+def make_parser(name: str) -> Parser:
+    """The parser of one command."""
+    command = _command(name)
+    parser = Parser(f"kvferry {name}", command.DESCRIPTION, command.EXAMPLES)
+    command.add_arguments(parser)
+    if COMMANDS[name].takes_transfer_config:
+        parser.add_argument(FLAG, metavar="JSON", help=f"KV transfer as JSON; single keys as {FLAG}.KEY VALUE, lists with KEY+")
+    return parser
+
+
+def _command(name: str) -> Command:
+    return cast(Command, importlib.import_module(COMMANDS[name].module))
 
 
 def _overview() -> str:

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,19 +34,27 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.vers
 # Not to stdout, UCX's default, where a late line of its log would follow the answer.
 UCX_LOGGING = {"UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "stderr"}
 
+# A fork for each plugin: one that crashes or hangs says nothing about the others, and importing NIXL takes longer than all of them.
 # Leaves by os._exit: a NIXL agent may take the interpreter down on its way out, which says nothing about how it works.
 NIXL_CODE = """
-import json, os, sys
+import json, os, signal, sys
 from importlib.metadata import version
 from nixl._api import nixl_agent, nixl_agent_config
-agent = nixl_agent("kvferry-doctor", nixl_agent_config(enable_prog_thread=False, backends=[]))
-plugins = agent.get_plugin_list()
-try:
-    agent.create_backend("UCX")
-    is_up = True
-except Exception:
-    is_up = False
-print(json.dumps({"version": version("nixl"), "plugins": plugins, "is_ucx_up": is_up}))
+def make_agent():
+    return nixl_agent("kvferry-doctor", nixl_agent_config(enable_prog_thread=False, backends=[]))
+started = []
+for plugin in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        try:
+            make_agent().create_backend(plugin)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        started.append(plugin)
+print(json.dumps({"version": version("nixl"), "plugins": make_agent().get_plugin_list(), "started": started}))
 sys.stdout.flush()
 os._exit(0)
 """
@@ -97,9 +105,9 @@ def ask_torch() -> TorchReport | Failed:
     return answer if isinstance(answer, Failed) else _decoded(answer, TorchReport)
 
 
-def ask_nixl(environ: Mapping[str, str]) -> tuple[NixlReport | Failed, str]:
-    """The report, and UCX's log with its table of transports."""
-    answer = run_probe(NIXL_CODE, environ={**environ, **UCX_LOGGING})
+def ask_nixl(environ: Mapping[str, str], plugins: Sequence[str]) -> tuple[NixlReport | Failed, str]:
+    """The report of a process that tried to start these plugins, and UCX's log with its table of transports."""
+    answer = run_probe(NIXL_CODE, *plugins, environ={**environ, **UCX_LOGGING})
     return (answer, "") if isinstance(answer, Failed) else (_decoded(answer, NixlReport), answer.log)
 
 

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvferry.cli.addresses import dialable
 from kvferry.cli.announce import announce_address
 from kvferry.cli.parser import Parser
 from kvferry.cli.planes import Kit
+from kvferry.cli.sizes import parse_port
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.router.app import make_app
 from kvferry.router.instances import Role, pair_instances
@@ -27,10 +29,12 @@ EXAMPLES = """\
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--host", default="localhost", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
+    parser.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
     for role, port in (("prefiller", 8100), ("decoder", 8200)):
-        parser.add_argument(f"--{role}-hosts", f"--{role}-host", nargs="+", metavar="HOST", default=["localhost"])
-        parser.add_argument(f"--{role}-ports", f"--{role}-port", nargs="+", type=int, metavar="PORT", default=[port])
+        hosts = f"hosts of the {role}s, one per port or one for all (default: localhost)"
+        parser.add_argument(f"--{role}-hosts", f"--{role}-host", nargs="+", metavar="HOST", default=["localhost"], help=hosts)
+        ports = f"their ports, in the order of the hosts (default: {port})"
+        parser.add_argument(f"--{role}-ports", f"--{role}-port", nargs="+", type=parse_port, metavar="PORT", default=[port], help=ports)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,8 +55,10 @@ def router_options(arguments: argparse.Namespace) -> RouterOptions:
 
 
 def _announce(address: Address) -> None:
-    print(f"kvferry proxy listens on http://{address}", flush=True)
-    announce_address(address, os.environ)
+    where = dialable(address)
+    everywhere = "" if where == address else " and on every other address of this machine"
+    print(f"kvferry proxy listens on http://{where}{everywhere}", flush=True)
+    announce_address(where, os.environ)
 
 
 @contextmanager

@@ -6,25 +6,30 @@ import os
 import sys
 from collections.abc import Mapping
 
+from kvferry.cli.addresses import check_listenable, curl_command, dialable
 from kvferry.cli.announce import announce_address
 from kvferry.cli.parser import Parser
 from kvferry.cli.planes import Kit
-from kvferry.cli.sizes import parse_size
+from kvferry.cli.sizes import parse_port, parse_size
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
     SideChannelConfig,
     find_checkpoint,
+    ignored_variables,
     kv_cache_layout_from_environment,
 )
+from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.api.serve import announce, run_on_fast_loop
 from kvferry.engine.api.serve import serve as serve_api
+from kvferry.engine.api.signals import Stopped, stop_signals
 from kvferry.engine.client import EngineClient
+from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "api_host", "engine_options", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "api_host", "check_before_start", "engine_options", "run"]
 
 DESCRIPTION = "Serve one model over the OpenAI API with the embedded engine. Flags are those of `vllm serve`."
 EXAMPLES = """\
@@ -34,7 +39,9 @@ EXAMPLES = """\
   kvferry serve /models/tiny --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both \\
       --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC"""
 
+DEVICES = ("cpu",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DATA_PARALLEL = ("--data-parallel-size", "-dp", "--data-parallel-size-local", "--data-parallel-rank", "--data-parallel-address")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = {name: field.default for name, field in EngineOptions.__dataclass_fields__.items()}
 
@@ -42,17 +49,22 @@ DEFAULTS = {name: field.default for name, field in EngineOptions.__dataclass_fie
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or owner/name in the Hugging Face cache")
     parser.add_argument("--host", help="address to listen on (default: localhost; every interface when the side channel is for others)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
+    parser.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
     parser.add_argument("--served-model-name", metavar="NAME", default="", help="what clients call the model (default: MODEL)")
     _add_model_arguments(parser)
     _add_cache_arguments(parser)
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much is logged (default: %(default)s)")
+    for name in DATA_PARALLEL:
+        parser.add_planned(name, advice="start several engines and name them all to `kvferry proxy`")
+    for name in ("--pipeline-parallel-size", "-pp"):
+        parser.add_planned(name, advice="use --tensor-parallel-size to split a model")
 
 
 def _add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: %(default)s)")
     parser.add_argument("--compute-dtype", choices=(*DTYPES, "float64"), default="auto", help="of arithmetic (default: %(default)s)")
-    parser.add_argument("--device", default=DEFAULTS["device"], help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--device", choices=DEVICES, default=DEFAULTS["device"], help="what computes (default: %(default)s)")
+    parser.add_planned("--device", "cuda", advice="use cpu")
     parser.add_argument("--num-threads", type=int, default=DEFAULTS["num_threads"], help="torch threads per rank (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="of sampling without a seed (default: %(default)s)")
     parser.add_argument(
@@ -65,7 +77,7 @@ def _add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=parse_size, default=DEFAULTS["max_num_batched_tokens"], help="per step (default: %(default)s)"
     )
-    parser.add_argument("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, default=DEFAULTS["enable_chunked_prefill"])
+    parser.add_switch("--enable-chunked-prefill", default=True, meaning="compute long prompts in pieces between steps of others")
     parser.add_argument("--enforce-eager", action="store_true", help="accepted; this engine is always eager")
 
 
@@ -76,7 +88,7 @@ def _add_cache_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--kv-cache-memory-bytes", type=parse_size, default=DEFAULTS["kv_cache_memory_bytes"], help="cache per rank (default: %(default)s)"
     )
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=DEFAULTS["enable_prefix_caching"])
+    parser.add_switch("--enable-prefix-caching", default=True, meaning="keep blocks for prompts that begin alike")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="accepted; --kv-cache-memory-bytes decides here")
 
 
@@ -89,8 +101,11 @@ def run(arguments: argparse.Namespace) -> int:
         secret = ClusterSecret.load(os.environ)
         secret.check_reach(side_channel)
     kit = Kit.from_settings(side_channel, secret, options.kv_transfer, os.environ)
-    run_on_fast_loop(_serve(options, kit, side_channel, Address(api_host(arguments.host, side_channel), arguments.port)))
-    return 0
+    address = Address(api_host(arguments.host, side_channel), arguments.port)
+    check_before_start(options, address)
+    for sentence in ignored_variables(os.environ):
+        logging.getLogger(__name__).warning(sentence)
+    return run_on_fast_loop(_serve(options, kit, side_channel, address))
 
 
 def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EngineOptions:
@@ -121,19 +136,36 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     )
 
 
+def check_before_start(options: EngineOptions, address: Address) -> None:
+    """What would otherwise be found seconds later, in another process. ConfigError names what is wrong."""
+    if options.kv_transfer is not None:
+        KVConnectorFactory.get_connector_class(options.kv_transfer)
+    model = read_model_config(options.model)
+    model.max_model_len(options.max_model_len)
+    model.check_tensor_parallel(options.tensor_parallel_size)
+    if address.port:
+        check_listenable(address)
+
+
 def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
     """Whoever opened the side channel to other machines means the API to be reached from there too, as with vLLM."""
     return given or ("localhost" if side_channel.is_local else "0.0.0.0")
 
 
-async def _serve(options: EngineOptions, kit: Kit, side_channel: SideChannelConfig, address: Address) -> None:
+async def _serve(options: EngineOptions, kit: Kit, side_channel: SideChannelConfig, address: Address) -> int:
+    """The exit code: 0, or the signal's when one came before there was anything to serve with."""
     # The core logs its stages too; nobody needs to read them twice.
     on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
-    client = await EngineClient.start(options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress)
-    try:
-        await serve_api(client, options, address.host, address.port, on_listening=_listening)
-    finally:
-        await client.close()
+    with stop_signals() as signals:
+        starting = EngineClient.start(options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress)
+        client = await signals.unless_stopped(starting)
+        if isinstance(client, Stopped):
+            return client.exit_code
+        try:
+            await serve_api(client, options, address.host, address.port, signals=signals, on_listening=_listening)
+        finally:
+            await client.close()
+    return 0
 
 
 def _show_stage(stage: str) -> None:
@@ -141,5 +173,6 @@ def _show_stage(stage: str) -> None:
 
 
 def _listening(model_name: str, address: Address) -> None:
-    announce(model_name, address)
+    announce(model_name, dialable(address))
+    print(f"kvferry: try {curl_command(address, model_name)}", flush=True)
     announce_address(address, os.environ)

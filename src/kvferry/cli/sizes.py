@@ -1,9 +1,9 @@
-"""Sizes as people write them, `4096`, `1G`, `8k`, `512Mi`: how a flag's text becomes a number. Pure."""
+"""Numbers as people write them, `4096`, `1G`, `8k`, `512Mi`, or a port: how a flag's text becomes a number. Pure."""
 
 import argparse
 import re
 
-__all__ = ["parse_size"]
+__all__ = ["parse_port", "parse_size"]
 
 SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmMgGtT]?)i?")
 # As `vllm serve` reads them: small letters count in thousands, capitals in powers of two.
@@ -20,3 +20,10 @@ def parse_size(text: str) -> int:
     if size != int(size):
         raise argparse.ArgumentTypeError(f"{text!a} is not a whole number; write it like 4096, 8k or 1G")
     return int(size)
+
+
+def parse_port(text: str) -> int:
+    """For argparse: a port number, or 0."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port number from 0 to 65535, got {text[:80]!a}")
+    return int(text)

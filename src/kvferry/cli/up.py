@@ -4,11 +4,9 @@ Whatever ends it, kill -9 included, it leaves no process, socket or file behind 
 """
 
 import argparse
-import json
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,12 +16,15 @@ from types import FrameType
 
 from rich.console import Console
 
+from kvferry.cli.addresses import check_listenable, curl_command
 from kvferry.cli.http_client import Carried, complete, read_carried, sum_carried
 from kvferry.cli.launch import LOOPBACK, LocalLaunch, UpOptions, child_environment
 from kvferry.cli.local_cluster import LocalCluster
 from kvferry.cli.parser import Parser
 from kvferry.cli.processes import ProcessGroup
+from kvferry.cli.sizes import parse_port
 from kvferry.cli.startup_view import StartupView
+from kvferry.engine.model_config import read_model_config
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
@@ -51,9 +52,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill instances (default: %(default)s)")
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode instances (default: %(default)s)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
-    parser.add_argument("--port", type=int, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
+    parser.add_argument("--port", type=parse_port, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
     parser.add_argument("--planes", choices=("shm", "nixl"), help="data plane to use (default: the best that works here)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
+    parser.add_argument("--mode", choices=("pull",), default="pull", help="who moves the KV: pull, by decode (default: %(default)s)")
+    parser.add_planned("--mode", "push", advice="use pull, the default")
     parser.add_argument("--once", action="store_true", help="stop after the sample request")
 
 
@@ -66,7 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         planes=(arguments.planes,) if arguments.planes else (),
         tensor_parallel_size=arguments.tensor_parallel_size,
     )
-    _check_free(Address(LOOPBACK, options.port))
+    if options.model is not None:
+        read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)
+    if options.port:
+        check_listenable(Address(LOOPBACK, options.port))
     console = Console()
     with _stop_signals(), _cluster(options) as (cluster, launch), _last_words(console, cluster):
         router = _bring_up(cluster, launch, console)
@@ -119,9 +125,7 @@ def _show_sample(cluster: LocalCluster, router: Address, options: UpOptions, con
 
 
 def _show_address(router: Address, options: UpOptions, console: Console) -> None:
-    body = json.dumps({"model": options.model_name, "prompt": "Hello", "max_tokens": 16, "stream": True})
-    curl = f"curl -N http://{router}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
-    _say(console, f"\nserving on http://{router}; try\n  {curl}\nCtrl-C stops everything.")
+    _say(console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}\nCtrl-C stops everything.")
 
 
 def _serve_until_stopped(cluster: LocalCluster) -> int:
@@ -158,18 +162,6 @@ def _stop_signals() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def _check_free(address: Address) -> None:
-    """Before anything is started: the router itself binds the port only at the end."""
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((address.host, address.port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {address.port} cannot be used ({error.strerror}); stop what listens there or choose another --port"
-            ) from None
 
 
 def _bytes(count: float) -> str:

@@ -4,7 +4,7 @@ Every `ConfigError` is one sentence that starts with the dotted key and ends wit
 """
 
 from kvferry.config.checkpoint import find_checkpoint
-from kvferry.config.environment import fault_spec_from_environment, kv_cache_layout_from_environment
+from kvferry.config.environment import fault_spec_from_environment, ignored_variables, kv_cache_layout_from_environment
 from kvferry.config.extra import (
     ExampleExtraConfig,
     ExtraConfig,
@@ -15,7 +15,7 @@ from kvferry.config.extra import (
 )
 from kvferry.config.secret import ClusterSecret
 from kvferry.config.side_channel import SideChannelConfig, is_loopback
-from kvferry.config.transfer import KVRole, KVTransferConfig, MultiExtraConfig
+from kvferry.config.transfer import KVRole, KVTransferConfig, MultiExtraConfig, kind_of_setting
 
 __all__ = [
     "ClusterSecret",
@@ -30,7 +30,9 @@ __all__ = [
     "SideChannelConfig",
     "fault_spec_from_environment",
     "find_checkpoint",
+    "ignored_variables",
     "is_loopback",
+    "kind_of_setting",
     "kv_cache_layout_from_environment",
     "register_extra_config",
 ]

@@ -9,6 +9,7 @@ from kvferry.errors import ConfigError
 
 __all__ = ["find_checkpoint"]
 
+REVISION = re.compile(r"[A-Za-z0-9_-]{1,128}")
 HUB_NAME = re.compile(r"[A-Za-z0-9._-]{1,96}(/[A-Za-z0-9._-]{1,96})?")
 
 
@@ -45,10 +46,20 @@ def _hub_cache(environ: Mapping[str, str]) -> Path:
 
 def _newest_snapshot(repository: Path) -> Path | None:
     """The revision `main` points to, if its files are there; else the one fetched last."""
+    found = [*_main_snapshot(repository), *_snapshots_newest_first(repository)]
+    return next((path for path in found if (path / "config.json").is_file()), None)
+
+
+def _main_snapshot(repository: Path) -> list[Path]:
     try:
         revision = (repository / "refs" / "main").read_text(encoding="ascii").strip()
-        found = [repository / "snapshots" / revision] if revision else []
-        found += sorted((repository / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     except (OSError, ValueError):
-        return None
-    return next((path for path in found if (path / "config.json").is_file()), None)
+        return []
+    return [repository / "snapshots" / revision] if REVISION.fullmatch(revision) else []
+
+
+def _snapshots_newest_first(repository: Path) -> list[Path]:
+    try:
+        return sorted((repository / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return []

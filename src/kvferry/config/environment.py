@@ -6,8 +6,9 @@ from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
 from kvferry.types import KVLayout
 
-__all__ = ["fault_spec_from_environment", "kv_cache_layout_from_environment"]
+__all__ = ["fault_spec_from_environment", "ignored_variables", "kv_cache_layout_from_environment"]
 
+OLD_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 LAYOUT_NAMES = ("KVFERRY_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 
 
@@ -25,3 +26,10 @@ def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
 def fault_spec_from_environment(environ: Mapping[str, str]) -> str:
     """KVFERRY_FAULTS: what the data planes do wrong on purpose, for tests that must fail; empty: nothing."""
     return environ.get("KVFERRY_FAULTS", "").strip()
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """One sentence for each variable that operators set elsewhere and that nothing here reads."""
+    if not environ.get(OLD_TIMEOUT, "").strip():
+        return []
+    return [f"{OLD_TIMEOUT} has no effect here; set kv_lease_duration in kv_connector_extra_config (seconds, 30 by default)"]

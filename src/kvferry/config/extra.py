@@ -10,6 +10,7 @@ from typing import Any, Self
 from kvferry.config.fields import (
     Count,
     Flag,
+    LeaseSeconds,
     Natural,
     Number,
     Seconds,
@@ -69,28 +70,37 @@ class NixlExtraConfig(ExtraConfig):
     """
 
     backends: Texts = ("UCX",)
+    """NIXL plugins to start, for example UCX or LIBFABRIC; `kvferry doctor` says which there are."""
     num_threads: Count = 4
-    kv_lease_duration: Seconds = 30.0
+    """Threads of each NIXL plugin that takes a number of them."""
+    kv_lease_duration: LeaseSeconds = 30.0
     """How long P keeps blocks for D without hearing from it."""
     decoder_kv_blocks_ttl: Seconds = 480.0
+    """No effect yet: how long D will keep blocks for the next turn of a conversation."""
     bidirectional_kv_xfer: Flag = False
+    """No effect yet: P will fetch what D has of an earlier turn."""
     kv_recompute_threshold: Natural = 64
-    """Fewer tokens than this are computed again rather than fetched back from D."""
+    """No effect yet: fewer tokens than this will be computed again rather than fetched back from D."""
     enable_cross_layers_blocks: Flag = False
+    """No effect yet: one piece of memory per block for all layers."""
     enable_permute_local_kv: Flag = False
-    """The same as the setting of that name at the top level; either switches it on."""
+    """No effect yet. The same as the setting of that name at the top level; either switches it on."""
     engine_ttl: Number = 3600.0
     """Peers unheard of for so long are forgotten; 0 or less: never."""
     enforce_handshake_compat: Flag = True
+    """Refuse peers whose model, cache or versions differ in a way that could give wrong tokens."""
     push_registration_timeout: Seconds | None = None
-    """None: as `decoder_kv_blocks_ttl`."""
+    """No effect yet: how long a finished prefill will wait for D to say where to write; null: as `decoder_kv_blocks_ttl`."""
     planes: Texts = ()
-    """Pins the data planes, in order of preference; empty: all that work here."""
+    """Pins the data planes, in order of preference: shm, nixl; empty: all that work here."""
     peers: Texts = ()
-    """Addresses (host:port) that may be dialled without a ticket of ours; for push behind a foreign router."""
+    """No effect yet: addresses (host:port) that may be dialled without a ticket of ours, for push behind a foreign router."""
     handshake_timeout: Seconds = 5.0
+    """How long D waits for a peer's answer to its greeting."""
     read_timeout: Seconds = 30.0
+    """How long one read may take."""
     confirm_timeout: Seconds = 5.0
+    """How long D waits for P to confirm that what it read was still leased."""
     receive_timeout: Seconds = 120.0
     """From the moment D has blocks for a request until its last byte is confirmed, whatever happens in between."""
     grant_wait: Seconds = 5.0

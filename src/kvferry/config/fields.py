@@ -5,6 +5,7 @@ A settings class is a frozen dataclass whose annotations are the kinds below; `c
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Iterable
 from enum import Enum
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -15,8 +16,10 @@ from msgspec import Meta
 from kvferry.errors import ConfigError
 
 __all__ = [
+    "Bytes",
     "Count",
     "Flag",
+    "LeaseSeconds",
     "Natural",
     "Number",
     "Port",
@@ -25,6 +28,11 @@ __all__ = [
     "Text",
     "Texts",
     "check_fields",
+    "described",
+    "is_list",
+    "is_text",
+    "list_takes_text",
+    "may_be_null",
     "nearest",
     "refuse_unknown_keys",
     "shown",
@@ -32,6 +40,11 @@ __all__ = [
 
 LARGEST_INT = 2**62
 LARGEST_SECONDS = 1e9
+LEAST_LEASE_SECONDS = 0.5
+"""Below this a heartbeat that is late by a scheduler's nap ends a lease."""
+MOST_NAMES = 8
+"""More of them make no sentence."""
+REFERENCE = "docs/configuration.md"
 
 Flag = Annotated[bool, Meta(description="true or false")]
 Count = Annotated[int, Meta(ge=1, le=LARGEST_INT, description="a whole number of at least 1")]
@@ -39,6 +52,10 @@ Natural = Annotated[int, Meta(ge=0, le=LARGEST_INT, description="a whole number 
 Port = Annotated[int, Meta(ge=0, le=65535, description="a port number from 0 to 65535")]
 Number = Annotated[float, Meta(ge=-LARGEST_SECONDS, le=LARGEST_SECONDS, description="a number")]
 Seconds = Annotated[float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")]
+Bytes = Annotated[float, Meta(ge=0, le=LARGEST_INT, description="a number of bytes")]
+LeaseSeconds = Annotated[
+    float, Meta(ge=LEAST_LEASE_SECONDS, le=LARGEST_SECONDS, description=f"a number of seconds of at least {LEAST_LEASE_SECONDS}")
+]
 Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text that is not empty")]
 Texts = Annotated[tuple[Text, ...], Meta(description="a list of texts")]
 Settings = Annotated[dict[str, Any], Meta(description="an object")]
@@ -65,18 +82,51 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str
             raise ConfigError(f"{shown_key(key)} is not a setting of {owner}; {nearest(str(key), known)}")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: a guess, or all there is."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word[:200], known, n=1, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], reference: str = REFERENCE) -> str:
+    """The end of a sentence about an unknown word: a guess, all there is, or where to read what there is."""
+    folded = {name.casefold(): name for name in sorted(known)}
+    close = difflib.get_close_matches(word[:200].casefold(), folded, n=1, cutoff=0.6)
     if close:
-        return f"did you mean {close[0]}?"
-    return f"remove it, or use one of {', '.join(known)}" if known else "remove it"
+        return f"did you mean {folded[close[0]]}?"
+    if len(folded) > MOST_NAMES:
+        return f"remove it, or use one of the {len(folded)} in {reference}"
+    return f"remove it, or use one of {', '.join(folded.values())}" if folded else "remove it"
+
+
+def is_text(hint: Any) -> bool:
+    """Whether a kind is a text, or a text or null."""
+    return hint == Text or Text in get_args(hint)
+
+
+def is_list(hint: Any) -> bool:
+    return get_origin(_bare(hint)) is tuple
+
+
+def list_takes_text(hint: Any) -> bool:
+    return is_list(hint) and is_text(get_args(_bare(hint))[0])
+
+
+def may_be_null(hint: Any) -> bool:
+    return type(None) in get_args(hint)
+
+
+def described(hint: Any) -> str:
+    """A kind in words."""
+    if get_origin(hint) is Annotated:
+        return str(next(meta.description for meta in get_args(hint)[1:] if meta.description))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(str(member.value) for member in hint)
+    if get_args(hint):
+        return " or ".join("null" if part is type(None) else described(part) for part in get_args(hint))
+    return str(getattr(hint, "__name__", hint))
 
 
 def shown(value: object) -> str:
-    """A value as it appears in a sentence: one line, bounded."""
-    text = ascii(value) if isinstance(value, (str, int, float, bool, list, tuple, dict, type(None))) else type(value).__name__
+    """A value as it appears in a sentence: as JSON, which is how users write it, in one line, bounded."""
+    try:
+        text = json.dumps(value).replace("\x7f", "\\u007f")
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -92,17 +142,11 @@ def _converted(name: str, value: Any, hint: Any) -> Any:
             raise ValueError("not a number")
         return msgspec.convert(value, hint)
     except (msgspec.ValidationError, ValueError, OverflowError):
-        raise ConfigError(f"{name} must be {_described(hint)}, got {shown(value)}{_typo(value, hint)}") from None
+        raise ConfigError(f"{name} must be {described(hint)}, got {shown(value)}{_typo(value, hint)}") from None
 
 
-def _described(hint: Any) -> str:
-    if get_origin(hint) is Annotated:
-        return str(next(meta.description for meta in get_args(hint)[1:] if meta.description))
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(str(member.value) for member in hint)
-    if get_args(hint):
-        return " or ".join("null" if part is type(None) else _described(part) for part in get_args(hint))
-    return str(getattr(hint, "__name__", hint))
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
 def _typo(value: object, hint: Any) -> str:

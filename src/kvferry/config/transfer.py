@@ -2,17 +2,17 @@
 
 import dataclasses
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from kvferry.config.extra import ExtraConfig, FreeExtraConfig, NixlExtraConfig, extra_config_class, register_extra_config
-from kvferry.config.fields import Flag, Port, Settings, Text, check_fields, refuse_unknown_keys, shown
+from kvferry.config.fields import Bytes, Count, Flag, Natural, Port, Settings, Text, check_fields, refuse_unknown_keys, shown
 from kvferry.errors import ConfigError
 from kvferry.types import FailurePolicy
 
-__all__ = ["BufferDevice", "KVRole", "KVTransferConfig", "MultiExtraConfig"]
+__all__ = ["BufferDevice", "KVRole", "KVTransferConfig", "MultiExtraConfig", "kind_of_setting"]
 
 OWN_PACKAGE = "kvferry"
 MAX_ENGINE_ID_CHARS = 256
@@ -35,25 +35,45 @@ class BufferDevice(StrEnum):
 
 @dataclass(frozen=True)
 class KVTransferConfig:
-    """One engine's part in KV transfer. Picklable; equal when everything but the derived `extra` is."""
+    """One engine's part in KV transfer. Picklable; equal when everything but the derived `extra` is.
+
+    More fields than a class of ours has otherwise: the JSON is one flat table, and vLLM's has keys that we only accept.
+    """
 
     kv_connector: Text
+    """How KV moves: NixlConnector (also called NixlPullConnector), or the class name of one of your own."""
     kv_role: KVRole
+    """Whether this engine gives KV away, takes it, or does both."""
     kv_buffer_device: BufferDevice = BufferDevice.AUTO
+    """Where transferred KV lies; auto: on the engine's own device. cuda is not here yet."""
     kv_connector_extra_config: Settings = field(default_factory=dict)
-    """As given; `extra` is the same, typed and with defaults."""
+    """The connector's own settings; those of NixlConnector are in the next table."""
     kv_connector_module_path: Text | None = None
+    """The Python module of a connector of your own."""
     engine_id: Text = field(default_factory=lambda: str(uuid.uuid4()))
+    """The name of this engine in tickets, logs and metrics; unique in the cluster, printable, without spaces."""
     kv_load_failure_policy: FailurePolicy = FailurePolicy.FAIL
+    """When KV could not be fetched: fail the request, or recompute its prompt here."""
     enable_permute_local_kv: Flag = False
+    """No effect yet: it will let engines with different cache layouts meet."""
     kv_port: Port = 14579
-    """Accepted because vLLM has it; nothing here uses it."""
+    """Accepted because vLLM has it; no effect here."""
+    kv_rank: Natural | None = None
+    """Accepted because vLLM has it; no effect here."""
+    kv_parallel_size: Count = 1
+    """Accepted because vLLM has it; no effect here."""
+    kv_buffer_size: Bytes | Text = 1e9
+    """Accepted because vLLM has it, as a number or a text; no effect here."""
+    kv_ip: Text = "127.0.0.1"
+    """Accepted because vLLM has it; no effect here: VLLM_NIXL_SIDE_CHANNEL_HOST says where this engine is dialled."""
     extra: ExtraConfig = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if len(self.engine_id) > MAX_ENGINE_ID_CHARS:
             raise ConfigError(f"engine_id has {len(self.engine_id)} characters; use at most {MAX_ENGINE_ID_CHARS}")
+        if not self.engine_id.isprintable() or any(map(str.isspace, self.engine_id)):
+            raise ConfigError(f"engine_id is {shown(self.engine_id)}, which has spaces or unprintable characters; remove them")
         with_path = _Prefixed("kv_connector_extra_config.")
         with with_path:
             extra = self._extra_class().from_mapping(self.kv_connector_extra_config, self.kv_connector)
@@ -117,6 +137,18 @@ class MultiExtraConfig(ExtraConfig):
 
 
 register_extra_config("MultiConnector", MultiExtraConfig)
+
+
+def kind_of_setting(path: Sequence[str], connector: str) -> Any:
+    """The kind of value that a dotted key takes, one of those in `fields`; None for a key that we do not know."""
+    if len(path) == 2 and path[0] == "kv_connector_extra_config":
+        owner: type = extra_config_class(connector)
+    elif len(path) == 1:
+        owner = KVTransferConfig
+    else:
+        return None
+    is_key = owner is not FreeExtraConfig and any(f.name == path[-1] and f.init for f in fields(owner))
+    return get_type_hints(owner, include_extras=True)[path[-1]] if is_key else None
 
 
 def _child(index: int, child: object) -> KVTransferConfig:

@@ -6,7 +6,7 @@ asked to hand over. Runs on the engine's main thread; never waits.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from kvferry.connectors.contract import (
     KVCacheBlocks,
     KVCacheConfig,
     KVConnectorHandshakeMetadata,
-    KVConnectorOutput,
     Request,
     RequestStatus,
 )
@@ -130,8 +129,9 @@ class PullScheduler:
         table = tuple(tuple(group) for group in blocks.get_block_ids())
         self._commands.append(Start(request_id, table, offer.num_tokens - num_external_tokens, offer.num_tokens))
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self._loading -= output.finished_recving
+    def forget_loads(self, finished: Iterable[str]) -> None:
+        """These have ended on every rank."""
+        self._loading.difference_update(RequestId(request) for request in finished)
 
     # -- producer --------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ Everything here runs on one asyncio loop. Sockets are read and written by the lo
 import asyncio
 import logging
 import multiprocessing
+import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
@@ -55,7 +57,8 @@ class EngineClient:
     ) -> "EngineClient":
         """Spawn the core and wait until it serves. `on_progress` hears each stage of the start.
 
-        ConfigError when a setting or the model is to blame, KVFerryError for everything else; no process is left behind then."""
+        ConfigError when a setting or the model is to blame, KVFerryError for everything else; no process is left behind then, nor when
+        this is cancelled."""
         level = logging.getLogger().getEffectiveLevel()
         setup = EngineSetup(options, kit, secret=secret, side_channel=side_channel, log_level=level)
         ours, theirs = socket.socketpair()
@@ -63,13 +66,16 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         client = cls(process, options, on_progress or _ignore_stage)
         link = client._link
+        spawning = loop.run_in_executor(None, _spawn, process)
         try:
-            await loop.run_in_executor(None, process.start)
+            await asyncio.shield(spawning)
             theirs.close()
             await loop.create_unix_connection(lambda: link, sock=ours)
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(link.ready)
         except BaseException as error:
+            # A process that is being born when we are cancelled has to be ended like any other.
+            await asyncio.wait([spawning])
             theirs.close()
             await client._abandon(ours)
             if isinstance(error, TimeoutError):
@@ -153,12 +159,17 @@ class EngineClient:
             return
         await loop.run_in_executor(None, self._process.join, grace_s)
         if self._process.is_alive():
-            _log.warning("the engine core did not stop within %g s and is killed", grace_s)
+            # Whoever has said why it ends, or was told to before it could serve, surprises nobody.
+            level = logging.WARNING if self._link.ready.done() and self._link.death is None else logging.DEBUG
+            _log.log(level, "the engine core did not stop within %g s and is killed", grace_s)
             self._process.kill()
             await loop.run_in_executor(None, self._process.join, _KILL_TIMEOUT_S)
         self._link.lost(f"the engine core has ended {_describe_exit(self._process.exitcode)}")
 
     async def _abandon(self, sock: socket.socket) -> None:
+        # Told first: a core that finds its pipe closed while it is loading takes us for dead.
+        if self._process.pid is not None and self._link.death is None:
+            self._process.terminate()
         if self._link.is_connected:
             self._link.close()
         else:
@@ -176,7 +187,20 @@ def _ignore_stage(stage: str) -> None:
     return None
 
 
+def _spawn(process: BaseProcess) -> None:
+    """Ctrl-C reaches the core from its first moment on, long before it can say that it does not care: it is born with SIGINT blocked."""
+    # Starting it unblocks the signal, so it must not happen in between.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _run_core(setup: EngineSetup, sock: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Imported in the child only: the API process never pays for torch.
     from kvferry.engine.core import run_core
 

@@ -204,7 +204,8 @@ def _tell_failure(api: _ApiPipe, error: Exception) -> int:
         return 1
     is_config = isinstance(error, ConfigError)
     if isinstance(error, KVFerryError):
-        _log.error("the engine core ends: %s", error)
+        # The API process says a ConfigError to the operator, once.
+        _log.log(logging.DEBUG if is_config else logging.ERROR, "the engine core ends: %s", error)
         reason = str(error)
     else:
         _log.exception("the engine core ends because of a bug")

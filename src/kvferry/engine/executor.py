@@ -4,10 +4,8 @@ One thread makes every call. A rank that dies, fails or stays silent is a Transp
 """
 
 import contextlib
-import shutil
-import tempfile
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.contract import KVConnectorHandshakeMetadata, ParallelConfig
@@ -108,11 +106,12 @@ def _kill_all(ranks: list[RankProcess]) -> None:
 
 @contextlib.contextmanager
 def _meeting_place() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="kvferry-ranks-")
+    """A file without a name in any folder: however this process ends, nothing is left of it."""
+    nameless = os.memfd_create("kvferry-ranks")
     try:
-        yield (Path(directory) / "rendezvous").as_uri()
+        yield f"file:///proc/{os.getpid()}/fd/{nameless}"
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        os.close(nameless)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ are chosen so that attention decides the hidden state. The same seed gives the s
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,16 @@ class Size:
     head_dim: int
     max_position_embeddings: int
 
+    def with_heads(self, num_heads: int) -> "Size":
+        """The same with other heads: half as many for KV if that is a whole number, and a feed-forward part that so many ranks divide."""
+        if not 1 <= num_heads <= MAX_HEADS:
+            raise ConfigError(f"--heads must be from 1 to {MAX_HEADS}, got {num_heads}")
+        num_kv_heads = num_heads // 2 if num_heads % 2 == 0 else num_heads
+        inner = -(-self.intermediate_size // num_kv_heads) * num_kv_heads
+        return replace(self, num_heads=num_heads, num_kv_heads=num_kv_heads, intermediate_size=inner)
 
+
+MAX_HEADS = 128
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", has_qk_norm=True),
     "llama": Family("LlamaForCausalLM", "llama", has_qk_norm=False),
@@ -102,24 +111,27 @@ PRODUCT_DEVIATION = 0.5
 """About the standard deviation of silu(x) * y for independent unit x and y."""
 
 
-def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: str = "tiny") -> None:
-    """Write the checkpoint, over an older one made here if need be. Any other folder that is not empty is refused."""
+def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: str = "tiny", heads: int | None = None) -> None:
+    """Write the checkpoint, over an older one made here if need be. Any other folder that is not empty is refused.
+
+    `heads` is the number of attention heads; None: the size's own."""
     if family not in FAMILIES:
         raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if size not in SIZES:
         raise ConfigError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     if not 0 <= seed < 2**64:
         raise ConfigError(f"seed must be from 0 to 2**64 - 1, got {seed}")
-    config = _config(FAMILIES[family], SIZES[size])
+    shape = SIZES[size] if heads is None else SIZES[size].with_heads(heads)
+    config = _config(FAMILIES[family], shape)
     config[MARKER] = {"family": family, "seed": seed, "size": size}
-    tensors = dict(_tensors(FAMILIES[family], SIZES[size], seed))
+    tensors = dict(_tensors(FAMILIES[family], shape, seed))
     try:
         _claim(directory)
         # config.json first: a folder left half written is then known as ours.
         _write(directory / "config.json", _json(config))
         _write(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
         _write(directory / "tokenizer.json", make_tokenizer_json().encode())
-        _write(directory / "tokenizer_config.json", _json(_tokenizer_config(SIZES[size])))
+        _write(directory / "tokenizer_config.json", _json(_tokenizer_config(shape)))
         _write(directory / "generation_config.json", _json(_generation_config()))
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None

@@ -71,7 +71,7 @@ class ModelConfig:
         """The limit on prompt and output together; `requested` 0 means the checkpoint's own."""
         if requested > self.max_position_embeddings:
             limit = self.max_position_embeddings
-            raise ConfigError(f"max_model_len {requested} is more than the model's {limit} positions; ask for at most {limit}")
+            raise ConfigError(f"--max-model-len {requested} is more than the model's {limit} positions; ask for at most {limit}")
         return requested or self.max_position_embeddings
 
     def check_tensor_parallel(self, tp_size: int) -> None:
@@ -83,7 +83,7 @@ class ModelConfig:
         }
         for key, value in parts.items():
             if value % tp_size:
-                raise ConfigError(f"tensor_parallel_size {tp_size} does not divide the model's {key} {value}; choose a divisor of it")
+                raise ConfigError(f"--tensor-parallel-size {tp_size} does not divide the model's {key} {value}; choose a divisor of it")
 
 
 def read_model_config(directory: Path) -> ModelConfig:

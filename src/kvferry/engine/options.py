@@ -10,7 +10,7 @@ from kvferry.types import KVLayout
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig
 
-__all__ = ["EngineOptions"]
+__all__ = ["EngineOptions", "flag_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,12 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_threads"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise ConfigError(f"{flag_of(name)} must not be negative, got {getattr(self, name)}")
+
+
+def flag_of(name: str) -> str:
+    """The flag of `kvferry serve` that sets an option: what a sentence for its user names."""
+    return "--num-gpu-blocks-override" if name == "num_blocks" else f"--{name.replace('_', '-')}"

@@ -183,7 +183,10 @@ def run_rank(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, sock
     try:
         _serve(setup, parallel, rendezvous, link, wakeup)
     except Exception as error:  # the top of the process: the core hears why
-        _log.exception("this rank ends")
+        if isinstance(error, ConfigError):
+            _log.debug("this rank ends: %s", error)
+        else:
+            _log.exception("this rank ends")
         with contextlib.suppress(TransportError):
             _send(link, RankFailed(str(error) if isinstance(error, KVFerryError) else repr(error), isinstance(error, ConfigError)))
         raise SystemExit(1) from None

@@ -56,7 +56,7 @@ class Runner:
         """Read configuration and weights and join the other ranks. ConfigError when the model cannot be used, TransportError when a rank
         does not come."""
         if self._options.device != "cpu":
-            raise ConfigError(f"device must be cpu, got {self._options.device!r}: the embedded engine runs on CPUs only")
+            raise ConfigError(f"--device must be cpu, got {self._options.device!r}: the embedded engine runs on CPUs only")
         torch.set_num_threads(self._options.num_threads)
         config = read_model_config(self._options.model)
         checkpoint = open_checkpoint(self._options.model)
@@ -147,7 +147,7 @@ class Runner:
             return self._options.num_blocks
         total_bytes, per_block = self._options.kv_cache_memory_bytes, block_bytes * self._loaded.config.num_layers
         if total_bytes < per_block:
-            raise ConfigError(f"kv_cache_memory_bytes {total_bytes} holds no block; one takes {per_block} bytes in all layers")
+            raise ConfigError(f"--kv-cache-memory-bytes {total_bytes} holds no block; one takes {per_block} bytes in all layers")
         return total_bytes // per_block
 
 

@@ -147,7 +147,7 @@ class Scheduler:
             error=reason,
             error_status=error_status,
             kv_transfer_params=params,
-            num_cached_tokens=seq.num_cached_tokens,
+            num_cached_tokens=seq.num_saved_tokens,
         )
 
     def _finish(self, seq: Sequence, status: RequestStatus) -> dict[str, Any] | None:
@@ -230,14 +230,14 @@ class Scheduler:
         seq.token_ids.append(token.token_id)
         stop = find_stop(seq, self._limits)
         if stop is None:
-            return RequestOutput(seq.request_id, [token], num_cached_tokens=seq.num_cached_tokens)
+            return RequestOutput(seq.request_id, [token], num_cached_tokens=seq.num_saved_tokens)
         return RequestOutput(
             seq.request_id,
             [token],
             finish_reason=FINISH_REASONS[stop.status],
             stop_reason=stop.token_id,
             kv_transfer_params=self._finish(seq, stop.status),
-            num_cached_tokens=seq.num_cached_tokens,
+            num_cached_tokens=seq.num_saved_tokens,
         )
 
     def _publish(self, seq: Sequence) -> None:

@@ -87,6 +87,11 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_saved_tokens(self) -> int:
+        """Cached tokens that saved computing: the last one of a prompt is always computed, for its logits."""
+        return min(self.num_cached_tokens, self.num_prompt_tokens - 1)
+
+    @property
     def all_token_ids(self) -> ReadOnlySequence[int]:
         return self.token_ids
 

@@ -8,11 +8,12 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.errors import TransportError
-from kvferry.router.instances import InstancePool, Role
+from kvferry.router.failures import error_response
+from kvferry.router.instances import InstancePool, Outcome, Role
 from kvferry.router.legs import Handover
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
-from kvferry.router.proxy import Proxy, error_response
+from kvferry.router.proxy import Proxy
 from kvferry.router.release import Releases
 
 __all__ = ["make_app"]
@@ -85,7 +86,7 @@ class _Router:
             return error_response(413, f"the request body is larger than {self._options.max_body_bytes} bytes")
         except web.HTTPException as error:
             allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            return error_response(error.status, f"{request.method} {request.path}: {error.reason}", allow)
+            return error_response(error.status, f"{_shown_route(request)}: {error.reason}", allow)
         except TransportError as error:
             _log.warning("request failed: %s", error)
             return error_response(502, str(error))
@@ -102,11 +103,18 @@ class _Router:
         return await self._proxy.models(request)
 
     async def health(self, _: web.Request) -> web.StreamResponse:
+        """Of the router: it is well whatever its instances are. Nobody is asked; these are the outcomes of the last legs."""
         counts = {f"{role}_instances": len(self._pool.of(role)) for role in Role}
-        return web.json_response({"status": "ok", **counts})
+        last = {f"{role}_last_{outcome}": self._pool.count(role, outcome) for role in Role for outcome in Outcome}
+        return web.json_response({"status": "ok", **counts, **last})
 
     async def show_metrics(self, _: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+
+
+def _shown_route(request: web.Request) -> str:
+    """A path may hold bytes that are no text."""
+    return f"{request.method} {request.path}".encode(errors="replace").decode()
 
 
 class _Counted:

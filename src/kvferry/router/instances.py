@@ -1,4 +1,4 @@
-"""Which instances there are, and which one a request goes to: round robin per role.
+"""Which instances there are, which one a request goes to (round robin per role), and how each did last time.
 
 Pure. An `InstancePool` is used by one thread.
 """
@@ -10,12 +10,19 @@ from enum import StrEnum
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["Instance", "InstancePool", "Role", "pair_instances"]
+__all__ = ["Instance", "InstancePool", "Outcome", "Role", "pair_instances"]
 
 
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Outcome(StrEnum):
+    """Of the last leg that an instance was given."""
+
+    ANSWERED = "answered"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class InstancePool:
     decoders: tuple[Instance, ...]
     _turns: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0), init=False)
 
+    _outcomes: dict[Instance, Outcome] = field(default_factory=dict, init=False)
+
     def __post_init__(self) -> None:
         for role in Role:
             if not self.of(role):
@@ -66,3 +75,11 @@ class InstancePool:
         turn = self._turns[role]
         self._turns[role] = (turn + 1) % len(instances)
         return instances[turn]
+
+    def note(self, instance: Instance, outcome: Outcome) -> None:
+        """How a leg went."""
+        self._outcomes[instance] = outcome
+
+    def count(self, role: Role, outcome: Outcome) -> int:
+        """How many instances had this outcome last; those that have not been asked yet had none."""
+        return sum(self._outcomes.get(instance) is outcome for instance in self.of(role))

@@ -75,6 +75,8 @@ class ClientRequest:
 
 
 def read_client_request(body: bytes) -> ClientRequest | Refusal:
+    if not body.strip():
+        return Refusal(400, "the request body is empty: send a JSON object")
     try:
         fields = _decoder.decode(body)
     except msgspec.ValidationError:

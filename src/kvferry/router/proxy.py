@@ -7,6 +7,7 @@ lost its connection. What P holds is given back unless D has taken over (`Held`)
 import asyncio
 import io
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.errors import RemoteProtocolError, TransportError
-from kvferry.router.failures import error_body, error_event
-from kvferry.router.instances import Instance, InstancePool, Role
+from kvferry.router.failures import error_event, error_response
+from kvferry.router.instances import Instance, InstancePool, Outcome, Role
 from kvferry.router.last_look import LastLook
 from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
 from kvferry.router.metrics import RouterMetrics
@@ -24,7 +25,7 @@ from kvferry.router.options import RouterOptions
 from kvferry.router.release import Held, Releases
 from kvferry.router.request_ids import choose_request_id
 
-__all__ = ["Proxy", "error_response"]
+__all__ = ["Proxy"]
 
 _log = logging.getLogger(__name__)
 
@@ -78,9 +79,14 @@ class Proxy:
         headers = {name: request.headers[name] for name in _TO_INSTANCES if name in request.headers}
         with self._named(instance):
             async with self._session.get(instance.url + request.path, headers=headers, timeout=self._answer_timeout()) as answer:
-                return _copied(answer, await self._read_answer(answer), {})
+                body = await self._read_answer(answer)
+                self._pool.note(instance, Outcome.ANSWERED)
+                return _copied(answer, body, {})
 
     async def _read_body(self, request: web.Request) -> bytes:
+        limit = self._options.max_body_bytes
+        if (request.content_length or 0) > limit:
+            raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
         try:
             async with asyncio.timeout(self._options.idle_timeout_s):
                 return await request.read()
@@ -103,6 +109,7 @@ class Proxy:
                 allow_redirects=False,
             ) as answer:
                 body = await self._read_answer(answer)
+                self._pool.note(instance, Outcome.ANSWERED)
                 if 400 <= answer.status < 500:
                     return _copied(answer, body, {"X-Request-Id": exchange.request_id})
                 if answer.status != 200:
@@ -133,6 +140,7 @@ class Proxy:
                 timeout=self._stream_timeout() if exchange.client.is_streamed else self._answer_timeout(),
                 allow_redirects=False,
             ) as answer:
+                self._pool.note(instance, Outcome.ANSWERED)
                 if answer.status == 200:
                     held.hand_over()
                 response = web.StreamResponse(status=answer.status, headers=_passed_headers(answer))
@@ -165,6 +173,7 @@ class Proxy:
     async def _break_off(self, request: web.Request, response: web.StreamResponse, leg: "_DecodeLeg", tail: bytes, what: str) -> None:
         """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
         leg.held.take_back()
+        self._pool.note(leg.instance, Outcome.FAILED)
         self._metrics.failures.labels(leg.instance.role, leg.instance.url).inc()
         message = f"{leg.instance} broke off its answer: {what}"
         _log.warning("stream broken request=%s: %s", response.headers["X-Request-Id"], message)
@@ -182,6 +191,7 @@ class Proxy:
         try:
             yield
         except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
+            self._pool.note(instance, Outcome.FAILED)
             self._metrics.failures.labels(instance.role, instance.url).inc()
             raise TransportError(f"{instance} failed: {_described(error)}") from error
 
@@ -196,10 +206,6 @@ class Proxy:
 class _DecodeLeg:
     instance: Instance
     held: Held
-
-
-def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(status=status, body=error_body(status, message), content_type="application/json", headers=headers)
 
 
 def _upload(body: bytes) -> bytes | io.BytesIO:
@@ -219,7 +225,7 @@ def _copied(answer: aiohttp.ClientResponse, body: bytes, headers: Mapping[str, s
 
 def _described(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"it cannot be reached ({error.os_error.strerror or error.os_error})"
+        return f"it cannot be reached ({_plain(error.os_error)})"
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "it did not accept a connection in time"
     if isinstance(error, TimeoutError):
@@ -229,6 +235,13 @@ def _described(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return "its answer is not HTTP"
     return str(error)
+
+
+def _plain(error: OSError) -> str:
+    """The loops' own texts name an address that the sentence names already; those of name look-ups have negative numbers."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return error.strerror or str(error)
 
 
 def _excerpt(body: bytes) -> str:

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from kvferry.errors import ConfigError
+from kvferry.router.malformed import JsonErrorRunner
 from kvferry.types import Address
 
 __all__ = ["make_runner", "run_app"]
@@ -30,7 +31,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
     """Handlers are cancelled when their client leaves, and malformed HTTP is answered without a traceback in the log."""
     logger = logging.getLogger(f"{__name__}.http")
     logger.addFilter(_is_our_fault)
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_STOP_TIMEOUT_S)
+    return JsonErrorRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_STOP_TIMEOUT_S)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:

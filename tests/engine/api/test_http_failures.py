@@ -15,6 +15,7 @@ from tests.engine.api.stage import ScriptedEngine, events_of, outputs_of, servin
 
 from kvferry.engine.api.context import ApiSettings
 from kvferry.engine.api.schema import ChatRequest, CompletionRequest
+from kvferry.engine.api.unused_transfers import UnusedTransfers
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.step import SampledToken
 
@@ -262,6 +263,79 @@ def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path
             assert reader
 
     asyncio.run(scene())
+
+
+MALFORMED = [
+    (b"GE\xdfsecret / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"secret\r\n\r\n", 400),
+    (b"GET / HTTP/secret\r\nHost: x\r\n\r\n", 400),
+    (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"secret" * 5000), 400),
+    (b"GET / HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n" % (b"secret" * 5000), 400),
+    (b"GET / HTTP/1.1\r\nHost: x\r\nsec ret: x\r\n\r\n", 400),
+    (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", None),
+    (b"GET /%ff HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
+    (b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", 417),
+    (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", None),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999999\r\n\r\n", 413),
+]
+
+
+@pytest.mark.parametrize(("sent", "status"), MALFORMED)
+def test_malformed_http_is_a_json_error_without_an_echo(model: Path, sent: bytes, status: int | None) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(sent)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+            body = await reader.readexactly(length)
+            writer.close()
+            answer = json.loads(body)
+            assert b"application/json" in head
+            assert status in (None, answer["error"]["code"])
+            assert is_error(answer, answer["error"]["code"])
+            assert 400 <= answer["error"]["code"] < 500
+            assert b"secret" not in head + body
+            await s.complete(prompt=[5])
+
+    asyncio.run(scene())
+
+
+def test_a_missing_field_is_named_with_its_place_and_an_empty_body_as_empty(model: Path) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model) as s:
+            _, answer = await s.post(CHAT, {"messages": [*HELLO, {"content": "hello"}]})
+            assert answer["error"]["param"] == "messages[1].role"
+            assert "messages[1].role" in answer["error"]["message"]
+            _, answer = await s.post(CHAT, {})
+            assert answer["error"]["param"] == "messages"
+            for body in (b"", b" \n"):
+                _, answer = await s.post(CHAT, body)
+                assert "is empty" in answer["error"]["message"]
+
+    asyncio.run(scene())
+
+
+def test_transfer_params_without_a_connector_are_served_and_noted_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        async with stage(ScriptedEngine(), model) as s:
+            for params in ({}, {"do_remote_prefill": False}, {"do_remote_prefill": True}, {"do_remote_decode": True}):
+                await s.complete(prompt=[5], kv_transfer_params=params)
+
+    asyncio.run(scene())
+    (note,) = [record.getMessage() for record in caplog.records if "kv-transfer-config" in record.getMessage()]
+    assert note.startswith("do_remote_prefill is ignored")
+
+
+def test_another_note_of_an_unused_transfer_is_due_after_a_minute() -> None:
+    unused = UnusedTransfers()
+    asks = {"do_remote_decode": True}
+    assert unused.note(asks, now=5)
+    assert unused.note(asks, now=64.9) is None
+    assert unused.note(None, now=65) is None
+    assert unused.note(asks, now=65)
 
 
 def test_garbage_instead_of_http_changes_nothing(model: Path) -> None:

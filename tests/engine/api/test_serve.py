@@ -1,6 +1,7 @@
 """Starting, stopping and dying, as `kvferry serve` sees it."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.engine.api.stage import DEADLINE_S, ScriptedEngine, until
+from tests.engine.api.stage import DEADLINE_S, ScriptedEngine, events_of, outputs_of, until
 
 from kvferry.engine.api.listening import address_of, open_listeners
 from kvferry.engine.api.serve import run_on_fast_loop, serve
+from kvferry.engine.api.signals import Stopped, stop_signals
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SampledToken
@@ -81,10 +83,9 @@ def test_a_second_signal_does_not_wait_for_running_requests(model: Path) -> None
             await until(lambda: bool(engine.live))
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 503
             await serving.task
             assert not engine.live
-            with pytest.raises(aiohttp.ClientError):
-                await running
 
     run_on_fast_loop(scene())
 
@@ -97,10 +98,71 @@ def test_a_request_that_does_not_finish_in_time_is_aborted(model: Path) -> None:
             running = asyncio.ensure_future(ask(session, await serving.url()))
             await until(lambda: bool(engine.live))
             os.kill(os.getpid(), signal.SIGTERM)
+            assert await running == 503
             await serving.task
             assert len(engine.aborted) == 1
-            with pytest.raises(aiohttp.ClientError):
-                await running
+
+    run_on_fast_loop(scene())
+
+
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], None))
+        serving = Serving(engine, model, shutdown_timeout_s=0.05)
+        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
+            body = {"prompt": [5], "max_tokens": 100, "stream": True}
+            async with session.post(await serving.url() + "/v1/completions", json=body) as answer:
+                first = await answer.content.readuntil(b"\n\n")
+                os.kill(os.getpid(), signal.SIGTERM)
+                *tokens, last = events_of(first + await answer.read())
+            assert [set(token) >= {"choices"} for token in tokens] == [True, True]
+            assert last["error"]["code"] == 503
+            assert "the server is stopping" in last["error"]["message"]
+            await serving.task
+            assert len(engine.aborted) == 1
+
+    run_on_fast_loop(scene())
+
+
+def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(model: Path) -> None:
+    async def scene() -> None:
+        serving = Serving(ScriptedEngine(), model, shutdown_timeout_s=0.05)
+        async with asyncio.timeout(DEADLINE_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int((await serving.url()).rsplit(":", 1)[1]))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
+            os.kill(os.getpid(), signal.SIGTERM)
+            head, _, said = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503")
+            assert "the server is stopping" in json.loads(said)["error"]["message"]
+            writer.close()
+            await serving.task
+
+    run_on_fast_loop(scene())
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_before_there_is_anything_to_serve_ends_the_start_orderly(number: signal.Signals, code: int) -> None:
+    async def scene() -> None:
+        ended: list[str] = []
+
+        async def starts() -> str:
+            try:
+                os.kill(os.getpid(), number)
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0)
+                ended.append("cleaned up")
+            return "started"
+
+        async def is_started() -> str:
+            return "started"
+
+        with stop_signals() as signals:
+            assert await signals.unless_stopped(is_started()) == "started"
+            outcome = await signals.unless_stopped(starts())
+        assert isinstance(outcome, Stopped)
+        assert (outcome.exit_code, ended) == (code, ["cleaned up"])
 
     run_on_fast_loop(scene())
 
@@ -122,7 +184,7 @@ def test_a_port_in_use_is_a_config_error_that_names_it(model: Path) -> None:
     async def scene() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            with pytest.raises(ConfigError, match=str(port)):
+            with pytest.raises(ConfigError, match=rf"port {port} \(Address already in use\)"):
                 await serve(ScriptedEngine(), EngineOptions(model), "127.0.0.1", port)
 
     run_on_fast_loop(scene())
@@ -133,6 +195,15 @@ def test_an_address_that_is_not_here_is_a_config_error(host: str) -> None:
     async def scene() -> None:
         with pytest.raises(ConfigError, match="choose another --host"):
             await open_listeners(host, 0)
+
+    run_on_fast_loop(scene())
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**10])
+def test_a_port_that_is_none_is_a_config_error(port: int) -> None:
+    async def scene() -> None:
+        with pytest.raises(ConfigError, match=f"--port must be from 0 to 65535, got {port}"):
+            await open_listeners("127.0.0.1", port)
 
     run_on_fast_loop(scene())
 

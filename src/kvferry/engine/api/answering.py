@@ -61,9 +61,16 @@ class Answering:
 
     def asked(self, admission: Admission) -> Asked:
         """Check the request against the model; RequestRefused when it does not fit."""
+        self._note_unused_transfer()
         count = len(admission.prompts) * self._request.samples
         requests = admission.add_requests(self._context.engine.ready, [secrets.token_hex(4) for _ in range(count)])
         return Asked(self.request_id, int(time.time()), self._context.model_name, requests)
+
+    def _note_unused_transfer(self) -> None:
+        unused = self._context.unused_transfers
+        note = None if unused is None else unused.note(self._request.kv_transfer_params, time.monotonic())
+        if note is not None:
+            _log.warning("%s request=%s", note, self.request_id)
 
     async def answer(self, asked: Asked, replies: Replies, openings: Sequence[str]) -> web.StreamResponse:
         """Run it and answer. `openings` hold, per prompt, text that precedes each of its choices; may be empty."""
@@ -130,6 +137,10 @@ class Answering:
                 raise
         except RequestRefused as refusal:
             await self._fail(events, refusal)
+        except asyncio.CancelledError:
+            if not self._context.drain.is_broken_off:
+                raise
+            await self._fail(events, self._context.drain.refusal)
         except Exception:
             _log.exception("answering failed request=%s", self.request_id)
             await self._fail(events, RequestRefused("the server failed while answering; its log says why", status=500))

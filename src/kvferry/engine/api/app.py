@@ -29,6 +29,7 @@ from kvferry.engine.api.inspection import (
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
 from kvferry.engine.api.prompts import PromptReader
 from kvferry.engine.api.tokenizer import ModelTokenizer
+from kvferry.engine.api.unused_transfers import UnusedTransfers
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import RequestRefused
 
@@ -57,6 +58,7 @@ def build_app(
         settings=settings,
         metrics=ApiMetrics(model_name, metric_sources),
         drain=Drain(),
+        unused_transfers=UnusedTransfers() if options.kv_transfer is None else None,
     )
     app.cleanup_ctx.append(_close_prompt_reader)
     app.on_response_prepare.append(_add_request_id)
@@ -80,12 +82,12 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     REQUEST_ID.set("")
     try:
         REQUEST_ID.set(_request_id(request))
-        with context_of(request).drain.admit():
+        async with context_of(request).drain.admit():
             return await handler(request)
     except RequestRefused as refusal:
         return error_response(refusal)
     except web.HTTPException as refusal:
-        response = error_response(RequestRefused(f"{request.method} {request.path}: {refusal.reason}", status=refusal.status))
+        response = error_response(RequestRefused(f"{_shown_route(request)}: {refusal.reason}", status=refusal.status))
         if "Allow" in refusal.headers:
             response.headers["Allow"] = refusal.headers["Allow"]
         return response
@@ -94,6 +96,11 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         _log.exception("a request failed method=%s path=%s", request.method, request.path)
         return error_response(RequestRefused("the server failed to serve this request; its log says why", status=500))
+
+
+def _shown_route(request: web.Request) -> str:
+    """A path may hold bytes that are no text."""
+    return f"{request.method} {request.path}".encode(errors="replace").decode()
 
 
 def _request_id(http: web.Request) -> str:

@@ -14,6 +14,7 @@ from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.api.prompts import PromptReader
 from kvferry.engine.api.tokenizer import ModelTokenizer
+from kvferry.engine.api.unused_transfers import UnusedTransfers
 from kvferry.errors import RequestRefused
 
 __all__ = ["CONTEXT", "REQUEST_ID", "ApiContext", "ApiSettings", "context_of", "read_body"]
@@ -37,6 +38,8 @@ class ApiContext:
     settings: ApiSettings
     metrics: ApiMetrics
     drain: Drain
+    unused_transfers: UnusedTransfers | None
+    """For an engine without a connector; others use what they are sent."""
 
     def check_model(self, model: str | None) -> None:
         if model is not None and model != self.model_name:
@@ -55,12 +58,16 @@ def context_of(http: web.Request) -> ApiContext:
 async def read_body(http: web.Request) -> bytes:
     """The raw body, whatever its content type says. RequestRefused when it is too large, broken or does not arrive in time."""
     settings = context_of(http).settings
+    too_large = RequestRefused(f"the request body is larger than {settings.max_body_bytes} bytes", status=413)
+    if (http.content_length or 0) > settings.max_body_bytes:
+        raise too_large
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             return await http.read()
     except TimeoutError:
         raise RequestRefused(f"the request body did not arrive within {settings.body_timeout_s:g} s", status=408) from None
     except web.HTTPRequestEntityTooLarge:
-        raise RequestRefused(f"the request body is larger than {settings.max_body_bytes} bytes", status=413) from None
+        raise too_large from None
     except web.RequestPayloadError as error:
-        raise RequestRefused(f"the request body cannot be read: {error}") from error
+        # Its text quotes the bytes at fault.
+        raise RequestRefused("the request body cannot be read: it is cut short, or its chunks or its compression are broken") from error

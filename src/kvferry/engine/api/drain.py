@@ -1,8 +1,8 @@
-"""Which requests are being served, so that a stopping server can let them finish. Runs on the API's loop."""
+"""Which requests are being served, so that a stopping server can let them finish or, at last, break them off. Runs on the API's loop."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from kvferry.errors import RequestRefused
 
@@ -10,30 +10,53 @@ __all__ = ["Drain"]
 
 
 class Drain:
-    """Counts live requests; once closed, admits no more."""
+    """Knows the live requests; once closed, admits no more."""
 
     def __init__(self) -> None:
-        self._live = 0
+        self._live: set[asyncio.Timeout] = set()
         self._is_closed = False
+        self._is_broken_off = False
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @contextmanager
-    def admit(self) -> Iterator[None]:
-        """Around one request. RequestRefused with 503 when the server is stopping."""
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether a cancellation means that the server is stopping: a stream then says so before it ends."""
+        return self._is_broken_off
+
+    @property
+    def refusal(self) -> RequestRefused:
+        return RequestRefused("the server is stopping: send the request to another", status=503)
+
+    @asynccontextmanager
+    async def admit(self) -> AsyncIterator[None]:
+        """Around one request. RequestRefused with 503 when the server is stopping, also in the middle of it once `break_off` was called."""
         if self._is_closed:
-            raise RequestRefused("this server is stopping: send the request to another", status=503)
-        self._live += 1
-        self._idle.clear()
+            raise self.refusal
+        # A deadline that is set when there is one: it cancels this request and nothing else, however deep it waits.
+        scope = asyncio.timeout(None)
         try:
-            yield
+            async with scope:
+                self._live.add(scope)
+                self._idle.clear()
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise self.refusal from None
         finally:
-            self._live -= 1
+            self._live.discard(scope)
             if not self._live:
                 self._idle.set()
 
     def close(self) -> None:
         self._is_closed = True
+
+    def break_off(self) -> None:
+        """Cancel what is still live."""
+        self._is_broken_off = True
+        for scope in self._live:
+            scope.reschedule(asyncio.get_running_loop().time())
 
     async def wait_idle(self) -> None:
         """Until no request is live."""

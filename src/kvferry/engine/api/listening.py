@@ -20,6 +20,8 @@ _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 async def open_listeners(host: str, port: int) -> list[socket.socket]:
     """ConfigError when the name is unknown, nothing can be bound, or a port is taken; no socket is left open then."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, got {port}")
     listeners: list[socket.socket] = []
     absent: OSError | None = None
     try:
@@ -32,10 +34,11 @@ async def open_listeners(host: str, port: int) -> list[socket.socket]:
                 absent = error
         if not listeners:
             raise absent or OSError("it has no address")
-    except (OSError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         for listener in listeners:
             listener.close()
-        raise ConfigError(f"cannot listen on {host or '*'} port {port} ({error}): choose another --host or --port") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"cannot listen on {host or '*'} port {port} ({why}): choose another --host or --port") from error
     return listeners
 
 

@@ -164,6 +164,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
     """Decode and check a request body; RequestRefused says what is wrong with it and where."""
+    if not raw.strip():
+        raise RequestRefused("the request body is empty: send a JSON object")
     try:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -181,13 +183,14 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
 
 _LOCATION = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<where>(?P<field>\w*).*)`$", re.DOTALL)
 
-_MISSING = re.compile(r"missing required field `(\w+)`")
+_MISSING = re.compile(r"missing required field `(?P<field>\w+)`(?: - at `\$\.?(?P<where>.*)`)?$")
 
 
 def _refusal_of_validation(message: str) -> RequestRefused:
     missing = _MISSING.search(message)
     if missing is not None:
-        return RequestRefused(f"the required field {missing[1]} is missing", param=missing[1])
+        path = f"{missing['where']}.{missing['field']}" if missing["where"] else missing["field"]
+        return RequestRefused(f"the required field {path} is missing", param=path)
     located = _LOCATION.match(message)
     if located is None:
         return RequestRefused(f"the request body is not valid: {_lower_first(message)}")

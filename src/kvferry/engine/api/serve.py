@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -15,7 +14,9 @@ from kvferry.engine.api.app import build_app
 from kvferry.engine.api.context import CONTEXT, ApiSettings
 from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.listening import address_of, open_listeners
+from kvferry.engine.api.malformed import JsonErrorRunner
 from kvferry.engine.api.metrics import MetricSource
+from kvferry.engine.api.signals import StopSignals, stop_signals
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
@@ -26,7 +27,7 @@ _CANCEL_TIMEOUT_S = 0.1
 """How long aiohttp waits, twice, before it cancels handlers; draining has given them their time already."""
 
 _LAST_WORDS_TIMEOUT_S = 2.0
-"""For running requests to be answered with the reason when the core has died."""
+"""For running requests to be answered with the reason when the core has died, or when their time is up."""
 
 Result = TypeVar("Result")
 
@@ -37,16 +38,18 @@ async def serve(
     host: str,
     port: int,
     *,
+    signals: StopSignals | None = None,
     settings: ApiSettings | None = None,
     metric_sources: Sequence[MetricSource] = (),
     on_listening: Callable[[str, Address], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish (`shutdown_timeout_s`; a second signal cuts that short).
+    """Serve until SIGINT or SIGTERM, then let running requests finish (`shutdown_timeout_s`; a second signal cuts that short) and end the
+    others with an error that says so. `signals`: those of a caller who has been listening for longer.
 
     KVFerryError with the reason when the core dies; ConfigError when the address cannot be bound. The caller closes the client."""
     app = build_app(client, options, settings, metric_sources)
     runner = make_runner(app)
-    with _stop_signals() as signals:
+    with stop_signals() if signals is None else nullcontext(signals) as signals:
         try:
             await runner.setup()
             address = await _listen(runner, host, port)
@@ -63,7 +66,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
     """Handlers are cancelled when their client leaves, which aborts the client's requests; malformed HTTP is no traceback in the log."""
     logger = logging.getLogger(f"{__name__}.http")
     logger.addFilter(_is_our_fault)
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_CANCEL_TIMEOUT_S)
+    return JsonErrorRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_CANCEL_TIMEOUT_S)
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
@@ -98,32 +101,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> Address:
     return address
 
 
-class _StopSignals:
-    """Counts SIGINT and SIGTERM."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-
-    def arrived(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-
-@contextmanager
-def _stop_signals() -> Iterator[_StopSignals]:
-    loop = asyncio.get_running_loop()
-    signals = _StopSignals()
-    caught = (signal.SIGINT, signal.SIGTERM)
-    for number in caught:
-        loop.add_signal_handler(number, signals.arrived)
-    try:
-        yield signals
-    finally:
-        for number in caught:
-            loop.remove_signal_handler(number)
-
-
-async def _until_stopped(client: Engine, signals: _StopSignals) -> str | None:
+async def _until_stopped(client: Engine, signals: StopSignals) -> str | None:
     """Why the core died, or None when a signal came first."""
     died = asyncio.ensure_future(client.died())
     stopped = asyncio.ensure_future(signals.first.wait())
@@ -134,8 +112,8 @@ async def _until_stopped(client: Engine, signals: _StopSignals) -> str | None:
         await _cancel(died, stopped)
 
 
-async def _drain(runner: web.AppRunner, app: web.Application, signals: _StopSignals, grace_s: float) -> None:
-    """Take no new requests; wait for the running ones, for the grace period or until the second signal."""
+async def _drain(runner: web.AppRunner, app: web.Application, signals: StopSignals, grace_s: float) -> None:
+    """Take no new requests; wait for the running ones, for the grace period or until the second signal; then end those that are left."""
     for site in list(runner.sites):
         await site.stop()
     drain = app[CONTEXT].drain
@@ -146,6 +124,8 @@ async def _drain(runner: web.AppRunner, app: web.Application, signals: _StopSign
         done, _ = await asyncio.wait({idle, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         if idle not in done:
             print("kvferry: stopping with requests unfinished", file=sys.stderr, flush=True)
+            drain.break_off()
+            await asyncio.wait({idle}, timeout=_LAST_WORDS_TIMEOUT_S)
     finally:
         await _cancel(idle, hurried)
 

@@ -1,0 +1,127 @@
+"""kvferry's connectors as vLLM wants them: its base class outside, ours inside. Forwards and translates, decides nothing.
+
+One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the ferry's thread.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from kvferry.connectors import contract
+from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.vllm.translate import RequestView, cache_config, connector_config
+
+__all__ = ["KVFerryConnector", "NixlConnector"]
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Our step's message in vLLM's wrapping."""
+
+    inner: contract.KVConnectorMetadata
+
+
+@dataclass
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
+    inner: contract.KVConnectorHandshakeMetadata
+
+
+class NixlConnector(KVConnectorBase_V1, SupportsHMA):
+    """The pull connector. Named as vLLM's own, so that a module path in the configuration is the only change."""
+
+    inner_name = "NixlConnector"
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        is_worker = role is KVConnectorRole.WORKER
+        config = connector_config(vllm_config, self.inner_name, get_tensor_model_parallel_rank() if is_worker else 0)
+        our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
+        self._inner = KVConnectorFactory.create_connector(config, our_role, cache_config(vllm_config, kv_cache_config))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "LBHNC"
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    # -- scheduler -------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        self._inner.on_new_request(RequestView(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._inner.get_num_new_matched_tokens(RequestView(request), num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._inner.update_state_after_alloc(RequestView(request), blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepMetadata(self._inner.build_connector_meta(scheduler_output))
+
+    def has_pending_push_work(self) -> bool:
+        return self._inner.has_pending_push_work()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        ours = contract.KVConnectorOutput(
+            finished_sending=set(connector_output.finished_sending or ()),
+            finished_recving=set(connector_output.finished_recving or ()),
+            failed_recving=set(connector_output.failed_recving or ()),
+        )
+        self._inner.update_connector_output(ours)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._inner.request_finished(RequestView(request), block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        assert isinstance(self._inner, contract.SupportsHMA)
+        return self._inner.request_finished_all_groups(RequestView(request), block_ids)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._inner.set_xfer_handshake_metadata({rank: part.inner for rank, part in metadata.items()})
+
+    # -- worker ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._inner.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        inner = self._inner.get_handshake_metadata()
+        return None if inner is None else HandshakeMetadata(inner)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._inner.bind_connector_metadata(connector_metadata.inner)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._inner.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._inner.start_load_kv(forward_context)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._inner.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._inner.save_kv_layer(layer_name, kv_layer, attn_metadata)
+
+    def wait_for_save(self) -> None:
+        self._inner.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._inner.get_transfer_results(finished_req_ids)
+        return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
+
+
+class KVFerryConnector(NixlConnector):
+    """The same under a name of our own, for vLLM's plugin registry."""

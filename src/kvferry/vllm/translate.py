@@ -1,0 +1,130 @@
+"""vLLM's objects as the contract knows them. Translates, decides nothing."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import RequestStatus as VllmStatus
+
+from kvferry.cli.planes import Kit
+from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
+from kvferry.errors import ConfigError
+
+__all__ = ["RequestView", "cache_config", "connector_config"]
+
+_HANDED_OVER = {
+    VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
+    VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A vLLM request, read through the contract's names."""
+
+    request: Any
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.request.prompt_token_ids or []
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.request.num_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self.request.num_computed_tokens)
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return list(self.request.all_token_ids)
+
+    @property
+    def status(self) -> RequestStatus:
+        status = self.request.status
+        if not VllmStatus.is_finished(status):
+            return RequestStatus.RUNNING
+        return _HANDED_OVER.get(status, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        params: Mapping[str, Any] | None = self.request.kv_transfer_params
+        return params
+
+    @property
+    def cache_salt(self) -> str:
+        request = self.request
+        parts = [request.cache_salt or "", request.lora_request.lora_name if request.lora_request else ""]
+        parts += [str(feature.identifier) for feature in request.mm_features]
+        return "\0".join(parts) if any(parts) else ""
+
+
+def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = tuple(KVCacheGroup(tuple(group.layer_names)) for group in kv_cache_config.kv_cache_groups)
+    if len(groups) != 1:
+        raise ConfigError(f"{vllm_config.model_config.model} has {len(groups)} KV-cache groups; kvferry serves models with one for now")
+    return KVCacheConfig(
+        num_blocks=kv_cache_config.num_blocks,
+        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        groups=groups,
+        layout="HND",
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+    )
+
+
+def connector_config(vllm_config: Any, connector: str, tp_rank: int) -> ConnectorConfig:
+    theirs = vllm_config.kv_transfer_config
+    assert theirs is not None
+    transfer = KVTransferConfig.from_mapping(
+        {
+            "kv_connector": connector,
+            "kv_role": theirs.kv_role,
+            "engine_id": theirs.engine_id,
+            "kv_load_failure_policy": theirs.kv_load_failure_policy,
+            "kv_connector_extra_config": dict(theirs.kv_connector_extra_config),
+        }
+    )
+    side_channel = SideChannelConfig.from_environment(os.environ)
+    secret = ClusterSecret.load(os.environ)
+    secret.check_reach(side_channel)
+    return ConnectorConfig(
+        kv_transfer=transfer,
+        model=_identity(vllm_config),
+        parallel=ParallelConfig(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
+        side_channel=side_channel,
+        secret=secret.key,
+        epoch=f"{vllm_config.instance_id}-{theirs.engine_id}",
+        kit=Kit.from_settings(side_channel, secret, transfer, os.environ),
+        max_model_len=vllm_config.model_config.max_model_len,
+    )
+
+
+def _identity(vllm_config: Any) -> ModelIdentity:
+    model = vllm_config.model_config
+    facts = model.hf_config.to_dict() | {"quantization": model.quantization, "revision": model.revision}
+    facts.pop("_name_or_path", None)
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return ModelIdentity(
+        architecture=",".join(model.hf_config.architectures or []),
+        fingerprint=digest,
+        num_layers=model.get_total_num_hidden_layers(),
+        total_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
