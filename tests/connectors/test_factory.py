@@ -82,8 +82,8 @@ def test_several_groups_need_a_connector_that_takes_them(monkeypatch: pytest.Mon
     assert issubclass(NixlConnector, SupportsHMA)
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda transfer: OneGroup)
     with pytest.raises(ConfigError, match="several KV-cache groups"):
-        KVConnectorFactory.create_connector(_connector_config(), KVConnectorRole.SCHEDULER, cache)
-    made = KVConnectorFactory.create_connector(_connector_config(), KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1]))
+        KVConnectorFactory.create_connector(connector_config(), KVConnectorRole.SCHEDULER, cache)
+    made = KVConnectorFactory.create_connector(connector_config(), KVConnectorRole.SCHEDULER, replace(cache, groups=cache.groups[:1]))
     assert isinstance(made, OneGroup)
 
 
@@ -101,6 +101,6 @@ class OneGroup(KVConnectorBase_V1):
     def wait_for_save(self) -> None: ...
 
 
-def _connector_config() -> ConnectorConfig:
+def connector_config() -> ConnectorConfig:
     identity = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
     return ConnectorConfig(config("NixlConnector"), identity, ParallelConfig(), SideChannelConfig(), b"secret", "e", LocalKit())

@@ -13,6 +13,8 @@ from kvferry.types import Address
 __all__ = ["LocalCluster"]
 
 _LOOK_AGAIN_S = 0.05
+CLOSE_PATIENCE_S = 15.0
+"""More than an engine's own `--shutdown-timeout`, so that its streams can end with a word."""
 _SPOKEN = "kvferry: "
 
 
@@ -57,7 +59,7 @@ class LocalCluster:
         for child in reversed(self._children):
             child.terminate()
         for child in reversed(self._children):
-            child.close()
+            child.close(CLOSE_PATIENCE_S)
 
     def _start(self, name: str, command: Iterable[str], view: StartupView) -> ChildProcess:
         child = ChildProcess(name, list(command), self._environment)

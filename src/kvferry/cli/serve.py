@@ -66,6 +66,13 @@ def _add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--device", choices=DEVICES, default=DEFAULTS["device"], help="what computes (default: %(default)s)")
     parser.add_planned("--device", "cuda", advice="use cpu")
     parser.add_argument("--num-threads", type=int, default=DEFAULTS["num_threads"], help="torch threads per rank (default: %(default)s)")
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=DEFAULTS["shutdown_timeout_s"],
+        metavar="SECONDS",
+        help="for requests to finish after a signal to stop (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="of sampling without a seed (default: %(default)s)")
     parser.add_argument(
         "--max-model-len", type=parse_size, default=DEFAULTS["max_model_len"], help="tokens (default: the checkpoint's limit)"
@@ -132,6 +139,7 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         enable_chunked_prefill=arguments.enable_chunked_prefill,
         num_threads=arguments.num_threads,
         seed=arguments.seed,
+        shutdown_timeout_s=arguments.shutdown_timeout,
         kv_transfer=transfer,
     )
 

@@ -369,7 +369,7 @@ class KVConnectorBase_V1(ABC):
         """The cache tensors by layer name, once, before anything moves."""
         return None
 
-    def register_cross_layers_kv_cache(self, kv_cache: KVTensor) -> None:
+    def register_cross_layers_kv_cache(self, kv_cache: KVTensor, attn_backend: Any = None) -> None:
         """Instead of the above, when all layers of a block lie together."""
         raise NotImplementedError(f"{type(self).__name__} does not take cross-layer caches")
 

@@ -27,7 +27,7 @@ def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mappin
         KVLayout(cache.layout),
         cache.num_kv_heads,
         cache.head_dim,
-        tuple(_region(name, kv_caches[name], groups[name]) for name in sorted(kv_caches, key=_natural)),
+        tuple(_region(name, kv_caches[name], groups[name], cache.num_blocks) for name in sorted(kv_caches, key=_natural)),
     )
 
 
@@ -46,15 +46,21 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig, transfe
     }
 
 
-def _region(name: str, tensor: KVTensor, group: int) -> Region:
-    item = tensor.element_size()
+def _region(name: str, tensor: KVTensor, group: int, num_blocks: int) -> Region:
+    """Dimension 0 counts blocks, or equal parts of blocks that follow each other."""
+    item, parts = tensor.element_size(), tensor.shape[0]
+    part_elements = prod(tensor.shape[1:])
+    per_block = parts // num_blocks if num_blocks and parts % num_blocks == 0 else 0
+    is_dense = 1 + sum((size - 1) * tensor.stride(dim) for dim, size in enumerate(tensor.shape) if dim > 0) == part_elements
+    if not per_block or not is_dense or (per_block > 1 and tensor.stride(0) != part_elements):
+        raise ConfigError(f"the cache of {name} cannot be cut into {num_blocks} blocks of adjacent bytes (shape {tuple(tensor.shape)})")
     is_host = str(getattr(tensor.device, "type", tensor.device)) == "cpu"
     return Region(
         name,
         tensor.data_ptr(),
-        prod(tensor.shape[1:]) * item,
-        tensor.stride(0) * item,
-        tensor.shape[0],
+        per_block * part_elements * item,
+        per_block * tensor.stride(0) * item,
+        num_blocks,
         MemoryKind.DRAM if is_host else MemoryKind.VRAM,
         0 if is_host else int(getattr(tensor.device, "index", 0) or 0),
         group,

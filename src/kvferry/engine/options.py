@@ -1,6 +1,6 @@
 """What an embedded engine is started with. Plain data, checked on construction; flags of `kvferry serve` come from these fields."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,17 +41,19 @@ class EngineOptions:
     """Torch threads per worker."""
     seed: int = 0
     kv_transfer: "KVTransferConfig | None" = None
-    shutdown_timeout_s: float = field(default=10.0)
+    shutdown_timeout_s: float = 10.0
+    """How long requests may take to finish after the first signal to stop."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
-            if getattr(self, name) < 0:
+        for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes", "shutdown_timeout_s"):
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag_of(name)} must not be negative, got {getattr(self, name)}")
 
 
 def flag_of(name: str) -> str:
     """The flag of `kvferry serve` that sets an option: what a sentence for its user names."""
-    return "--num-gpu-blocks-override" if name == "num_blocks" else f"--{name.replace('_', '-')}"
+    renamed = {"num_blocks": "--num-gpu-blocks-override", "shutdown_timeout_s": "--shutdown-timeout"}
+    return renamed.get(name, f"--{name.replace('_', '-')}")

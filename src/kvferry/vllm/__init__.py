@@ -1,5 +1,16 @@
-"""kvferry inside real vLLM: `"kv_connector_module_path": "kvferry.vllm"`. The only importer of vllm."""
+"""kvferry inside real vLLM: `"kv_connector_module_path": "kvferry.vllm"`. The only importer of vllm.
 
-from kvferry.vllm.connector import KVFerryConnector, NixlConnector
+The connectors are loaded when they are asked for: the plugin entry point runs in every vLLM process, whatever connector it uses.
+"""
+
+from typing import Any
 
 __all__ = ["KVFerryConnector", "NixlConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from kvferry.vllm import connector
+
+        return getattr(connector, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

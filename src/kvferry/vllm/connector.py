@@ -18,7 +18,9 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import RequestView, cache_config, connector_config
+from kvferry.vllm.versions import warn_if_untested
 
 __all__ = ["KVFerryConnector", "NixlConnector"]
 
@@ -42,6 +44,8 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        warn_if_untested()
+        check_servable(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
         config = connector_config(vllm_config, self.inner_name, get_tensor_model_parallel_rank() if is_worker else 0)
         our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER

@@ -13,9 +13,11 @@ from kvferry.cli.planes import Kit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
 from kvferry.errors import ConfigError
+from kvferry.vllm.plugin import EPOCH_VARIABLE
 
 __all__ = ["RequestView", "cache_config", "connector_config"]
 
+LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD"}
 _HANDED_OVER = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -75,13 +77,11 @@ class RequestView:
 def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = tuple(KVCacheGroup(tuple(group.layer_names)) for group in kv_cache_config.kv_cache_groups)
-    if len(groups) != 1:
-        raise ConfigError(f"{vllm_config.model_config.model} has {len(groups)} KV-cache groups; kvferry serves models with one for now")
     return KVCacheConfig(
         num_blocks=kv_cache_config.num_blocks,
         block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
         groups=groups,
-        layout="HND",
+        layout=_layout(kv_cache_config),
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
         cache_dtype=str(vllm_config.cache_config.cache_dtype),
@@ -109,7 +109,7 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int) -> Connecto
         parallel=ParallelConfig(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
         side_channel=side_channel,
         secret=secret.key,
-        epoch=f"{vllm_config.instance_id}-{theirs.engine_id}",
+        epoch=_epoch(vllm_config),
         kit=Kit.from_settings(side_channel, secret, transfer, os.environ),
         max_model_len=vllm_config.model_config.max_model_len,
     )
@@ -128,3 +128,15 @@ def _identity(vllm_config: Any) -> ModelIdentity:
         head_dim=model.get_head_size(),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _layout(kv_cache_config: Any) -> str:
+    resolved = kv_cache_config.kv_cache_layout or "LBHNC"
+    if resolved not in LAYOUTS:
+        raise ConfigError(f"kvferry does not read KV laid out as {resolved} yet; set VLLM_KV_CACHE_LAYOUT to {' or '.join(LAYOUTS)}")
+    return LAYOUTS[resolved]
+
+
+def _epoch(vllm_config: Any) -> str:
+    """Equal in all processes of one engine life. Without the plugin, vLLM's own id of the configuration has to do."""
+    return f"{os.environ.get(EPOCH_VARIABLE, '')}{vllm_config.instance_id}-{vllm_config.kv_transfer_config.engine_id}"
