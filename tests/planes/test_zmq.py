@@ -236,8 +236,10 @@ class Relay:
 
 def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(plane: ZmqControlPlane) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Sockets already made need no more; the next one finds nothing left.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    # The limit is on numbers, not on how many there are: below the lowest free one, nothing is left for a new socket.
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         with pytest.raises(TransportError, match="cannot be dialled"):
             plane.send("tcp://127.0.0.1:9", b"frame")
