@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.errors import RemoteProtocolError
-from kvferry.router.failures import error_body, error_event
+from kvferry.errors import RemoteProtocolError, RequestRefused
+from kvferry.router.failures import error_event
 from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
 from kvferry.router.request_ids import choose_request_id
 from kvferry.types import Address
+from kvferry.web.errors import error_body
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -194,7 +195,7 @@ def test_an_unfit_request_id_is_replaced_by_a_fresh_one(sent: str | None) -> Non
 
 
 def test_an_error_has_the_shape_of_openais() -> None:
-    error = json.loads(error_body(502, "why"))["error"]
+    error = json.loads(error_body(RequestRefused("why", status=502)))["error"]
     assert error == {"message": "why", "type": "BadGatewayError", "param": None, "code": 502}
 
 

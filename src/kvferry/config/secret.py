@@ -63,7 +63,7 @@ class ClusterSecret:
 
 
 def runtime_directory(environ: Mapping[str, str]) -> Path:
-    """This user's private directory for what lives as long as the session: in XDG_RUNTIME_DIR, else in the temporary directory."""
+    """This user's private directory for what lives as long as a login: in XDG_RUNTIME_DIR, else in the temporary directory."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/") and _is_ours(Path(runtime)):
         return Path(runtime) / "kvferry"

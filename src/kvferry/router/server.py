@@ -13,8 +13,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from kvferry.errors import ConfigError
-from kvferry.router.malformed import JsonErrorRunner
 from kvferry.types import Address
+from kvferry.web.malformed import JsonErrorRunner
 
 __all__ = ["make_runner", "run_app"]
 

@@ -14,7 +14,6 @@ from aiohttp import web
 from kvferry.engine.api.admission import Admission
 from kvferry.engine.api.assembly import TextAssembler
 from kvferry.engine.api.context import REQUEST_ID, context_of
-from kvferry.engine.api.errors import error_body
 from kvferry.engine.api.generation import Generation
 from kvferry.engine.api.logprobs import TokenNames
 from kvferry.engine.api.replies import Answer, Replies, Tally
@@ -24,6 +23,7 @@ from kvferry.engine.api.streams import EventStream
 from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.messages import AddRequest
 from kvferry.errors import RequestRefused
+from kvferry.web.errors import error_body
 
 __all__ = ["Answering", "Asked"]
 

@@ -17,7 +17,6 @@ from kvferry.engine.api.completions import handle_completion
 from kvferry.engine.api.context import CONTEXT, REQUEST_ID, ApiContext, ApiSettings, context_of
 from kvferry.engine.api.drain import Drain
 from kvferry.engine.api.engine import Engine
-from kvferry.engine.api.errors import error_response
 from kvferry.engine.api.inspection import (
     handle_detokenize,
     handle_health,
@@ -32,6 +31,7 @@ from kvferry.engine.api.tokenizer import ModelTokenizer
 from kvferry.engine.api.unused_transfers import UnusedTransfers
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import RequestRefused
+from kvferry.web.errors import error_response
 
 __all__ = ["build_app"]
 

@@ -14,12 +14,12 @@ from kvferry.engine.api.app import build_app
 from kvferry.engine.api.context import CONTEXT, ApiSettings
 from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.listening import address_of, open_listeners
-from kvferry.engine.api.malformed import JsonErrorRunner
 from kvferry.engine.api.metrics import MetricSource
 from kvferry.engine.api.signals import StopSignals, stop_signals
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
+from kvferry.web.malformed import JsonErrorRunner
 
 __all__ = ["announce", "fast_loop_factory", "make_runner", "run_on_fast_loop", "serve"]
 

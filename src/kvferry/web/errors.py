@@ -3,6 +3,7 @@
 Pure but for building aiohttp responses; nothing here logs.
 """
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -31,8 +32,8 @@ def error_body(refusal: RequestRefused) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def error_response(refusal: RequestRefused) -> web.Response:
-    return web.Response(status=refusal.status, body=error_body(refusal), content_type="application/json")
+def error_response(refusal: RequestRefused, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(status=refusal.status, body=error_body(refusal), content_type="application/json", headers=headers)
 
 
 def _type_name(status: int) -> str:

@@ -7,12 +7,13 @@ from typing import Any
 
 from aiohttp import http_exceptions, web
 
-from kvferry.router.failures import error_response
+from kvferry.errors import RequestRefused
+from kvferry.web.errors import error_response
 
 __all__ = ["JsonErrorRunner"]
 
 _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
-    (http_exceptions.LineTooLong, "the request line or a header is longer than this router reads"),
+    (http_exceptions.LineTooLong, "the request line or a header is longer than this server reads"),
     (http_exceptions.InvalidHeader, "a header of the request is not valid HTTP"),
     (http_exceptions.BadStatusLine, "the request line is not valid HTTP"),
     (http_exceptions.InvalidURLError, "the address in the request line is not valid"),
@@ -46,23 +47,23 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         # Logs our own failures, and raises ConnectionError when an answer has begun already.
         super().handle_error(request, status, exc, message)
-        return _closing(status, _sentence(status, exc))
+        return _closing(RequestRefused(_sentence(status, exc), status=status))
 
     async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):
-            resp = _closing(resp.status, _refusal(resp.status))
+            resp = _closing(RequestRefused(_refusal(resp.status), status=resp.status))
         return await super().finish_response(request, resp, start_time)
 
 
-def _closing(status: int, message: str) -> web.Response:
-    response = error_response(status, message)
+def _closing(refusal: RequestRefused) -> web.Response:
+    response = error_response(refusal)
     response.force_close()
     return response
 
 
 def _sentence(status: int, exc: BaseException | None) -> str:
     if status >= 500:
-        return "the router failed to serve this request; its log says why"
+        return "the server failed to serve this request; its log says why"
     return next((sentence for kind, sentence in _SENTENCES if isinstance(exc, kind)), "the request is not valid HTTP")
 
 
