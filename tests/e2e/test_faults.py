@@ -32,27 +32,38 @@ async def used_blocks(session: aiohttp.ClientSession, engine: Engine) -> float:
 
 
 def test_blocks_come_back_when_the_decode_side_is_killed(fleet: Fleet) -> None:
+    """D is busy, so that requests queue there and keep their leases alive by heartbeat, far beyond the first lease; then it dies."""
     p = fleet.p
-    d = fleet.cluster.serve("doomed decode", extra=SHORT).ready()
+    d = fleet.cluster.serve("doomed decode", "--max-num-seqs", "1", extra=SHORT).ready()
 
     async def check() -> None:
         async with new_session() as session:
+            endless = [asyncio.create_task(ask(session, d, Prompt((11, 12, n), max_tokens=4000))) for n in range(13, 17)]
+            await until("D is busy", lambda: _is_running(session, d))
             prompts = random_prompts(6, seed=11, longest=100)
             params = [await prefill(session, p, prompt) for prompt in prompts]
-            assert await used_blocks(session, p) > 0
-            d.pause()
+            held = await used_blocks(session, p)
+            assert held > 0
             waiting = [
                 asyncio.create_task(ask(session, d, prompt, kv_transfer_params=part)) for prompt, part in zip(prompts, params, strict=True)
             ]
-            await asyncio.sleep(0)
-            d.resume()
+            lease_s = SHORT["kv_lease_duration"]
+            for _ in range(5):
+                await asyncio.sleep(lease_s / 2)
+                assert await used_blocks(session, p) == held
+            assert not endless[-1].done(), "D was not busy for long enough for this test to show anything"
             d.kill()
+            await asyncio.gather(*endless, return_exceptions=True)
             for outcome in await asyncio.gather(*waiting, return_exceptions=True):
-                assert isinstance(outcome, aiohttp.ClientError | Answer)
+                assert isinstance(outcome, aiohttp.ClientError)
             await assert_quiescent(session, p)
             assert (await ask(session, p, prompts[0])).is_ok
 
     asyncio.run(check())
+
+
+async def _is_running(session: aiohttp.ClientSession, engine: Engine) -> bool:
+    return (await metrics(session, engine))["vllm:num_requests_running"] > 0
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

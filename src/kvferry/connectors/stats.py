@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["COUNTERS", "HISTOGRAMS", "KVConnectorPromMetrics", "KVConnectorStats", "TransferStats"]
+__all__ = ["COUNTERS", "HISTOGRAMS", "KVConnectorPromMetrics", "KVConnectorStats", "TransferStats", "add_up"]
 
 COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that ended well.",
@@ -91,11 +91,11 @@ class TransferStats(KVConnectorStats):
             "num_descriptors": pieces,
         }
         observed = {name: {"sum": value, "buckets": {_bucket(name, value): 1}} for name, value in samples.items()}
-        _add(self.data, {"transfers": 1, "planes": {plane: row}, "histograms": observed})
+        add_up(self.data, {"transfers": 1, "planes": {plane: row}, "histograms": observed})
 
     def aggregate(self, other: KVConnectorStats) -> "TransferStats":
         """Add another rank's or step's numbers to these."""
-        _add(self.data, other.data)
+        add_up(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -118,9 +118,12 @@ def _bucket(name: str, value: float) -> str:
     return str(bisect_left(HISTOGRAMS[name], value))
 
 
-def _add(into: dict[str, Any], row: Mapping[str, Any]) -> None:
+def add_up(into: dict[str, Any], row: Mapping[str, Any]) -> None:
+    """Add numbers to numbers of the same name, at any depth; of anything else the latest is kept."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            _add(into.setdefault(name, {}), value)
-        else:
+            add_up(into.setdefault(name, {}), value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             into[name] = into.get(name, 0) + value
+        else:
+            into[name] = value

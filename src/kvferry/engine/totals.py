@@ -1,9 +1,8 @@
 """What the connectors of an engine have carried since it started, summed over steps and ranks. Pure."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from kvferry.connectors.stats import KVConnectorStats
+from kvferry.connectors.stats import KVConnectorStats, add_up
 from kvferry.engine.messages import TransferSummary
 
 __all__ = ["TransferTotals"]
@@ -17,7 +16,7 @@ class TransferTotals:
 
     def add(self, stats: KVConnectorStats | None) -> None:
         if stats is not None and not stats.is_empty():
-            _add(self._data, stats.to_dict())
+            add_up(self._data, stats.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self._data)
@@ -35,13 +34,3 @@ class TransferTotals:
             )
             for name, row in sorted(planes.items())
         ]
-
-
-def _add(into: dict[str, Any], news: Mapping[str, Any]) -> None:
-    for name, value in news.items():
-        if isinstance(value, Mapping):
-            _add(into.setdefault(name, {}), value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            into[name] = into.get(name, 0) + value
-        else:
-            into[name] = value

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engine.api.stage import ScriptedEngine, events_of, outputs_of, serving, stage, until
+from tests.web.malformed import MALFORMED, assert_refused_without_echo
 
 from kvferry.engine.api.context import ApiSettings
 from kvferry.engine.api.schema import ChatRequest, CompletionRequest
@@ -265,39 +266,11 @@ def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path
     asyncio.run(scene())
 
 
-MALFORMED = [
-    (b"GE\xdfsecret / HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    (b"secret\r\n\r\n", 400),
-    (b"GET / HTTP/secret\r\nHost: x\r\n\r\n", 400),
-    (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % (b"secret" * 5000), 400),
-    (b"GET / HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n" % (b"secret" * 5000), 400),
-    (b"GET / HTTP/1.1\r\nHost: x\r\nsec ret: x\r\n\r\n", 400),
-    (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", None),
-    (b"GET /%ff HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 404),
-    (b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n", 400),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", 417),
-    (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nExpect: secret\r\nContent-Length: 0\r\n\r\n", None),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n", 400),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 99999999999\r\n\r\n", 413),
-]
-
-
 @pytest.mark.parametrize(("sent", "status"), MALFORMED)
 def test_malformed_http_is_a_json_error_without_an_echo(model: Path, sent: bytes, status: int | None) -> None:
     async def scene() -> None:
         async with stage(ScriptedEngine(), model) as s:
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
-            writer.write(sent)
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
-            body = await reader.readexactly(length)
-            writer.close()
-            answer = json.loads(body)
-            assert b"application/json" in head
-            assert status in (None, answer["error"]["code"])
-            assert is_error(answer, answer["error"]["code"])
-            assert 400 <= answer["error"]["code"] < 500
-            assert b"secret" not in head + body
+            await assert_refused_without_echo(s.url, sent, status)
             await s.complete(prompt=[5])
 
     asyncio.run(scene())
