@@ -65,6 +65,7 @@ class EngineRequest:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     cache_salt: str = ""
+    family: str | None = None
 
     @property
     def all_token_ids(self) -> list[int]:
