@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.harness import Engine
+from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, Fleet, ready
 
 from kvferry.engine.make_model import make_model
@@ -13,7 +14,7 @@ from kvferry.engine.make_model import make_model
 
 @dataclass(frozen=True)
 class Trio:
-    """P, D (which fails what it cannot fetch), and kvferry's router in front of them."""
+    """P, D (which fails what it cannot fetch), and kvferry's router in front of them, configured as documented."""
 
     fleet: Fleet
     p: Engine
@@ -32,8 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trio(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
+    for_p, for_d, _ = documented("On one host")
     with Fleet(tmp_path_factory.mktemp("trio"), model) as fleet:
-        p, d = fleet.vllm("prefill", cores="0"), fleet.vllm("decode", cores="1")
+        p, d = fleet.vllm("prefill", transfer=for_p.transfer), fleet.vllm("decode", transfer=for_d.transfer, cores="1")
         router = fleet.kvferry_router([p], [d])
         ready(p, d, router)
         yield Trio(fleet, p, d, router)

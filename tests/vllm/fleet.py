@@ -25,11 +25,12 @@ BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 
 class Fleet:
-    def __init__(self, directory: Path, model: Path) -> None:
+    def __init__(self, directory: Path, model: Path, has_secret: bool = True) -> None:
+        """`has_secret=False`: members find one by themselves."""
         self._model = model
         self._group = ProcessGroup(directory, patience_s=5.0)
         self._children: list[ChildProcess] = []
-        self._secret = secrets.token_hex(32)
+        self._secret = {"KVFERRY_SECRET": secrets.token_hex(32)} if has_secret else {}
 
     def __enter__(self) -> "Fleet":
         self._group.__enter__()
@@ -46,7 +47,7 @@ class Fleet:
 
     @property
     def secret(self) -> bytes:
-        return self._secret.encode()
+        return self._secret["KVFERRY_SECRET"].encode()
 
     def vllm(
         self,
@@ -58,8 +59,13 @@ class Fleet:
         cores: str = "0",
         environment: Mapping[str, str] | None = None,
         ports: tuple[int, int] | None = None,
+        host: str = LOOPBACK,
+        inside: Sequence[str] = (),
     ) -> Engine:
-        """A vLLM server on its way; `ready` waits for it. `transfer=None`: one that knows nothing of transfers. `ports`: HTTP, side channel."""
+        """A vLLM server on its way; `ready` waits for it. `transfer=None`: it knows nothing of transfers. `ports`: HTTP, side channel.
+
+        `inside`: words that run a command elsewhere, where `host` is its address.
+        """
         if transfer is not None:
             transfer = {**transfer, "kv_load_failure_policy": policy}
             if extra is not None:
@@ -67,29 +73,31 @@ class Fleet:
         http, side_channel = ports or free_ports(2)
         server = VllmServer(name, self._model, http, transfer, side_channel, flags=flags, environment=environment or {})
         binding = {"VLLM_CPU_OMP_THREADS_BIND": cores}
-        return self._start(name, server.command(PYTHON), {**server.variables(), **binding, **(environment or {})}, http)
+        command = [*inside, *server.command(PYTHON), "--host", host]
+        return self._start(name, command, {**server.variables(), **binding, **(environment or {})}, Address(host, http))
 
     def embedded(self, name: str) -> Engine:
         (port,) = free_ports(1)
         command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", LOOPBACK, "--port", str(port)]
-        return self._start(name, [*command, "--served-model-name", "tiny"], {}, port)
+        return self._start(name, [*command, "--served-model-name", "tiny"], {}, Address(LOOPBACK, port))
 
-    def kvferry_router(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> Engine:
+    def kvferry_router(self, prefill: Sequence[Engine], decode: Sequence[Engine], environment: Mapping[str, str] | None = None) -> Engine:
         (port,) = free_ports(1)
         command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", str(port)]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
+            command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
-        return self._start("kvferry router", command, {}, port)
+        return self._start("kvferry router", command, environment or {}, Address(LOOPBACK, port))
 
     def router(self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Engine:
         """Somebody else's router, listening on `port`."""
-        return self._start(name, list(command), dict(environment or {}), port)
+        return self._start(name, list(command), dict(environment or {}), Address(LOOPBACK, port))
 
-    def _start(self, name: str, command: list[str], environment: Mapping[str, str], port: int) -> Engine:
-        child = ChildProcess(name, command, {**os.environ, "KVFERRY_SECRET": self._secret, **environment})
+    def _start(self, name: str, command: list[str], environment: Mapping[str, str], address: Address) -> Engine:
+        child = ChildProcess(name, command, {**os.environ, **self._secret, **environment})
         self._children.append(child)
         child.start(self._group.id)
-        return Engine(child, Address(LOOPBACK, port))
+        return Engine(child, address)
 
     def stop(self, engine: Engine) -> None:
         """End one member early, to give the machine back what it took."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus as VllmStatus
@@ -114,7 +114,7 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_b
             "kv_connector_extra_config": dict(theirs.kv_connector_extra_config),
         }
     )
-    side_channel = SideChannelConfig.from_environment(os.environ)
+    side_channel = _side_channel(vllm_config)
     secret = ClusterSecret.load(os.environ)
     secret.check_reach(side_channel)
     return ConnectorConfig(
@@ -127,6 +127,12 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_b
         kit=Kit.from_settings(side_channel, secret, transfer, os.environ),
         max_model_len=vllm_config.model_config.max_model_len,
     )
+
+
+def _side_channel(vllm_config: Any) -> SideChannelConfig:
+    """Each data-parallel rank is an engine of its own and listens on a port of its own, counted from the one that was set."""
+    config = SideChannelConfig.from_environment(os.environ)
+    return replace(config, port=config.port + vllm_config.parallel_config.data_parallel_index) if config.port else config
 
 
 def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
