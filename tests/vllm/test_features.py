@@ -1,4 +1,4 @@
-"""The same with everything set differently: plugin name, NHD layout, a child of MultiConnector, chunked prefill, preemption, no async
+"""The same with everything set differently: plugin name, block size, a child of MultiConnector, chunked prefill, preemption, no async
 scheduling, no prefix cache, policy recompute."""
 
 import asyncio
@@ -14,8 +14,6 @@ from tests.vllm.vllm_asking import assert_free, random_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-NHD = {"VLLM_KV_CACHE_LAYOUT": "NHD"}
-
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
@@ -27,9 +25,9 @@ def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Tri
     }
     several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [BY_PLUGIN, stored]}}
     with Fleet(directory / "processes", model) as fleet:
-        small = ("--num-gpu-blocks-override", "66", "--max-num-batched-tokens", "128", "--max-num-seqs", "16")
-        p = fleet.vllm("prefill", *small, "--no-async-scheduling", "--no-enable-prefix-caching", transfer=BY_PLUGIN, environment=NHD)
-        d = fleet.vllm("decode", *small, transfer=several, policy="recompute", cores="1", environment=NHD)
+        small = ("--block-size", "64", "--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "128", "--max-num-seqs", "16")
+        p = fleet.vllm("prefill", *small, "--no-async-scheduling", "--no-enable-prefix-caching", transfer=BY_PLUGIN)
+        d = fleet.vllm("decode", *small, transfer=several, policy="recompute", cores="1")
         router = fleet.kvferry_router([p], [d])
         ready(p, d, router)
         yield Trio(fleet, p, d, router)
@@ -53,7 +51,7 @@ def test_tokens_with_everything_set_differently(trio: Trio, other: Trio) -> None
     asyncio.run(check())
 
 
-def test_a_layout_that_differs_is_refused_by_name_and_computed_by_policy(trio: Trio, other: Trio) -> None:
+def test_a_block_size_that_differs_is_refused_by_name_and_computed_by_policy(trio: Trio, other: Trio) -> None:
     prompt = random_prompts(1, seed=7)[0]
 
     async def check() -> None:
@@ -63,7 +61,7 @@ def test_a_layout_that_differs_is_refused_by_name_and_computed_by_policy(trio: T
             await assert_free(session, other.d)
 
     asyncio.run(check())
-    assert any("kv_cache_layout" in line and "NHD" in line for line in other.d.process.tail(200))
+    assert any("block_size" in line and "64" in line for line in other.d.process.tail(200))
 
 
 def test_what_was_moved_is_counted_under_vllms_names_and_ours(other: Trio) -> None:

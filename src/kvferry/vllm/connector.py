@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.vllm.logs import log_with_vllm
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import RequestView, cache_config, connector_config
@@ -46,6 +47,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         warn_if_untested()
         check_servable(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
