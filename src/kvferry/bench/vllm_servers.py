@@ -1,0 +1,167 @@
+"""Real vLLM servers as child processes: their command lines, their environment, waiting for them, pausing them, ending them.
+
+Whatever ends the one who started them, kill -9 included, no process is left behind (see `kvferry.cli.processes`).
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.guardian import members_of_group
+from kvferry.cli.http_client import is_healthy
+from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.errors import ConfigError, KVFerryError
+from kvferry.types import Address
+
+__all__ = ["MODEL_NAME", "RunningServers", "VllmServer", "check_vllm", "default_python", "free_ports", "start_servers"]
+
+LOOPBACK = "127.0.0.1"
+MODEL_NAME = "tiny"
+START_S = 240.0
+LOOK_AGAIN_S = 0.5
+IMPORT_S = 60.0
+CLOSE_PATIENCE_S = 15.0
+GUARDIAN_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """One server to start. The model is small, float32 and eager, as the CPU build wants it."""
+
+    name: str
+    model: Path
+    port: int
+    transfer: Mapping[str, Any] | None = None
+    """`--kv-transfer-config`; None: a server that knows nothing of transfers."""
+    side_channel_port: int | None = None
+    core: int | None = None
+    """Its worker computes on this core alone; None: wherever vLLM puts it."""
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> Address:
+        return Address(LOOPBACK, self.port)
+
+    def command(self, python: Path) -> list[str]:
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--served-model-name", MODEL_NAME]
+        command += ["--host", LOOPBACK, "--port", str(self.port), "--enforce-eager", "--dtype", "float32"]
+        command += ["--max-model-len", "2048", "--block-size", "32", *self.flags]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(dict(self.transfer))]
+        return command
+
+    def variables(self) -> dict[str, str]:
+        """What it finds in its environment beside what we have in ours."""
+        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        if self.core is not None:
+            own["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
+        if self.side_channel_port is not None:
+            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
+        return {**own, **self.environment}
+
+
+class RunningServers:
+    """Healthy servers in the order they were asked for. They can be stopped in their tracks and let go on."""
+
+    def __init__(self, group: int, processes: Sequence[ChildProcess], addresses: Sequence[Address]) -> None:
+        self._group = group
+        self.processes = tuple(processes)
+        self.addresses = tuple(addresses)
+
+    def pause(self) -> None:
+        """Every process of every server stands still: it takes no time from others and answers nobody."""
+        self._tell_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._tell_all(signal.SIGCONT)
+
+    def _tell_all(self, number: signal.Signals) -> None:
+        for pid in members_of_group(self._group) - {self._group}:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+@contextmanager
+def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[RunningServers]:
+    """Started side by side and healthy; gone after the block. They share one secret, so that they may hand over to each other."""
+    directory = Path(tempfile.gettempdir()) / f"kvferry-vllm-{secrets.token_hex(8)}"
+    shared = {"KVFERRY_SECRET": secrets.token_hex(32)}
+    processes = [ChildProcess(server.name, server.command(python), {**os.environ, **shared, **server.variables()}) for server in servers]
+    with ProcessGroup(directory, GUARDIAN_PATIENCE_S) as group:
+        running = RunningServers(group.id, processes, [server.address for server in servers])
+        try:
+            for process in processes:
+                process.start(group.id)
+            _wait_healthy(running)
+            yield running
+        finally:
+            # Who stands still cannot end.
+            running.resume()
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.close(CLOSE_PATIENCE_S)
+
+
+def default_python() -> Path:
+    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else our own."""
+    beside = Path(".venv-vllm/bin/python")
+    return beside.absolute() if beside.exists() else Path(sys.executable)
+
+
+def check_vllm(python: Path) -> None:
+    """ConfigError when there is no vLLM, before anything slow is started."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([str(python), "-c", code], capture_output=True, timeout=IMPORT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--vllm-python {python} cannot be run ({error}); name an interpreter with vLLM in it") from error
+    if done.returncode != 0:
+        raise ConfigError(f"{python} has no vLLM; run `make setup-vllm`, or name an interpreter that has it with --vllm-python")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on right now, all different."""
+    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _wait_healthy(running: RunningServers) -> None:
+    deadline = time.monotonic() + START_S
+    waiting = list(zip(running.processes, running.addresses, strict=True))
+    while waiting:
+        waiting = [(process, address) for process, address in waiting if not is_healthy(address)]
+        for process, _ in waiting:
+            _check(process)
+            if time.monotonic() > deadline:
+                raise KVFerryError(_with_log(process, f"{process.name} did not become healthy within {START_S:g} s"))
+        if waiting:
+            time.sleep(LOOK_AGAIN_S)
+
+
+def _check(process: ChildProcess) -> None:
+    try:
+        process.check_alive()
+    except KVFerryError as error:
+        raise KVFerryError(_with_log(process, str(error))) from error
+
+
+def _with_log(process: ChildProcess, what: str) -> str:
+    return "\n".join([f"{what}; it said last:", *(f"  {line}" for line in process.tail(40))])
