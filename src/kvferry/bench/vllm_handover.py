@@ -7,6 +7,7 @@ asks for a few prompts of every length, after warm-up requests that are not coun
 import argparse
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ EXAMPLES = """\
   kvferry bench vllm-handover --vllm-python ~/vllm/bin/python"""
 
 SAMPLES_PER_ROUND = 5
+SETTLE_S = 1.0
+"""After standing still: connections that were silent for too long are given up first, and come up again with the warm-up requests."""
 WARM_UPS = 2
 WARM_UP_TOKENS = 128
 MAX_PROMPT_TOKENS = 2000
@@ -82,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             for connector, pair in pairs.items():
                 say(f"round {number}: {count} of each length with {connector}")
                 pair.servers.resume()
+                time.sleep(SETTLE_S)
                 _measure_round(pair, prompts, count, samples[connector])
                 pair.servers.pause()
     rows = make_rows(samples)
