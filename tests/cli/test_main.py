@@ -89,6 +89,13 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
         (["proxy", "--kv-transfer-config", "{}"], "kvferry: --kv-transfer-config is not an argument of `kvferry proxy`"),
         (["make-model"], "kvferry: the following arguments are required: DIR"),
         (["doctor", "--jsn"], "kvferry: --jsn is not an argument of `kvferry doctor`; did you mean --json?"),
+        (["bench", "vllm-step"], "kvferry: vllm-step is not a benchmark of kvferry; did you mean vllm-steps?"),
+        (["bench", "vllm-steps", "--jsn"], "kvferry: --jsn is not an argument of `kvferry bench vllm-steps`; did you mean --json?"),
+        (["bench", "vllm-steps", "--requests", "0"], "kvferry: --requests: must be a whole number from 1 to 99999, got '0'"),
+        (["bench", "vllm-handover", "--prompt-tokens", "128,x"], "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas"),
+        (["bench", "vllm-handover", "--prompt_tokens=9999"], "kvferry: --prompt-tokens: must be numbers from 2 to 2000 with commas"),
+        (["bench", "vllm-handover", "--vllm-python", sys.executable], f"kvferry: {sys.executable} has no vLLM; run `make setup-vllm`"),
+        (["bench"], "kvferry: the following arguments are required: BENCHMARK"),
         (["up", "--prefil", "2"], "kvferry: --prefil is not an argument of `kvferry up`; did you mean --prefill?"),
     ],
 )

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
 from kvferry.cli.addresses import check_listenable, curl_command
 from kvferry.cli.http_client import Carried, complete, read_carried, sum_carried
+from kvferry.cli.interrupts import STOP_SIGNALS, stop_signals
 from kvferry.cli.launch import LOOPBACK, LocalLaunch, UpOptions, child_environment
 from kvferry.cli.local_cluster import LocalCluster
 from kvferry.cli.parser import Parser
@@ -45,7 +45,6 @@ SAMPLE_TOKENS = 16
 START_TIMEOUT_S = 300.0
 SAMPLE_TIMEOUT_S = 120.0
 LOOK_AGAIN_S = 0.25
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if options.port:
         check_listenable(Address(LOOPBACK, options.port))
     console = Console()
-    with _stop_signals(), _cluster(options) as (cluster, launch), _last_words(console, cluster):
+    with stop_signals(), _cluster(options) as (cluster, launch), _last_words(console, cluster):
         router = _bring_up(cluster, launch, console)
         carried = _show_sample(cluster, router, options, console)
         if arguments.once:
@@ -148,20 +147,6 @@ def _last_words(console: Console, cluster: LocalCluster) -> Iterator[None]:
         for name, lines in cluster.last_words():
             _say(console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)]))
         raise
-
-
-@contextmanager
-def _stop_signals() -> Iterator[None]:
-    before = {number: signal.signal(number, _interrupt) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _bytes(count: float) -> str:

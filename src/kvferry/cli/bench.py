@@ -1,0 +1,77 @@
+"""`kvferry bench`: finds a benchmark by name and runs it.
+
+A benchmark is a module like a command: `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments) -> int`. With `--json` it
+writes one JSON object to standard output and nothing else; what it says on the way goes to standard error.
+"""
+
+import argparse
+import importlib
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from kvferry.cli.arguments import dashed
+from kvferry.cli.parser import Parser, shown_word
+from kvferry.config.fields import nearest
+from kvferry.errors import ConfigError
+
+__all__ = ["BENCHMARKS", "DESCRIPTION", "EXAMPLES", "BenchmarkEntry", "add_arguments", "make_parser", "run"]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkEntry:
+    module: str
+    summary: str
+
+
+BENCHMARKS = {
+    "vllm-handover": BenchmarkEntry(
+        "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
+    ),
+    "vllm-steps": BenchmarkEntry(
+        "kvferry.bench.vllm_steps", "the engine's time in the connector per step inside real vLLM, beside vLLM's own NixlConnector"
+    ),
+}
+
+WIDTH = max(map(len, BENCHMARKS))
+DESCRIPTION = "\n".join(
+    ["Measure something on this machine. Benchmarks:", "", *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items())]
+)
+EXAMPLES = """\
+  kvferry bench vllm-handover
+  kvferry bench vllm-steps --json
+  kvferry bench vllm-handover --help"""
+
+
+class Benchmark(Protocol):
+    DESCRIPTION: str
+    EXAMPLES: str
+
+    def add_arguments(self, parser: Parser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("benchmark", metavar="BENCHMARK", help="which one")
+    parser.add_argument(
+        "rest", metavar="…", nargs=argparse.REMAINDER, help="its own arguments; `kvferry bench BENCHMARK --help` lists them"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    name = arguments.benchmark
+    if name not in BENCHMARKS:
+        raise ConfigError(f"{shown_word(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}")
+    return _benchmark(name).run(make_parser(name).parse([dashed(argument) for argument in arguments.rest]))
+
+
+def make_parser(name: str) -> Parser:
+    """The parser of one benchmark."""
+    benchmark = _benchmark(name)
+    parser = Parser(f"kvferry bench {name}", benchmark.DESCRIPTION, benchmark.EXAMPLES)
+    benchmark.add_arguments(parser)
+    return parser
+
+
+def _benchmark(name: str) -> Benchmark:
+    return cast(Benchmark, importlib.import_module(BENCHMARKS[name].module))

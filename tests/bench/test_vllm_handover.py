@@ -1,0 +1,47 @@
+"""The parts of the handover benchmark that need no server."""
+
+import json
+
+from kvferry.bench.vllm_client import PromptMaker, TransferTotals
+from kvferry.bench.vllm_handover import Samples, make_rows, rounds
+from kvferry.bench.vllm_pairs import OURS, STOCK
+
+
+def test_rounds_are_short_and_add_up() -> None:
+    assert rounds(20) == [5, 5, 5, 5]
+    assert rounds(2) == [2]
+    assert rounds(12) == [5, 5, 2]
+
+
+def test_a_row_says_what_was_asked_in_milliseconds() -> None:
+    ours = Samples(handover_s=[0.010, 0.020, 0.030], floor_s=[0.008], transfer_s=[0.004], prefill_s=[0.05])
+    stock = Samples(handover_s=[0.040, 0.040, 1.1], floor_s=[0.009])
+    (row,) = make_rows({OURS: {128: ours}, STOCK: {128: stock}})
+    assert json.loads(json.dumps(row)) == row
+    assert row["prompt_tokens"] == 128
+    assert (row["ours_ms_p50"], row["ours_ms_p90"], row["ours_ms_min"], row["ours_ms_max"]) == (20.0, 28.0, 10.0, 30.0)
+    assert (row["stock_ms_p50"], row["stock_ms_p90"]) == (40.0, 888.0)
+    assert row["ratio"] == 0.5
+    assert (row["floor_ms_p50"], row["transfer_ms_p50"], row["target_ms"]) == (8.0, 4.0, 14.0)
+    assert (row["stock_floor_ms_p50"], row["stock_transfer_ms_p50"]) == (9.0, None)
+
+
+def test_without_transfer_times_there_is_no_target() -> None:
+    ours = Samples(handover_s=[0.010], floor_s=[0.008])
+    (row,) = make_rows({OURS: {128: ours}, STOCK: {128: ours}})
+    assert (row["transfer_ms_p50"], row["target_ms"]) == (None, None)
+
+
+def test_a_transfers_time_is_what_was_added() -> None:
+    before = TransferTotals(count=2, seconds=1.0)
+    assert TransferTotals(4, 1.5).mean_since(before) == 0.25
+    assert before.mean_since(before) is None
+
+
+def test_no_two_prompts_are_alike_and_a_seed_gives_the_same_ones() -> None:
+    one, other = PromptMaker(1), PromptMaker(1)
+    first = one.make(40)
+    assert len(first) == 40
+    assert first == other.make(40)
+    assert first != one.make(40)
+    assert first != PromptMaker(2).make(40)
