@@ -63,6 +63,22 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_with_tokens_outside_heads_the_tokens_are_the_same(cluster: Cluster, sizes: tuple[int, int], expected: list[Answer]) -> None:
+    layout = {"KVFERRY_KV_CACHE_LAYOUT": "NHD"}
+    starting = [cluster.serve(f"tp {size}", "--tensor-parallel-size", str(size), extra=PATIENT, environment=layout) for size in sizes]
+    p, d = (process.ready() for process in starting)
+    router = cluster.proxy([p], [d]).ready()
+
+    async def check() -> None:
+        assert await ask_all(router, GREEDY) == expected
+        async with new_session() as session:
+            assert (await metrics(session, d))["kvferry:finished_pulls_total"] >= 20
+            await assert_quiescent(session, p, d)
+
+    asyncio.run(check())
+
+
 def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
     prompt = Prompt(tuple(range(20, 220)), n=4, temperature=0.9, seed=5)
 
