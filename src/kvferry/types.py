@@ -120,6 +120,8 @@ class Region:
     memory: MemoryKind = MemoryKind.DRAM
     device: int = 0
     group: int = 0
+    head_runs: int = 0
+    """In how many runs of adjacent bytes the KV of one head lies in a block; 0: not known, so only whole blocks can move."""
 
     @property
     def size_bytes(self) -> int:

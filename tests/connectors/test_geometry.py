@@ -1,13 +1,13 @@
 """Cache tensors become regions; what does not lie in whole blocks is refused at the start."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import pytest
 from tests.connectors.pair import FakeDevice
 from tests.connectors.test_factory import connector_config
 
-from kvferry.connectors.contract import KVCacheConfig, KVCacheGroup
+from kvferry.connectors.contract import KVCacheConfig, KVCacheGroup, ParallelConfig
 from kvferry.connectors.geometry import geometry_of
 from kvferry.errors import ConfigError
 
@@ -66,6 +66,43 @@ def test_a_block_that_the_kernel_cuts_into_parts_is_one_block_to_us() -> None:
 def test_what_is_not_adjacent_bytes_is_refused(tensor: Shaped) -> None:
     with pytest.raises(ConfigError, match="cannot be cut into 8 blocks"):
         regions_of(tensor)
+
+
+HND, NHD = (8, 2, 16, 16), (8, 16, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "layout", "runs"),
+    [
+        (Shaped(HND), "HND", 1),
+        (Shaped(NHD), "NHD", 16),
+        (Shaped(HND, (512, 16, 32, 1)), "NHD", 16),
+        (Shaped((16, 2, 8, 16)), "HND", 2),
+        (Shaped((16, 8, 2, 16)), "NHD", 16),
+        (Shaped(HND), "NHD", 0),
+        (Shaped(NHD), "HND", 0),
+        (Shaped((8, 2, 2, 16, 8)), "HND", 0),
+        (Shaped((8, 16, 32)), "HND", 0),
+        (Shaped((24, 2, 16, 16)), "HND", 0),
+    ],
+)
+def test_where_a_head_lies_in_a_block_is_known_only_if_the_tensor_lies_as_its_layout_says(tensor: Shaped, layout: str, runs: int) -> None:
+    tensor.device = FakeDevice()
+    cache = KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), layout, 2, 8, "float32")
+    assert [region.head_runs for region in geometry_of(connector_config(), cache, {"layer.2": tensor}).regions] == [runs]
+
+
+@pytest.mark.parametrize(
+    ("of_model", "ranks", "in_cache", "counted"), [(8, 2, 4, 8), (2, 4, 1, 2), (8, 1, 8, 8), (128, 2, 1, 1), (128, 1, 1, 1)]
+)
+def test_a_latent_cache_is_one_head_on_every_rank_however_many_the_model_has(
+    of_model: int, ranks: int, in_cache: int, counted: int
+) -> None:
+    config = connector_config()
+    config = replace(config, model=replace(config.model, total_kv_heads=of_model), parallel=ParallelConfig(ranks, 0))
+    cache = KVCacheConfig(8, 16, (KVCacheGroup(LAYERS),), "HND", in_cache, 8, "float32")
+    tensor = Shaped((8, in_cache, 16, 16), device=FakeDevice())
+    assert geometry_of(config, cache, {"layer.2": tensor}).total_kv_heads == counted
 
 
 def test_a_layer_of_no_group_is_refused() -> None:

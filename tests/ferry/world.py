@@ -1,4 +1,7 @@
-"""Two ferries and a side channel in one process, joined by memory planes and a clock turned by hand."""
+"""Ferries and side channels in one process, joined by memory planes and a clock turned by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,42 +20,78 @@ from kvferry.protocol.messages import HandshakeRequest, OfferInfo, RankLayout, R
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning import Geometry
 from kvferry.protocol.producer import ProducerSettings
+from kvferry.protocol.ranks import heads_of
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.clock import ManualClock
 from kvferry.types import Address, EngineId, Epoch, KVLayout, Region, RequestId
 
 SECRET = b"the ferries' secret"
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, LAYERS = 4, 64, 32, 3
+"""Bytes of one head."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many, of a model with so many KV heads, and how heads and tokens lie in a block."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    total_heads: int = 1
+    layout: KVLayout = KVLayout.HND
+
+    @property
+    def heads(self) -> range:
+        return heads_of(self.tp_rank, self.tp_size, self.total_heads)
+
+
+DEFAULT_PLACE = Place()
 
 
 class Side:
     """One engine's worker: memory, planes, ferry, and the scheduler's side channel."""
 
-    def __init__(self, name: str, epoch: str, network: MemoryNetwork, clock: ManualClock, plane: DataPlane | None = None) -> None:
-        self.name, self.epoch = name, epoch
-        self.memory: npt.NDArray[np.uint8] = np.zeros((LAYERS, NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
-        regions = tuple(Region(f"layer.{i}", int(self.memory[i].ctypes.data), BLOCK_BYTES, BLOCK_BYTES, NUM_BLOCKS) for i in range(LAYERS))
+    def __init__(
+        self,
+        name: str,
+        epoch: str,
+        network: MemoryNetwork,
+        clock: ManualClock,
+        plane: DataPlane | None = None,
+        place: Place = DEFAULT_PLACE,
+    ) -> None:
+        self.name, self.epoch, self.place = name, epoch, place
+        size = BLOCK_BYTES * len(place.heads)
+        runs = 1 if place.layout is KVLayout.HND else BLOCK_SIZE
+        self.memory: npt.NDArray[np.uint8] = np.zeros((LAYERS, NUM_BLOCKS, size), dtype=np.uint8)
+        regions = tuple(
+            Region(f"layer.{i}", int(self.memory[i].ctypes.data), size, size, NUM_BLOCKS, head_runs=runs) for i in range(LAYERS)
+        )
         self.plane = plane or MemoryDataPlane(network)
         assert self.plane.register(regions)
         self.control = MemoryControlPlane(network)
         self.side_channel = MemoryControlPlane(network)
         made = self.plane.offer()
         offers = (OfferInfo(made.plane, made.reach, made.blob),)
-        geometry = Geometry(0, 1, BLOCK_SIZE, NUM_BLOCKS, KVLayout.HND, 1, 8, regions)
+        geometry = Geometry(
+            place.tp_rank, place.tp_size, BLOCK_SIZE, NUM_BLOCKS, place.layout, len(place.heads), 8, regions, place.total_heads
+        )
         layout = RankLayout(
-            0,
-            1,
+            place.tp_rank,
+            place.tp_size,
             BLOCK_SIZE,
             NUM_BLOCKS,
-            "HND",
-            1,
+            str(place.layout),
+            len(place.heads),
             8,
             self.control.address,
-            [RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, "DRAM", 0) for r in regions],
+            [RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, "DRAM", 0, 0, r.head_runs) for r in regions],
             list(offers),
+            place.total_heads,
         )
         factors = {"model": "tiny"}
-        self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, {0: codec.encode_layout(layout)})
+        self.layouts = {place.tp_rank: codec.encode_layout(layout)}
+        """What the side channel serves: a test adds those of the other ranks."""
+        self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, self.layouts)
         settings = FerrySettings(
             ProducerSettings(EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5),
             ConsumerSettings(EngineId(name), PeerSettings(factors, geometry, offers, (), 5, 3600), 30, 5, 100),
@@ -92,7 +131,7 @@ class Side:
                 self.serial,
                 address.host,
                 address.port,
-                1,
+                self.place.tp_size,
                 BLOCK_SIZE,
                 [runs_from_blocks(blocks)],
                 tokens,
@@ -119,6 +158,66 @@ class Side:
 
     def failed(self) -> list[str]:
         return [event.reason for event in self.events if isinstance(event, PullFailed)]
+
+    # -- content
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The memory as [layers, blocks, our heads, tokens, content], whatever the layout."""
+        heads = len(self.place.heads)
+        if self.place.layout is KVLayout.HND:
+            return self.memory.reshape(LAYERS, NUM_BLOCKS, heads, BLOCK_SIZE, -1)
+        return self.memory.reshape(LAYERS, NUM_BLOCKS, BLOCK_SIZE, heads, -1).swapaxes(2, 3)
+
+
+class RankedWorld:
+    """P and D of several ranks each. What one rank is told, all ranks of its engine are told."""
+
+    def __init__(self, p_size: int, d_size: int, total_heads: int = 4, layout: KVLayout = KVLayout.HND) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork()
+        self.p = [Side("p", "e1", self.network, self.clock, place=Place(r, p_size, total_heads, layout)) for r in range(p_size)]
+        self.d = [Side("d", "f1", self.network, self.clock, place=Place(r, d_size, total_heads, layout)) for r in range(d_size)]
+        self.content = np.random.default_rng(0).integers(1, 256, (LAYERS, NUM_BLOCKS, total_heads, BLOCK_SIZE, 16), dtype=np.uint8)
+        """The whole model's cache on P, each head once."""
+        for side in self.p:
+            side.view()[:] = self.content[:, :, side.place.heads]
+            self.p[0].layouts.update(side.layouts)
+
+    @property
+    def sides(self) -> list[Side]:
+        return [*self.p, *self.d]
+
+    def run(self, turns: int = 20, sides: Sequence[Side] | None = None) -> None:
+        for _ in range(turns):
+            for side in self.sides if sides is None else sides:
+                side.step()
+
+    def tell(self, sides: Sequence[Side], *commands: Command) -> None:
+        for side in sides:
+            side.inbox += commands
+
+    def issue(self, request: str, blocks: list[int]) -> str:
+        """A ticket, granted on every rank."""
+        ticket = self.p[0].issue(request, blocks)
+        self.tell(self.p, Grant(RequestId(request), self.p[0].serial))
+        return ticket
+
+    def freed(self) -> list[list[tuple[str, str]]]:
+        return [side.freed() for side in self.p]
+
+    def holds(self, side: Side, ours: list[int], theirs: list[int]) -> bool:
+        """Whether D's blocks are P's, and nothing else was written."""
+        others = np.delete(side.memory, ours, axis=1)
+        return bool((side.view()[:, ours] == self.content[:, theirs][:, :, side.place.heads]).all() and not others.any())
+
+    def assert_quiescent(self) -> None:
+        for side in self.sides:
+            held = side.ferry.snapshot()
+            assert (held.leases, held.pulls, held.reads) == (0, 0, 0), (side.name, side.place, held)
+
+    def close(self) -> None:
+        for side in self.sides:
+            side.close()
 
 
 class World:

@@ -80,6 +80,7 @@ def test_a_damaged_message_is_a_message_or_a_remote_error(message: Message, data
     "message",
     [
         Attach("t", "r" * 2000),
+        Attach("t", "r", "", ["c"] * 2000),
         Confirm("e" * 2000, "l", "r"),
         Detach("e", "l" * 2000, "r"),
         Heartbeat("e", 1, ["l"] * 1001),

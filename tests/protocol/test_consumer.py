@@ -39,7 +39,7 @@ FACTORS = {"dtype": "float32"}
 
 
 def make_consumer(idle_ttl_s: float = 3600) -> Consumer:
-    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),))
+    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
     peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
     return Consumer(ConsumerSettings(EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100))
 
@@ -61,6 +61,7 @@ def reply(nonce: int, **changes: object) -> HandshakeReply:
         "control_address": CONTROL,
         "regions": [RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0)],
         "offers": [OfferInfo("memory", "", b"them")],
+        "total_kv_heads": 1,
     } | changes
     return HandshakeReply(nonce, WIRE_VERSION, "p", "e1", dict(FACTORS), msgspec.Raw(codec.encode_layout(RankLayout(**layout))))  # type: ignore[arg-type]
 
@@ -105,16 +106,16 @@ def failures(consumer: Consumer) -> list[str]:
 def test_the_whole_way_from_arrival_to_confirmation() -> None:
     consumer = make_consumer()
     consumer.track(R1, ticket(), "T1", now=0)
-    assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1", "memory")]
+    assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory")]
     consumer.start(R1, [[5, 6]], range(4, 8), now=1)
     [read] = of(consumer.take_actions(), StartRead)
     assert isinstance(read, StartRead)
     assert (read.peer, read.plane) == (PEER, "memory")
     assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
     consumer.read_ended(R1, PEER, None, now=2)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1")]
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0")]
     assert consumer.take_events() == []
-    consumer.receive(CONTROL, Confirmed("a", "d/r1"), now=3)
+    consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
     assert consumer.take_events() == [PullFinished(R1)]
     assert consumer.num_pulls == 0
     assert consumer.next_deadline() is None
@@ -151,7 +152,7 @@ def test_a_silent_producer_is_given_up() -> None:
     assert of(consumer.take_actions(), ClosePeer) == [ClosePeer(PEER, CONTROL)]
 
 
-@pytest.mark.parametrize("message", [Refused("a", "d/r1", "over"), Refused("a", "d/r1", "")])
+@pytest.mark.parametrize("message", [Refused("a", "d/r1/0", "over"), Refused("a", "d/r1/0", "")])
 def test_a_refusal_fails_the_request(message: Refused) -> None:
     consumer = confirming(make_consumer())
     consumer.receive(CONTROL, message, now=3)
@@ -160,9 +161,9 @@ def test_a_refusal_fails_the_request(message: Refused) -> None:
 
 def test_answers_that_fit_no_transfer_are_ignored() -> None:
     consumer = confirming(make_consumer())
-    consumer.receive("tcp://elsewhere:1", Confirmed("a", "d/r1"), now=3)
-    consumer.receive(CONTROL, Confirmed("b", "d/r1"), now=3)
-    consumer.receive(CONTROL, Confirmed("a", "d/nobody"), now=3)
+    consumer.receive("tcp://elsewhere:1", Confirmed("a", "d/r1/0"), now=3)
+    consumer.receive(CONTROL, Confirmed("b", "d/r1/0"), now=3)
+    consumer.receive(CONTROL, Confirmed("a", "d/nobody/0"), now=3)
     consumer.receive(CONTROL, Refused("a", "q/r1", "over"), now=3)
     consumer.receive(CONTROL, HeartbeatReply("e0", 1, ["a"]), now=3)
     consumer.receive("tcp://elsewhere:1", HeartbeatReply("e1", 1, ["a"]), now=3)
@@ -171,13 +172,13 @@ def test_answers_that_fit_no_transfer_are_ignored() -> None:
     consumer.disconnected("tcp://elsewhere:1", now=3)
     consumer.peer_opened(PeerId(EngineId("q"), Epoch("e"), 0), "memory", now=3)
     assert consumer.take_events() == []
-    consumer.receive(CONTROL, Confirmed("a", "d/r1"), now=4)
+    consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=4)
     assert consumer.take_events() == [PullFinished(R1)]
 
 
 def test_a_confirmation_that_comes_before_the_bytes_is_not_believed() -> None:
     consumer = reading(make_consumer())
-    consumer.receive(CONTROL, Confirmed("a", "d/r1"), now=2)
+    consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=2)
     assert consumer.take_events() == []
 
 
@@ -191,7 +192,7 @@ def test_blocks_are_not_handed_back_while_bytes_may_still_land() -> None:
     assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
     consumer.read_ended(R1, PEER, "cancelled", now=3)
     assert failures(consumer) == ["the request was aborted"]
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1")]
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
 
 
 @pytest.mark.parametrize(("now", "says"), [(31.0, "did not end within 30 s")])
@@ -280,7 +281,7 @@ def test_a_lost_connection_fails_what_used_it_and_the_next_request_tries_again()
     consumer.read_ended(R1, PEER, "cancelled", now=2)
     assert len(failures(consumer)) == 1
     consumer.track(RequestId("r3"), ticket("c", 3), "T3", now=2)
-    assert sent(connect(consumer, now=2), Attach) == [Attach("T3", "d/r3", "memory")]
+    assert sent(connect(consumer, now=2), Attach) == [Attach("T3", "d/r3/0", "memory")]
     consumer.start(R2, [[5, 6]], range(0, 8), now=3)
     assert len(failures(consumer)) == 1
 
@@ -290,7 +291,7 @@ def test_a_request_that_needs_nothing_lets_the_producer_free() -> None:
     consumer.track(R1, ticket(), "T1", now=0)
     connect(consumer)
     consumer.settle(R1, now=1)
-    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1")]
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
     assert consumer.take_events() == []
     assert consumer.num_pulls == 0
 
@@ -301,8 +302,8 @@ def test_a_request_that_leaves_during_the_handshake_still_says_goodbye() -> None
     consumer.abort(R1, now=0)
     consumer.abort(R2, now=0)
     actions = connect(consumer)
-    assert sent(actions, Attach) == [Attach("T1", "d/r1")]
-    assert sent(actions, Detach) == [Detach("e1", "a", "d/r1")]
+    assert sent(actions, Attach) == [Attach("T1", "d/r1/0", "memory")]
+    assert sent(actions, Detach) == [Detach("e1", "a", "d/r1/0")]
     assert consumer.take_events() == []
 
 
@@ -374,7 +375,7 @@ def test_one_that_leaves_during_the_handshake_does_not_end_the_lease_of_its_sibl
     consumer.track(R2, ticket(), "T1", now=0)
     consumer.abort(R1, now=0)
     messages = [action.message for action in connect(consumer) if isinstance(action, Send)]
-    assert messages == [Attach("T1", "d/r2", "memory"), Attach("T1", "d/r1"), Detach("e1", "a", "d/r1")]
+    assert messages == [Attach("T1", "d/r2/0", "memory"), Attach("T1", "d/r1/0", "memory"), Detach("e1", "a", "d/r1/0")]
 
 
 def test_blocks_for_a_request_never_announced_fail_it() -> None:
@@ -459,7 +460,7 @@ class ConsumerMachine(RuleBasedStateMachine):
     @rule(request=requests, is_good=st.booleans())
     def answer_confirm(self, request: RequestId, is_good: bool) -> None:
         lease = f"a{request[1:]}"
-        message = Confirmed(lease, f"d/{request}") if is_good else Refused(lease, f"d/{request}", "over")
+        message = Confirmed(lease, f"d/{request}/0") if is_good else Refused(lease, f"d/{request}/0", "over")
         self.consumer.receive(CONTROL, message, self.now)
 
     @rule(gone=st.lists(requests, max_size=3), beat=st.integers(1, 5))

@@ -114,6 +114,134 @@ def test_readers_of_one_lease_are_bounded() -> None:
     assert not leases.attach(B, "x", now=0)
 
 
+def test_a_lease_waits_for_the_companions_of_its_first_reader() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    assert leases.attach(A, "x", now=0, companions=["y", "z"])
+    assert leases.confirm(A, "x", now=1)
+    assert leases.take_if_ended(A) is None
+    assert leases.attach(A, "y", now=2, companions=["x", "z"])
+    assert leases.confirm(A, "y", now=2)
+    assert leases.take_if_ended(A) is None
+    assert leases.attach(A, "z", now=3, companions=["x", "y"])
+    assert leases.take_if_ended(A) is None
+    assert leases.confirm(A, "z", now=3)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+
+
+def test_only_those_who_have_attached_are_confirmed_not_those_awaited() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.attach(A, "x", now=0, companions=["y"])
+    assert not leases.confirm(A, "y", now=0)
+
+
+def test_an_awaited_companion_may_send_word_that_it_will_not_come() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.attach(A, "x", now=0, companions=["y"])
+    assert leases.detach(A, "y")
+    assert leases.confirm(A, "x", now=1)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+
+
+def test_attaching_twice_is_attaching_once() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    for _ in range(2):
+        assert leases.attach(A, "x", now=0, companions=["y"])
+    for _ in range(2):
+        assert leases.attach(A, "y", now=0, companions=["x"])
+    assert leases.confirm(A, "x", now=0)
+    assert leases.attach(A, "y", now=0, companions=["x"])
+    assert leases.confirm(A, "y", now=0)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+
+
+def test_a_ticket_handed_back_does_not_cheat_those_who_are_awaited() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.attach(A, "x", now=0, companions=["y"])
+    leases.abandon(A)
+    assert leases.confirm(A, "x", now=0)
+    assert leases.take_if_ended(A) is None
+    leases.attach(A, "y", now=0, companions=["x"])
+    assert leases.confirm(A, "y", now=0)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+
+
+def test_a_companion_that_never_comes_is_waited_for_no_longer_than_the_lease() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    leases.attach(A, "x", now=0, companions=["y"])
+    leases.confirm(A, "x", now=1)
+    assert leases.expire(now=29) == []
+    assert leases.expire(now=30) == [EndedLease(A, LeaseEnd.CONFIRMED)]
+
+
+def test_companions_count_among_the_readers_that_are_bounded() -> None:
+    leases = make_table()
+    leases.grant(A, 1, now=0)
+    assert not leases.attach(A, "x", now=0, companions=[f"c{i}" for i in range(MAX_READERS)])
+    assert leases.attach(A, "x", now=0, companions=[f"c{i}" for i in range(MAX_READERS - 1)])
+    assert not leases.attach(A, "y", now=0)
+    assert leases.attach(A, "c0", now=0)
+
+
+PARTIES = {"p": 1, "q": 2, "r": 3}
+
+
+class PartyMachine(RuleBasedStateMachine):
+    """Parties of ranks that each come once and leave once, in any order: the lease ends with the last step of the last member of every
+    party that has shown itself, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = make_table()
+        self.table.grant(A, 1, 0)
+        self.came: set[tuple[str, int]] = set()
+        self.left: set[tuple[str, int]] = set()
+        self.is_abandoned = False
+        self.has_ended = False
+
+    members = st.sampled_from([(party, member) for party, size in PARTIES.items() for member in range(size)])
+
+    @rule(member=members)
+    def attach(self, member: tuple[str, int]) -> None:
+        if member in self.left:
+            return
+        party, own = member
+        companions = [f"{party}{other}" for other in range(PARTIES[party]) if other != own]
+        assert self.table.attach(A, f"{party}{own}", 0, companions=companions) != self.has_ended
+        if not self.has_ended:
+            self.came.add(member)
+
+    @rule(member=members, is_good=st.booleans())
+    def leave(self, member: tuple[str, int], is_good: bool) -> None:
+        if member not in self.came - self.left:
+            return
+        name = f"{member[0]}{member[1]}"
+        assert self.table.confirm(A, name, 0) if is_good else self.table.detach(A, name)
+        self.left.add(member)
+
+    @rule()
+    def abandon(self) -> None:
+        assert self.table.abandon(A) != self.has_ended
+        self.is_abandoned = True
+
+    @invariant()
+    def it_ends_with_the_last_of_those_that_came_and_their_companions(self) -> None:
+        shown = {party for party, _ in self.came}
+        expected = {(party, member) for party in shown for member in range(PARTIES[party])}
+        is_over = (self.is_abandoned or bool(self.left)) and expected == self.left
+        if not self.has_ended:
+            assert (self.table.take_if_ended(A) is not None) == is_over
+            self.has_ended = is_over
+
+
+TestPartyMachine = PartyMachine.TestCase
+
+
 class LeaseMachine(RuleBasedStateMachine):
     """The table against the plainest possible model: a dict scanned in full."""
 

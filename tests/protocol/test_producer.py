@@ -176,6 +176,39 @@ def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch)
     assert [reason.split()[0] for reason in reasons] == ["more", "too"]
 
 
+def test_a_reader_before_the_grant_brings_its_companions_along() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1/0", "", ["d/1/1"]), now=0)
+    producer.receive(D, Confirm("e1", "a", "d/1/0"), now=0)
+    producer.grant(A, 1, now=1)
+    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1/0"))]
+    assert ended(producer) == []
+    producer.receive(D, Attach(ticket(), "d/1/1", "", ["d/1/0"]), now=2)
+    producer.receive(D, Confirm("e1", "a", "d/1/1"), now=2)
+    assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
+
+
+def test_one_that_leaves_before_the_grant_does_not_end_the_lease_of_its_companions() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1/0", "", ["d/1/1"]), now=0)
+    producer.receive(D, Detach("e1", "a", "d/1/0"), now=0)
+    producer.grant(A, 1, now=1)
+    assert ended(producer) == []
+    producer.receive(D, Attach(ticket(), "d/1/1", "", ["d/1/0"]), now=2)
+    producer.receive(D, Detach("e1", "a", "d/1/1"), now=2)
+    assert ended(producer) == [("a", LeaseEnd.RELEASED)]
+
+
+def test_a_reader_that_comes_back_before_the_grant_is_a_reader() -> None:
+    producer = make_producer()
+    for message in (Attach(ticket(), "d/1"), Detach("e1", "a", "d/1"), Attach(ticket(), "d/1")):
+        producer.receive(D, message, now=0)
+    producer.grant(A, 1, now=1)
+    assert ended(producer) == []
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
+    assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
+
+
 class ProducerMachine(RuleBasedStateMachine):
     """Whatever readers do, a confirmation is only given for a lease that has not been reported as ended."""
 
@@ -197,11 +230,16 @@ class ProducerMachine(RuleBasedStateMachine):
             self.granted += 1
             self.producer.grant(RequestId(f"r{self.granted}"), self.granted, self.now)
 
-    @rule(serial=st.integers(1, 6), reader=st.sampled_from("xy"), kind=st.sampled_from([Attach, Confirm, Detach, Heartbeat]))
-    def receive(self, serial: int, reader: str, kind: type) -> None:
+    @rule(
+        serial=st.integers(1, 6),
+        reader=st.sampled_from("xyz"),
+        kind=st.sampled_from([Attach, Confirm, Detach, Heartbeat]),
+        companions=st.lists(st.sampled_from("xyz"), max_size=2),
+    )
+    def receive(self, serial: int, reader: str, kind: type, companions: list[str]) -> None:
         lease = f"r{serial}"
         if kind is Attach and serial <= self.issued:
-            self.producer.receive(D, Attach(ticket(lease, serial), reader), self.now)
+            self.producer.receive(D, Attach(ticket(lease, serial), reader, "", companions), self.now)
         elif kind is Heartbeat:
             self.producer.receive(D, Heartbeat("e1", 1, [lease]), self.now)
         elif kind is not Attach:

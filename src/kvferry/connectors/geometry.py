@@ -8,6 +8,7 @@ from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVTensor
 from kvferry.errors import ConfigError
 from kvferry.protocol.messages import Factor
 from kvferry.protocol.planning import Geometry
+from kvferry.protocol.ranks import heads_of
 from kvferry.types import KVLayout, MemoryKind, Region
 
 __all__ = ["compatibility_factors", "geometry_of"]
@@ -27,7 +28,8 @@ def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mappin
         KVLayout(cache.layout),
         cache.num_kv_heads,
         cache.head_dim,
-        tuple(_region(name, kv_caches[name], groups[name], cache.num_blocks) for name in sorted(kv_caches, key=_natural)),
+        tuple(_region(name, kv_caches[name], groups[name], cache) for name in sorted(kv_caches, key=_natural)),
+        _total_kv_heads(config, cache),
     )
 
 
@@ -47,8 +49,16 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig, transfe
     }
 
 
-def _region(name: str, tensor: KVTensor, group: int, num_blocks: int) -> Region:
+def _total_kv_heads(config: ConnectorConfig, cache: KVCacheConfig) -> int:
+    """Latent attention caches one head, whole on every rank, however many the model counts."""
+    total = config.model.total_kv_heads
+    is_divided = cache.num_kv_heads == len(heads_of(config.parallel.tp_rank, config.parallel.tp_size, total))
+    return total if is_divided else cache.num_kv_heads
+
+
+def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Region:
     """Dimension 0 counts blocks, or equal parts of blocks that follow each other."""
+    num_blocks = cache.num_blocks
     item, parts = tensor.element_size(), tensor.shape[0]
     part_elements = prod(tensor.shape[1:])
     per_block = parts // num_blocks if num_blocks and parts % num_blocks == 0 else 0
@@ -65,7 +75,23 @@ def _region(name: str, tensor: KVTensor, group: int, num_blocks: int) -> Region:
         MemoryKind.DRAM if is_host else MemoryKind.VRAM,
         0 if is_host else int(getattr(tensor.device, "index", 0) or 0),
         group,
+        _head_runs(tensor, cache, per_block),
     )
+
+
+def _head_runs(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> int:
+    """Runs of one head in a block of so many parts, if the tensor lies in memory as `cache.layout` says: [heads, tokens, content] or
+    [tokens, heads, content] per part, in whatever order its dimensions are named."""
+    if cache.block_size % parts:
+        return 0
+    heads, tokens = cache.num_kv_heads, cache.block_size // parts
+    content = prod(tensor.shape[1:]) // (heads * tokens)
+    is_hnd = KVLayout(cache.layout) is KVLayout.HND
+    expected = (heads, tokens, content) if is_hnd else (tokens, heads, content)
+    dims = sorted((dim for dim in range(1, len(tensor.shape)) if tensor.shape[dim] > 1), key=tensor.stride, reverse=True)
+    if [tensor.shape[dim] for dim in dims] != [size for size in expected if size > 1]:
+        return 0
+    return parts if is_hnd else cache.block_size
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -163,7 +163,7 @@ class PullWorker:
 
 def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, ...]) -> RankLayout:
     regions = [
-        RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, str(r.memory), r.device, r.group)
+        RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, str(r.memory), r.device, r.group, r.head_runs)
         for r in geometry.regions
     ]
     return RankLayout(
@@ -177,4 +177,5 @@ def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, 
         control_address=control.address,
         regions=regions,
         offers=list(offers),
+        total_kv_heads=geometry.total_kv_heads,
     )

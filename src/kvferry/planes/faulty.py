@@ -122,10 +122,12 @@ class FaultyDataPlane:
         return every > 0 and (before + 1) % every == 0
 
     def _corrupt(self, part: Pieces) -> None:
-        """The right bytes in the wrong places: wrong for certain, and still numbers that a model can compute with."""
+        """The right bytes in the wrong places: wrong for certain, and still numbers that a model can compute with.
+
+        Not moved by whole tokens: attention does not see in which order the tokens of one head lie."""
         if not len(part.local_offsets):
             return
         address = self._regions[part.local_region].address + int(part.local_offsets[0])
         piece = np.ctypeslib.as_array((ctypes.c_uint8 * part.piece_bytes).from_address(address))
-        moved = np.roll(piece, part.piece_bytes // 2)
+        moved = np.roll(piece, part.piece_bytes // 2 + 8)
         piece[:] = moved if not np.array_equal(moved, piece) else piece ^ 1

@@ -27,7 +27,7 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
-from kvferry.protocol.planning import plan_read, source_ranks
+from kvferry.protocol.planning import plan_read
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TransferEvent, TransferState, next_state
 from kvferry.types import EngineId, EngineLife, PeerId, RequestId
@@ -60,7 +60,10 @@ class _Pull:
     blocks: Sequence[Sequence[int]] = ()
     tokens: range = range(0)
     reading: set[int] = field(default_factory=set)
+    """Ranks; so is `confirming`."""
     confirming: set[int] = field(default_factory=set)
+    broken: str = ""
+    """What made a read fail on its own."""
     deadline: float | None = None
     give_up_at: float = 0.0
     reason: str = ""
@@ -79,11 +82,11 @@ class Consumer:
         self._settings = settings
         self._actions: list[Action] = []
         self._peers = PeerBook(settings.peers, self._actions)
-        self._beats: HeartbeatSchedule[EngineLife] = HeartbeatSchedule()
+        self._beats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._pulls: dict[RequestId, _Pull] = {}
         self._by_life: dict[EngineLife, set[RequestId]] = {}
         self._by_reader: dict[str, RequestId] = {}
-        self._farewells: dict[EngineLife, list[tuple[str, str, str]]] = {}
+        self._farewells: dict[EngineLife, list[_Pull]] = {}
         self._events: list[Event] = []
 
     @property
@@ -100,13 +103,11 @@ class Consumer:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
         if request in self._pulls:
             return
-        pull = _Pull(request, ticket, ticket_text, _reader_name(self._settings.engine, request))
+        pull = _Pull(request, ticket, ticket_text, self._reader_name(request, self._settings.peers.geometry.tp_rank))
         self._pulls[request] = pull
         self._by_reader[pull.reader] = request
         self._by_life.setdefault(pull.life, set()).add(request)
-        ours = self._settings.peers.geometry
-        ranks = source_ranks(ours.tp_rank, ours.tp_size, ticket.tp_size)
-        peer = self._peers.ensure(pull.life, ticket.address, ranks, now)
+        peer = self._peers.ensure(pull.life, ticket.address, ticket.tp_size, now)
         if isinstance(peer, LostPeer):
             self._meet(pull, _E.PEER_LOST, now, peer.reason)
         elif peer.is_ready:
@@ -161,9 +162,9 @@ class Consumer:
             if pull.state in (TransferState.TRACKED, TransferState.WAITING):
                 self._attach(pull, peer, now)
         # After the others have attached: a farewell settles the lease they may share.
-        for ticket_text, lease, reader in self._farewells.pop(peer.life, []):
-            self._to_all_ranks(peer, Attach(ticket_text, reader))
-            self._to_all_ranks(peer, Detach(peer.life.epoch, lease, reader))
+        for pull in self._farewells.pop(peer.life, []):
+            self._send_attach(pull, peer)
+            self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.life, reason, now), now)
@@ -174,32 +175,34 @@ class Consumer:
         if pull is None or peer_id.tp_rank not in pull.reading:
             return
         pull.reading.discard(peer_id.tp_rank)
-        is_broken = error is not None and pull.state is TransferState.MOVING
-        if error is not None and pull.reading:
-            self._meet(pull, _E.REFUSED, now, f"reading from the producer failed: {error}")
-        elif not pull.reading:
-            event = _E.BYTES_MOVED if error is None else _E.MOVE_FAILED
-            self._meet(pull, event, now, f"reading from the producer failed: {error}")
-        if is_broken:
+        reason = f"reading from the producer failed: {error}"
+        if error is not None and pull.state is TransferState.MOVING:
+            pull.broken = reason
+        if not pull.reading:
+            self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
+        elif error is not None:
+            self._meet(pull, _E.REFUSED, now, reason)
+        if pull.broken and not pull.reading:
             # The plane may have given up the connection for good; the next request shakes hands anew.
-            self._lost(self._peers.lose(peer_id.life, f"reading from the producer failed: {error}", now), now)
+            self._lost(self._peers.lose(pull.life, pull.broken, now), now)
 
     def advance(self, now: float) -> None:
         """Act on every deadline that has passed."""
         for lost in self._peers.advance(now):
             self._lost(lost, now)
-        for life in self._beats.lost(now):
-            self._lost(self._peers.lose(life, "the producer no longer answers heartbeats", now), now)
+        for peer_id in self._beats.lost(now):
+            self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         overdue = [pull for pull in self._pulls.values() if pull.deadline is not None and pull.deadline <= now]
         for pull in overdue:
             pull.deadline = None
             self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
         for beat in self._beats.due(now):
-            peer = self._peers.get(beat.peer)
+            peer = self._peers.get(beat.peer.life)
             if peer is not None and peer.is_ready:
                 for first in range(0, len(beat.leases), MAX_LEASES_PER_BEAT):
                     part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
-                    self._to_all_ranks(peer, Heartbeat(beat.peer.epoch, beat.number, part))
+                    message = Heartbeat(beat.peer.epoch, beat.number, part)
+                    self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
         self._peers.evict_idle(now, set(self._by_life))
 
     def next_deadline(self) -> float | None:
@@ -236,19 +239,27 @@ class Consumer:
 
     def _attach(self, pull: _Pull, peer: Peer, now: float) -> None:
         pull.is_attached = True
-        for rank, plane in peer.planes.items():
-            self._actions.append(Send(peer.control_address(rank), Attach(pull.ticket_text, pull.reader, plane)))
-        self._beats.track(pull.life, pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
+        self._send_attach(pull, peer)
+        for rank in peer.visits:
+            self._beats.track(peer.peer_id(rank), pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
         self._meet(pull, _E.PEER_READY, now, "")
+
+    def _send_attach(self, pull: _Pull, peer: Peer) -> None:
+        for rank, visit in peer.visits.items():
+            names = [self._reader_name(pull.request, visitor) for visitor in visit.visitors]
+            companions = [name for name in names if name != pull.reader]
+            message = Attach(pull.ticket_text, pull.reader, peer.planes[rank], companions)
+            self._actions.append(Send(peer.control_address(rank), message))
 
     def _start_reads(self, pull: _Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
         pull.deadline = min(pull.give_up_at, now + self._settings.read_timeout_s)
+        ours, theirs = self._settings.peers.geometry, pull.ticket.block_ids()
         try:
             plans = {
-                rank: plan_read(self._settings.peers.geometry, geometry, pull.blocks, pull.ticket.block_ids(), pull.tokens)
-                for rank, geometry in peer.geometries.items()
+                rank: plan_read(ours, peer.geometries[rank], visit.heads, pull.blocks, theirs, pull.tokens)
+                for rank, visit in peer.visits.items()
             }
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
@@ -269,7 +280,7 @@ class Consumer:
         peer = self._peers.get(pull.life)
         assert peer is not None
         pull.deadline = min(pull.give_up_at, now + self._settings.confirm_timeout_s)
-        pull.confirming = set(peer.layouts)
+        pull.confirming = set(peer.visits)
         self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
 
     def _end(self, pull: _Pull) -> None:
@@ -278,8 +289,10 @@ class Consumer:
         mates.discard(pull.request)
         if not mates:
             del self._by_life[pull.life]
-        if pull.is_attached:
-            self._beats.untrack(pull.life, pull.ticket.lease)
+        peer = self._peers.get(pull.life)
+        if pull.is_attached and peer is not None:
+            for rank in peer.visits:
+                self._beats.untrack(peer.peer_id(rank), pull.ticket.lease)
         if pull.state is TransferState.DONE:
             self._events.append(PullFinished(pull.request))
             return
@@ -294,25 +307,26 @@ class Consumer:
         if pull.is_attached:
             self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
         elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
-            self._farewells.setdefault(pull.life, []).append((pull.ticket_text, pull.ticket.lease, pull.reader))
+            self._farewells.setdefault(pull.life, []).append(pull)
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:
             return
         self._events.append(HandshakeFailed(lost.life.engine, lost.reason))
-        self._beats.forget(lost.life)
+        for rank in lost.ranks:
+            self._beats.forget(PeerId(lost.life.engine, lost.life.epoch, rank))
         self._farewells.pop(lost.life, None)
         for pull in self._pulls_of(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
-        life = self._life_at(address)
-        if life is None or life.epoch != message.epoch:
+        peer_id = self._peer_at(address)
+        if peer_id is None or peer_id.epoch != message.epoch:
             return
-        self._beats.answered(life, message.beat)
+        self._beats.answered(peer_id, message.beat)
         gone = set(message.gone)
-        for pull in self._pulls_of(life):
+        for pull in self._pulls_of(peer_id.life):
             # While confirming, Confirmed or Refused is on its way and is the better answer.
             if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
@@ -338,18 +352,15 @@ class Consumer:
         request = self._by_reader.get(reader)
         return None if request is None else self._pulls[request]
 
-    def _life_at(self, address: str) -> EngineLife | None:
-        for life in self._by_life:
-            peer = self._peers.get(life)
-            if peer is not None and any(layout.control_address == address for layout in peer.layouts.values()):
-                return life
-        return None
+    def _peer_at(self, address: str) -> PeerId | None:
+        peers = [peer for life in self._by_life if (peer := self._peers.get(life)) is not None]
+        return next((peer.peer_id(rank) for peer in peers for rank in peer.layouts if peer.control_address(rank) == address), None)
 
     def _pulls_of(self, life: EngineLife) -> list[_Pull]:
         return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
 
-    def _to_all_ranks(self, peer: Peer, message: Attach | Heartbeat | Confirm | Detach) -> None:
-        self._actions += [Send(peer.control_address(rank), message) for rank in peer.layouts]
+    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
+        self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
 
     def _overdue_reason(self, pull: _Pull) -> str:
         settings = self._settings
@@ -361,8 +372,10 @@ class Consumer:
             case _:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
 
-
-def _reader_name(engine: EngineId, request: RequestId) -> str:
-    """Our request as the producer knows it: readable, and never longer than a name may be on the wire."""
-    name = f"{engine}/{request}"
-    return name if len(name) <= MAX_NAME_CHARS else f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
+    def _reader_name(self, request: RequestId, tp_rank: int) -> str:
+        """A request on one of our ranks as the producer knows it: readable, and never longer than a name may be on the wire."""
+        engine = self._settings.engine
+        name = f"{engine}/{request}/{tp_rank}"
+        if len(name) <= MAX_NAME_CHARS:
+            return name
+        return f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"

@@ -1,11 +1,13 @@
 """Leases on KV blocks: who may still read them, and until when.
 
 A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and confirm or detach. It ends when somebody has
-settled it (confirmed, or given up) and nobody is attached, or when it has run out. Blocks are freed only after that.
+settled it (confirmed, or given up) and nobody is attached or awaited, or when it has run out. Blocks are freed only after that.
+Awaited are the companions of a reader that came: other ranks of its engine, with the same request, that have not come yet.
 Pure: the caller passes `now` (local monotonic seconds) and acts on what returns.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -39,6 +41,7 @@ class _Lease:
     deadline: float
     readers: dict[str, str] = field(default_factory=dict)
     """Reader -> the plane it reads by."""
+    awaited: set[str] = field(default_factory=set)
     settled: LeaseEnd | None = None
 
 
@@ -77,11 +80,19 @@ class LeaseTable:
             return Standing.HELD
         return Standing.AHEAD if serial > self._last_serial else Standing.GONE
 
-    def attach(self, request: RequestId, reader: str, now: float, plane: str = "") -> bool:
-        """Register a reader and renew; False when the lease is not held or has too many readers."""
+    def attach(self, request: RequestId, reader: str, now: float, plane: str = "", companions: Iterable[str] = ()) -> bool:
+        """Register a reader and renew; False when the lease is not held or has too many readers.
+
+        The first of its companions says who else will come; they are awaited until they have attached."""
         lease = self._leases.get(request)
-        if lease is None or (len(lease.readers) >= MAX_READERS and reader not in lease.readers):
+        if lease is None:
             return False
+        if reader not in lease.readers and reader not in lease.awaited:
+            awaited = (lease.awaited | set(companions)) - lease.readers.keys() - {reader}
+            if len(lease.readers) + len(awaited) >= MAX_READERS:
+                return False
+            lease.awaited = awaited
+        lease.awaited.discard(reader)
         self._drop_reader(lease, reader)
         lease.readers[reader] = plane
         self._readers_by_plane[plane] += 1
@@ -106,16 +117,17 @@ class LeaseTable:
         return True
 
     def detach(self, request: RequestId, reader: str) -> bool:
-        """A reader leaves without having used the blocks."""
+        """A reader leaves without having used the blocks, or will not come."""
         lease = self._leases.get(request)
-        if lease is None or reader not in lease.readers:
+        if lease is None or not (reader in lease.readers or reader in lease.awaited):
             return False
         self._drop_reader(lease, reader)
+        lease.awaited.discard(reader)
         lease.settled = lease.settled or LeaseEnd.RELEASED
         return True
 
     def abandon(self, request: RequestId) -> bool:
-        """No further reader will come; those attached may finish."""
+        """No further reader will come; those attached or awaited may finish."""
         lease = self._leases.get(request)
         if lease is None:
             return False
@@ -123,9 +135,9 @@ class LeaseTable:
         return True
 
     def take_if_ended(self, request: RequestId) -> EndedLease | None:
-        """Remove and return a lease that is settled and has no reader left."""
+        """Remove and return a lease that is settled, has no reader left and awaits none."""
         lease = self._leases.get(request)
-        if lease is None or lease.settled is None or lease.readers:
+        if lease is None or lease.settled is None or lease.readers or lease.awaited:
             return None
         del self._leases[request]
         return EndedLease(request, lease.settled)

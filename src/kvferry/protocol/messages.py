@@ -3,6 +3,7 @@
 Durations cross the wire, deadlines never do. A field added later has a default; each change bumps `WIRE_VERSION` and adds a line here:
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
+    2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
 """
 
 from typing import Annotated
@@ -31,7 +32,7 @@ __all__ = [
     "Release",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -42,6 +43,7 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 """An id that a peer chose. Bounded, because answers echo it."""
 
 MAX_LEASES_PER_BEAT = 1000
+MAX_COMPANIONS = 1000
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +77,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     reader: Name
     plane: Name = ""
     """The data plane the reader will use; some need our help while they are read."""
+    companions: Annotated[list[Name], msgspec.Meta(max_length=MAX_COMPANIONS)] = []
+    """Readers of the other ranks that come here for the same request: the lease is theirs too, though they may come later."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +143,7 @@ class RegionInfo(msgspec.Struct, frozen=True):
     memory: str
     device: int
     group: int = 0
+    head_runs: int = 0
 
 
 class OfferInfo(msgspec.Struct, frozen=True):
@@ -160,6 +165,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     control_address: str
     regions: list[RegionInfo]
     offers: list[OfferInfo]
+    total_kv_heads: int = 0
 
 
 Message = (

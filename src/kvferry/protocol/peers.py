@@ -7,11 +7,12 @@ Handshakes run side by side, each with its own deadline, so a dead peer delays n
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
 from kvferry.protocol.handshake import candidate_planes, check_reply
 from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
 from kvferry.protocol.planning import Geometry, check_geometry, geometry_from_layout
+from kvferry.protocol.ranks import Visit, visits
 from kvferry.types import Address, EngineLife, PeerId
 
 __all__ = ["LostPeer", "Peer", "PeerBook", "PeerSettings"]
@@ -36,10 +37,13 @@ class PeerSettings:
 
 @dataclass(slots=True)
 class Peer:
-    """One engine life, reached on the ranks we read from. Ready once every rank has a plane."""
+    """One engine life, reached on the ranks we visit. Ready once every rank has a plane."""
 
     life: EngineLife
     address: str
+    tp_size: int
+    visits: dict[int, Visit]
+    """By rank."""
     deadline: float
     waiting: dict[int, int]
     """Nonce of each open question -> rank."""
@@ -63,6 +67,8 @@ class Peer:
 class LostPeer:
     life: EngineLife
     reason: str
+    ranks: tuple[int, ...] = ()
+    """Those we knew it by."""
 
 
 @dataclass(slots=True)
@@ -87,8 +93,8 @@ class PeerBook:
     def get(self, life: EngineLife) -> Peer | None:
         return self._peers.get(life)
 
-    def ensure(self, life: EngineLife, address: Address, ranks: tuple[int, ...], now: float) -> Peer | LostPeer:
-        """The peer, whose handshake starts now if it is new; or why it is out of reach for the moment."""
+    def ensure(self, life: EngineLife, address: Address, tp_size: int, now: float) -> Peer | LostPeer:
+        """The peer, a producer of that TP, whose handshake starts now if it is new; or why it is out of reach for the moment."""
         peer = self._peers.get(life)
         if peer is not None:
             peer.used_at = now
@@ -96,9 +102,11 @@ class PeerBook:
         rejection = self._rejections.get(life)
         if rejection is not None and rejection.until > now:
             return LostPeer(life, rejection.reason)
-        peer = Peer(life, f"tcp://{address}", now + self._settings.handshake_timeout_s, {}, used_at=now)
+        ours = self._settings.geometry
+        planned = {visit.rank: visit for visit in visits(ours.tp_rank, ours.tp_size, tp_size, ours.total_kv_heads)}
+        peer = Peer(life, f"tcp://{address}", tp_size, planned, now + self._settings.handshake_timeout_s, {}, used_at=now)
         self._peers[life] = peer
-        for rank in ranks:
+        for rank in planned:
             self._nonce += 1
             peer.waiting[self._nonce] = rank
             self._actions.append(Send(peer.address, HandshakeRequest(self._nonce, WIRE_VERSION, rank)))
@@ -156,14 +164,15 @@ class PeerBook:
         if peer is None:
             return None
         self._forget(peer)
+        lost = LostPeer(life, reason, tuple(peer.visits))
         if peer.is_ready:
-            return LostPeer(life, reason)
+            return lost
         earlier = self._rejections.pop(life, None)
         backoff = min(LAST_BACKOFF_S, earlier.backoff_s * 2) if earlier else FIRST_BACKOFF_S
         self._rejections[life] = _Rejection(reason, now + backoff, backoff)
         while len(self._rejections) > MAX_REJECTIONS:
             del self._rejections[next(iter(self._rejections))]
-        return LostPeer(life, reason)
+        return lost
 
     def next_deadline(self) -> float | None:
         return min((peer.deadline for peer in self._peers.values() if not peer.is_ready), default=None)
@@ -172,6 +181,8 @@ class PeerBook:
         settings = self._settings
         layout = check_reply(reply, settings.factors, peer.life.engine, peer.life.epoch, rank)
         geometry = geometry_from_layout(layout)
+        if geometry.tp_size != peer.tp_size:
+            raise RemoteProtocolError(f"rank {rank} is one of {geometry.tp_size}, its engine's tickets say {peer.tp_size}")
         check_geometry(peer.life.engine, settings.geometry, geometry)
         choices = candidate_planes(settings.offers, layout.offers, settings.pinned_planes)
         if not choices:

@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.messages import RankLayout
+from kvferry.protocol.ranks import can_divide, heads_of
 from kvferry.types import KVLayout, MemoryKind, Region
 
-__all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_read", "source_ranks"]
+__all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_read"]
 
 _MAX_ADDRESS = 1 << 63
 _MAX_DEVICE = 1 << 20
@@ -48,23 +49,27 @@ class Geometry:
     num_blocks: int
     layout: KVLayout
     num_kv_heads: int
+    """Heads in this worker's cache."""
     head_dim: int
     regions: tuple[Region, ...]
+    total_kv_heads: int
+    """Heads of all ranks together, each counted once."""
 
+    @property
+    def heads(self) -> range:
+        return heads_of(self.tp_rank, self.tp_size, self.total_kv_heads)
 
-def source_ranks(local_rank: int, local_size: int, remote_size: int) -> tuple[int, ...]:
-    """The remote ranks whose blocks a local rank reads."""
-    if local_size >= remote_size:
-        return (local_rank * remote_size // local_size,)
-    share = remote_size // local_size
-    return tuple(range(local_rank * share, (local_rank + 1) * share))
+    @property
+    def can_cut_blocks(self) -> bool:
+        """Whether it is known where in a block each head lies."""
+        return all(r.head_runs > 0 and r.block_bytes % (r.head_runs * self.num_kv_heads) == 0 for r in self.regions)
 
 
 def geometry_from_layout(layout: RankLayout) -> Geometry:
     """A peer's geometry, checked for sense; RemoteProtocolError otherwise."""
     try:
         regions = tuple(
-            Region(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, MemoryKind(r.memory), r.device, r.group)
+            Region(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, MemoryKind(r.memory), r.device, r.group, r.head_runs)
             for r in layout.regions
         )
         geometry = Geometry(
@@ -76,10 +81,11 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
             layout.num_kv_heads,
             layout.head_dim,
             regions,
+            layout.total_kv_heads,
         )
     except ValueError as error:
         raise RemoteProtocolError(f"a layout that cannot be read: {error}") from None
-    sizes = (layout.tp_size, layout.block_size, layout.num_blocks, layout.num_kv_heads, layout.head_dim)
+    sizes = (layout.tp_size, layout.block_size, layout.num_blocks, layout.num_kv_heads, layout.total_kv_heads, layout.head_dim)
     is_good = (
         min(sizes) > 0
         and 0 <= layout.tp_rank < layout.tp_size
@@ -95,17 +101,27 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
 
 def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
     """IncompatiblePeer, naming each field, when blocks of `remote` cannot be placed into `local`."""
+    total = local.total_kv_heads
+    can_plan = can_divide(total, remote.tp_size) and (
+        local.num_kv_heads == remote.num_kv_heads or (local.can_cut_blocks and remote.can_cut_blocks)
+    )
     pairs: dict[str, tuple[object, object]] = {
-        "tp_size": (local.tp_size, remote.tp_size),
         "block_size": (local.block_size, remote.block_size),
         "kv_cache_layout": (str(local.layout), str(remote.layout)),
-        "num_kv_heads": (local.num_kv_heads, remote.num_kv_heads),
+        "total_kv_heads": (total, remote.total_kv_heads),
+        "num_kv_heads": (len(heads_of(remote.tp_rank, remote.tp_size, total)), remote.num_kv_heads),
         "head_dim": (local.head_dim, remote.head_dim),
         "regions": ([r.name for r in local.regions], [r.name for r in remote.regions]),
-        "block_bytes": ([r.block_bytes for r in local.regions], [r.block_bytes for r in remote.regions]),
+        "block_bytes": (
+            [r.block_bytes * remote.num_kv_heads // local.num_kv_heads for r in local.regions],
+            [r.block_bytes for r in remote.regions],
+        ),
+        "head_runs": ([r.head_runs for r in local.regions], [r.head_runs for r in remote.regions]),
         "groups": ([r.group for r in local.regions], [r.group for r in remote.regions]),
     }
     differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not can_plan:
+        differences["tp_size"] = (local.tp_size, remote.tp_size)
     if differences:
         raise IncompatiblePeer(peer, differences)
 
@@ -113,21 +129,36 @@ def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
 def plan_read(
     local: Geometry,
     remote: Geometry,
+    heads: range,
     local_blocks: Sequence[Sequence[int]],
     remote_blocks: Sequence[Sequence[int]],
     tokens: range,
 ) -> list[Pieces]:
-    """Pieces that fill our blocks with the KV of `tokens` (positions); both lists hold each group's blocks from token 0 on."""
+    """Pieces that fill our blocks with the KV of `tokens` (positions) and `heads`, which both sides hold.
+
+    Both lists hold each group's blocks from token 0 on."""
     first, end = tokens.start // local.block_size, -(-tokens.stop // local.block_size)
-    if end <= first:
+    if end <= first or not heads:
         return []
     groups = {region.group for region in local.regions}
     ours = {g: _block_slice(local_blocks, g, first, end, local.num_blocks, "our") for g in groups}
     theirs = {g: _block_slice(remote_blocks, g, first, end, remote.num_blocks, "the ticket's") for g in groups}
-    return [
-        Pieces(index, index, a.block_bytes, ours[a.group] * a.stride_bytes, theirs[b.group] * b.stride_bytes)
-        for index, (a, b) in enumerate(zip(local.regions, remote.regions, strict=True))
-    ]
+    are_whole = len(heads) == local.num_kv_heads == remote.num_kv_heads
+    plan = []
+    for index, (a, b) in enumerate(zip(local.regions, remote.regions, strict=True)):
+        runs = 1 if are_whole else a.head_runs
+        piece_bytes = len(heads) * a.block_bytes // (runs * local.num_kv_heads)
+        to, source = _offsets(local, a, heads, runs, ours[a.group]), _offsets(remote, b, heads, runs, theirs[b.group])
+        plan.append(Pieces(index, index, piece_bytes, to, source))
+    return plan
+
+
+def _offsets(geometry: Geometry, region: Region, heads: range, runs: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where `heads` lie: a block is `runs` rows, and each row is the same few bytes of every head in turn."""
+    row_bytes = region.block_bytes // runs
+    head_bytes = row_bytes // geometry.num_kv_heads
+    in_block = np.arange(runs, dtype=np.int64) * row_bytes + (heads.start - geometry.heads.start) * head_bytes
+    return (blocks[:, None] * region.stride_bytes + in_block).ravel()
 
 
 def _block_slice(blocks: Sequence[Sequence[int]], group: int, first: int, end: int, num_blocks: int, whose: str) -> npt.NDArray[np.int64]:

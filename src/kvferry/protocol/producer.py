@@ -7,6 +7,8 @@ done.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
@@ -38,9 +40,9 @@ class _Claim:
     """Readers that came before the grant."""
 
     deadline: float
-    readers: dict[str, tuple[Route, str]] = field(default_factory=dict)
-    """Reader -> where it is answered, and its plane."""
-    confirms: dict[str, Route] = field(default_factory=dict)
+    readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
+    """Reader -> what it said, and where it is answered."""
+    ends: dict[str, tuple[Route, Confirm | Detach]] = field(default_factory=dict)
     is_abandoned: bool = False
 
 
@@ -67,10 +69,10 @@ class Producer:
         claim = self._claims.pop(request, None)
         if claim is None:
             return
-        for reader, (route, plane) in claim.readers.items():
-            self._attach(request, Attach("", reader, plane), route, now)
-        for reader, route in claim.confirms.items():
-            self._confirm(request, reader, route, now)
+        for route, attach in claim.readers.values():
+            self._attach(request, attach, route, now)
+        for route, end in claim.ends.values():
+            self.receive(route, end, now)
         if claim.is_abandoned:
             self.abandon(request)
 
@@ -93,10 +95,8 @@ class Producer:
                 self._receive_attach(route, message, now)
             case Heartbeat():
                 self._receive_heartbeat(route, message, now)
-            case Confirm():
-                self._receive_confirm(route, message, now)
-            case Detach():
-                self._receive_detach(message)
+            case Confirm() | Detach():
+                self._receive_end(route, message, now)
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
@@ -143,7 +143,8 @@ class Producer:
             self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
         claim = self._claims.setdefault(ticket.lease, _Claim(now + self._settings.grant_wait_s))
-        claim.readers[message.reader] = (route, message.plane)
+        claim.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
+        claim.ends.pop(message.reader, None)
 
     def _receive_heartbeat(self, route: Route, message: Heartbeat, now: float) -> None:
         gone = message.leases
@@ -152,31 +153,22 @@ class Producer:
             gone = [lease for lease in message.leases if not self._leases.renew(RequestId(lease), now) and lease not in known]
         self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, gone)))
 
-    def _receive_confirm(self, route: Route, message: Confirm, now: float) -> None:
+    def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)
-        if message.epoch != self._settings.epoch:
-            self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
-            return
         claim = self._claims.get(request)
-        if claim is not None and message.reader in claim.readers:
-            claim.confirms[message.reader] = route
-            return
-        self._confirm(request, message.reader, route, now)
-
-    def _receive_detach(self, message: Detach) -> None:
-        request = RequestId(message.lease)
         if message.epoch != self._settings.epoch:
-            return
-        claim = self._claims.get(request)
-        if claim is not None and claim.readers.pop(message.reader, None) is not None:
-            claim.confirms.pop(message.reader, None)
-            claim.is_abandoned = claim.is_abandoned or not claim.readers
-            return
-        self._leases.detach(request, message.reader)
-        self._collect(request)
+            if isinstance(message, Confirm):
+                self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
+        elif claim is not None and message.reader in claim.readers:
+            claim.ends[message.reader] = (route, message)
+        elif isinstance(message, Confirm):
+            self._confirm(request, message.reader, route, now)
+        else:
+            self._leases.detach(request, message.reader)
+            self._collect(request)
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
-        if not self._leases.attach(request, message.reader, now, message.plane):
+        if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
             self._refuse(route, request, message.reader, "too many readers share this lease")
 
     def _confirm(self, request: RequestId, reader: str, route: Route, now: float) -> None:
