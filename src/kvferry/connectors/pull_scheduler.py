@@ -186,8 +186,8 @@ class PullScheduler:
         if num_tokens == 0 or self._address is None or not self._config.kv_transfer.is_kv_producer:
             return False, None
         num_blocks = -(-num_tokens // self._cache.block_size)
-        self._hold(request_id, _Held(num_blocks * len(block_ids), request.family))
         ticket = self._issue(request, tuple(group[:num_blocks] for group in block_ids), num_tokens)
+        self._hold(request_id, _Held(num_blocks * len(block_ids), request.family))
         return True, self._params(ticket)
 
     def _hold(self, request_id: RequestId, held: _Held) -> None:
