@@ -19,6 +19,7 @@ from kvferry.connectors.contract import (
     ModelIdentity,
     ParallelConfig,
     RequestStatus,
+    SupportsHMA,
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
@@ -106,10 +107,15 @@ class MemoryKit:
         return MemoryControlPlane(self.network)
 
 
+ALL_LAYERS = KVCacheGroup(("layer.0", "layer.10", "layer.2"))
+
+
 class EngineSide:
     """One engine: both roles of its connector and the memory behind them."""
 
-    def __init__(self, name: str, network: MemoryNetwork, policy: str = "fail", **extra: Any) -> None:
+    def __init__(
+        self, name: str, network: MemoryNetwork, policy: str = "fail", groups: Sequence[KVCacheGroup] = (ALL_LAYERS,), **extra: Any
+    ) -> None:
         transfer = KVTransferConfig.from_mapping(
             {
                 "kv_connector": "NixlConnector",
@@ -119,7 +125,7 @@ class EngineSide:
                 "kv_connector_extra_config": extra,
             }
         )
-        cache = KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, (KVCacheGroup(("layer.0", "layer.10", "layer.2")),), "HND", 1, 8, "float32")
+        cache = KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, tuple(groups), "HND", 1, 8, "float32")
         identity = ModelIdentity("Tiny", "abc", 3, 1, 8, "float32")
         config = ConnectorConfig(
             transfer,
@@ -130,7 +136,7 @@ class EngineSide:
             f"epoch of {name}",
             MemoryKit(network),
         )
-        self.memory = {layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8) for layer in cache.groups[0].layer_names}
+        self.memory = {layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8) for group in groups for layer in group.layer_names}
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
         self.worker.register_kv_caches({layer: CacheTensor(array) for layer, array in self.memory.items()})
         self.scheduler = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, cache)
@@ -152,12 +158,13 @@ class EngineSide:
         self.seen.failure_reasons.update(news.failure_reasons)
         self.scheduler.update_connector_output(KVConnectorOutput(news.finished_sending, news.finished_recving, news.failed_recving))
 
-    def prefill(self, request: EngineRequest, blocks: list[int]) -> dict[str, Any]:
+    def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:
         """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         request.num_computed_tokens = request.num_prompt_tokens
         request.kv_transfer_params = {"do_remote_decode": True}
-        is_delayed, params = self.scheduler.request_finished(request, blocks)
+        assert isinstance(self.scheduler, SupportsHMA)
+        is_delayed, params = self.scheduler.request_finished_all_groups(request, blocks)
         assert is_delayed
         assert params is not None
         return params

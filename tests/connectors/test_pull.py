@@ -4,13 +4,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
-from kvferry.connectors.contract import RequestStatus
+from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.planes.memory import MemoryControlPlane, MemoryNetwork
 from kvferry.protocol import codec
 from kvferry.protocol.messages import Release
+from kvferry.protocol.tickets import HOLE
 
 TOKENS = list(range(100, 110))
 
@@ -250,3 +252,45 @@ def test_of_a_family_whose_one_member_was_read_the_others_are_given_up(pair: tup
     stats = p.scheduler.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["levels"] == {"num_held_blocks": {"scheduler": 3}}
+
+
+WINDOWED = (KVCacheGroup(("layer.0",)), KVCacheGroup(("layer.1",), sliding_window=5))
+
+
+def test_of_a_group_with_a_window_only_what_is_seen_is_moved(network: MemoryNetwork) -> None:
+    p, d = EngineSide("p", network, groups=WINDOWED), EngineSide("d", network, groups=WINDOWED)
+    p.fill([5, 6, 7, 8, 9], seed=1)
+    # Ten tokens in three blocks. The last one, which D computes itself, looks back to token 5, in the second block.
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], [HOLE, 8, 9]))
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (9, True)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, 4, 5])), 9)
+    step_until(lambda: "r" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
+    assert d.seen.failed_recving == set()
+    for layer, ours, theirs in (("layer.0", [1, 2, 3], [5, 6, 7]), ("layer.1", [4, 5], [8, 9])):
+        assert (d.memory[layer][ours] == p.memory[layer][theirs]).all()
+        assert not np.delete(d.memory[layer], ours, axis=0).any()
+    for side in (p, d):
+        side.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "matched"),
+    [
+        (TOKENS, [HOLE, HOLE, 9], 0),
+        ([*TOKENS[:8], 1, 2], [HOLE, HOLE, 9], 0),
+        ([*TOKENS[:8], 1, 2], [7, 8, 9], 8),
+        ([*TOKENS, 1], [HOLE, 8, 9], 10),
+    ],
+)
+def test_what_the_producer_no_longer_keeps_is_not_claimed(network: MemoryNetwork, tokens: list[int], kept: list[int], matched: int) -> None:
+    p, d = EngineSide("p", network, groups=WINDOWED), EngineSide("d", network, groups=WINDOWED)
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7], kept), tokens)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (matched, matched > 0)
+    for side in (p, d):
+        side.shutdown()
+
+
+def test_how_far_back_a_token_looks() -> None:
+    assert [KVCacheGroup(()).first_seen(position) for position in (0, 100)] == [0, 0]
+    assert [KVCacheGroup((), sliding_window=4).first_seen(position) for position in (0, 3, 4, 7)] == [0, 0, 1, 4]
+    assert [KVCacheGroup((), attention_chunk=8).first_seen(position) for position in (7, 8, 13)] == [0, 8, 8]

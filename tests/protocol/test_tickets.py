@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.tickets import MAX_TICKET_CHARS, Ticket, TicketKey, blocks_from_runs, runs_from_blocks
+from kvferry.protocol.tickets import HOLE, MAX_TICKET_CHARS, Ticket, TicketKey, blocks_from_runs, runs_from_blocks
 from kvferry.types import Address
 
 KEY = TicketKey(b"one cluster's secret, long enough")
@@ -99,7 +99,8 @@ def test_a_signed_ticket_of_another_version_or_shape_is_refused() -> None:
         {"block_size": 0},
         {"block_runs": []},
         {"block_runs": [[(0, 0), (3, 3)]]},
-        {"block_runs": [[(-1, 3)]]},
+        {"block_runs": [[(-2, 3)]]},
+        {"block_runs": [[(0, 3)], [(-1, 2)]]},
         {"block_runs": [[(0, 2)]]},
         {"block_runs": [[(0, 10**9)]]},
         {"block_runs": [[(2**63, 3)]]},
@@ -112,10 +113,11 @@ def test_fields_out_of_range_are_refused(changes: dict[str, object]) -> None:
         KEY.open(KEY.sign(make_ticket(**changes)))
 
 
-@given(st.lists(st.integers(0, 50)))
+@given(st.lists(st.integers(HOLE, 50)))
 def test_runs_hold_exactly_the_blocks_in_order(blocks: list[int]) -> None:
     assert list(blocks_from_runs(runs_from_blocks(blocks))) == blocks
 
 
 def test_adjacent_blocks_become_one_run() -> None:
     assert runs_from_blocks([4, 5, 6, 2, 3]) == [(4, 3), (2, 2)]
+    assert runs_from_blocks([HOLE, HOLE, 0, 1, HOLE]) == [(HOLE, 2), (0, 2), (HOLE, 1)]

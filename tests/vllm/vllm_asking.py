@@ -12,7 +12,9 @@ def random_prompts(count: int, seed: int, shortest: int = 20, longest: int = 150
     """Lengths over the whole range, many of them short; edges of blocks among them. All different."""
     rng = random.Random(seed)
     edges = [n for n in (31, 32, 33, 63, 64, 65, 96, 127, 128, 129) if shortest <= n <= longest]
-    lengths = [rng.choice(edges) if rng.random() < 0.2 else int(shortest * (longest / shortest) ** rng.random()) for _ in range(count)]
+    lengths = [
+        rng.choice(edges) if edges and rng.random() < 0.2 else int(shortest * (longest / shortest) ** rng.random()) for _ in range(count)
+    ]
     return [Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), max_tokens) for length in lengths]
 
 

@@ -120,10 +120,21 @@ class KVTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share a block table."""
+    """Layers that share a block table, and how far back their attention looks: for ever, over a window, or within chunks."""
 
     layer_names: tuple[str, ...]
     sliding_window: int | None = None
+    attention_chunk: int | None = None
+
+    @property
+    def forgets(self) -> bool:
+        return self.sliding_window is not None or self.attention_chunk is not None
+
+    def first_seen(self, position: int) -> int:
+        """The first token that the one at `position` looks at."""
+        if self.attention_chunk is not None:
+            return position // self.attention_chunk * self.attention_chunk
+        return max(0, position - self.sliding_window + 1) if self.sliding_window is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

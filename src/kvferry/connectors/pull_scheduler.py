@@ -29,7 +29,7 @@ from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Rej
 from kvferry.ferry.side_channel import SideChannel
 from kvferry.protocol.fingerprints import common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
+from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
 __all__ = ["PullScheduler"]
@@ -186,8 +186,9 @@ class PullScheduler:
         if num_tokens == 0 or self._address is None or not self._config.kv_transfer.is_kv_producer:
             return False, None
         num_blocks = -(-num_tokens // self._cache.block_size)
-        ticket = self._issue(request, tuple(group[:num_blocks] for group in block_ids), num_tokens)
-        self._hold(request_id, _Held(num_blocks * len(block_ids), request.family))
+        held = tuple(group[:num_blocks] for group in block_ids)
+        ticket = self._issue(request, held, num_tokens)
+        self._hold(request_id, _Held(sum(block != HOLE for group in held for block in group), request.family))
         return True, self._params(ticket)
 
     def _hold(self, request_id: RequestId, held: _Held) -> None:
@@ -236,7 +237,7 @@ class PullScheduler:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(group) for group in ticket.block_ids()],
+            "remote_block_ids": [[block for block in group if block != HOLE] for group in ticket.block_ids()],
             "remote_engine_id": ticket.engine,
             "remote_request_id": ticket.request,
             "remote_host": ticket.host,
@@ -277,9 +278,26 @@ class PullScheduler:
         if ticket.engine == self._config.kv_transfer.engine_id:
             self._take_own_ticket(ticket)
             return
-        matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
+        matched = self._usable(
+            ticket, common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt), request.num_prompt_tokens
+        )
         self._offers[request_id] = _Offer(matched, (ticket.engine, ticket.epoch, ticket.serial))
         self._commands.append(Track(request_id, str(text)))
+
+    def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
+        """How many of the matched tokens can be loaded: all, or none where the producer has let go of what the next token looks at.
+
+        An engine computes a prompt's last token itself. One whose attention forgets must be told so: it decides by the number of loaded
+        tokens which blocks it needs, and the last token looks further back than the one after it.
+        """
+        if not any(group.forgets for group in self._cache.groups):
+            return matched
+        matched = min(matched, num_prompt_tokens - 1)
+        needed = -(-matched // self._cache.block_size)
+        for group, blocks in zip(self._cache.groups, ticket.block_ids(), strict=False):
+            if HOLE in blocks[group.first_seen(matched) // self._cache.block_size : needed]:
+                return 0
+        return matched
 
     def _take_own_ticket(self, ticket: Ticket) -> None:
         """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody dials himself."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.messages import RankLayout
 from kvferry.protocol.ranks import can_divide, heads_of
+from kvferry.protocol.tickets import HOLE
 from kvferry.types import KVLayout, MemoryKind, Region
 
 __all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_read"]
@@ -136,20 +137,27 @@ def plan_read(
 ) -> list[Pieces]:
     """Pieces that fill our blocks with the KV of `tokens` (positions) and `heads`, which both sides hold.
 
-    Both lists hold each group's blocks from token 0 on."""
+    Both lists hold each group's blocks from token 0 on. Where ours has a hole, nothing is needed; where only theirs has one, there is no
+    plan.
+    """
     first, end = tokens.start // local.block_size, -(-tokens.stop // local.block_size)
     if end <= first or not heads:
         return []
     groups = {region.group for region in local.regions}
-    ours = {g: _block_slice(local_blocks, g, first, end, local.num_blocks, "our") for g in groups}
-    theirs = {g: _block_slice(remote_blocks, g, first, end, remote.num_blocks, "the ticket's") for g in groups}
+    wanted = {g: _block_slice(local_blocks, g, first, end, "our") for g in groups}
+    ours = {g: _existing(blocks[blocks != HOLE], local.num_blocks, "our") for g, blocks in wanted.items()}
+    theirs = {
+        g: _existing(_block_slice(remote_blocks, g, first, end, "the ticket's")[wanted[g] != HOLE], remote.num_blocks, "the ticket's")
+        for g in groups
+    }
     are_whole = len(heads) == local.num_kv_heads == remote.num_kv_heads
     plan = []
     for index, (a, b) in enumerate(zip(local.regions, remote.regions, strict=True)):
         runs = 1 if are_whole else a.head_runs
         piece_bytes = len(heads) * a.block_bytes // (runs * local.num_kv_heads)
         to, source = _offsets(local, a, heads, runs, ours[a.group]), _offsets(remote, b, heads, runs, theirs[b.group])
-        plan.append(Pieces(index, index, piece_bytes, to, source))
+        if len(to):
+            plan.append(Pieces(index, index, piece_bytes, to, source))
     return plan
 
 
@@ -161,11 +169,15 @@ def _offsets(geometry: Geometry, region: Region, heads: range, runs: int, blocks
     return (blocks[:, None] * region.stride_bytes + in_block).ravel()
 
 
-def _block_slice(blocks: Sequence[Sequence[int]], group: int, first: int, end: int, num_blocks: int, whose: str) -> npt.NDArray[np.int64]:
+def _block_slice(blocks: Sequence[Sequence[int]], group: int, first: int, end: int, whose: str) -> npt.NDArray[np.int64]:
     if group >= len(blocks) or len(blocks[group]) < end:
         held = len(blocks[group]) if group < len(blocks) else 0
         raise RemoteProtocolError(f"{whose} block list of group {group} has {held} blocks, {end} are needed")
-    chosen = np.asarray(blocks[group][first:end], dtype=np.int64)
-    if int(chosen.min()) < 0 or int(chosen.max()) >= num_blocks:
-        raise RemoteProtocolError(f"{whose} block list names blocks outside 0..{num_blocks - 1}")
+    return np.asarray(blocks[group][first:end], dtype=np.int64)
+
+
+def _existing(chosen: npt.NDArray[np.int64], num_blocks: int, whose: str) -> npt.NDArray[np.int64]:
+    if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= num_blocks):
+        what = "has a hole where a block is needed" if HOLE in chosen else f"names blocks outside 0..{num_blocks - 1}"
+        raise RemoteProtocolError(f"{whose} block list {what}")
     return chosen

@@ -16,7 +16,7 @@ from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, EngineId, Epoch, RequestId
 
-__all__ = ["MAX_NAME_CHARS", "MAX_TICKET_CHARS", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
+__all__ = ["HOLE", "MAX_NAME_CHARS", "MAX_TICKET_CHARS", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
 
 MAX_TICKET_CHARS = 1024 * 1024
 MAX_BLOCKS = 1_000_000
@@ -24,6 +24,8 @@ MAX_BLOCK_ID = 1 << 31
 MAX_TP_SIZE = 4096
 MAX_NAME_CHARS = 512
 """Of engine, epoch and request: a reader's name is made of two of them and must fit into a message."""
+HOLE = -1
+"""In a block list: there is no block for these tokens, because no attention of this group looks at them any more."""
 TICKET_VERSION = 1
 _MAC_BYTES = 32
 
@@ -43,7 +45,7 @@ class Ticket(msgspec.Struct, frozen=True):
     tp_size: int
     block_size: int
     block_runs: list[list[tuple[int, int]]]
-    """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order."""
+    """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order. First block `HOLE`: so many are not kept."""
     tokens: Fingerprint
     ttl_s: float
     version: int = TICKET_VERSION
@@ -104,15 +106,16 @@ class TicketKey:
 def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for block in block_ids:
-        if runs and block == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        first, count = runs[-1] if runs else (0, 0)
+        if runs and block == (HOLE if first == HOLE else first + count):
+            runs[-1] = (first, count + 1)
         else:
             runs.append((block, 1))
     return runs
 
 
 def blocks_from_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(block for first, count in runs for block in range(first, first + count))
+    return tuple(block for first, count in runs for block in ([HOLE] * count if first == HOLE else range(first, first + count)))
 
 
 def _decode(payload: bytes) -> Ticket:
@@ -140,10 +143,10 @@ def _check_ranges(ticket: Ticket) -> None:
         and ticket.serial > 0
         and 0 < ticket.ttl_s < 1e9
         and all(count > 0 for count in counts)
-        and all(0 <= first < MAX_BLOCK_ID for first in firsts)
+        and all(first == HOLE or 0 <= first < MAX_BLOCK_ID for first in firsts)
         and sum(counts) <= MAX_BLOCKS
         and len(ticket.block_runs) > 0
-        and sum(count for _, count in ticket.block_runs[0]) == needed
+        and all(sum(count for _, count in runs) == needed for runs in ticket.block_runs)
     )
     if not is_good:
         raise InvalidTicket("the ticket's fields are out of range")
