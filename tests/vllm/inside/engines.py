@@ -96,7 +96,10 @@ class _Work:
 
 
 class Engine:
-    """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker."""
+    """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker.
+
+    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere; `computed` how far the worker is with each request.
+    """
 
     def __init__(self, model: Path, name: str, **settings: Any) -> None:
         config = vllm_config(str(model), name, json.dumps(settings, sort_keys=True))
@@ -104,6 +107,7 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self.wrong_slots: list[tuple[str, int]] = []
         self.loaded_tokens = 0
+        self.computed: dict[str, int] = {}
         self._config = config
         self._sequences: dict[str, list[int]] = {}
         self._seeds: dict[str, int] = {}
@@ -222,7 +226,7 @@ class Engine:
             self._sequences[work.request_id] = list(work.tokens)
         tokens = self._sequences[work.request_id]
         values = torch.tensor(slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32)
-        end = work.start + work.num_tokens
+        end = self.computed[work.request_id] = work.start + work.num_tokens
         for index in range(-(-end // BLOCK)):
             first, block = index * BLOCK, work.blocks[index]
             known = min(max(work.start - first, 0), BLOCK)
@@ -237,6 +241,9 @@ class Engine:
         return [tokens[-1]]
 
     def _take(self, outputs: dict[int, Any]) -> None:
+        for stats in (client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None):
+            if stats.connector_prefix_cache_stats is not None:
+                self.loaded_tokens += stats.connector_prefix_cache_stats.hits
         for output in (one for client in outputs.values() for one in client.outputs):
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
