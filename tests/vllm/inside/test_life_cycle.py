@@ -367,7 +367,10 @@ def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, po
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_ticket_of_a_life_before_a_restart(start_engine: StartEngine, policy: str) -> None:
-    p, d = start_engine("p"), start_engine("d", kv={"kv_load_failure_policy": policy, "kv_connector_extra_config": {"handshake_timeout": 1.0}})
+    p, d = (
+        start_engine("p"),
+        start_engine("d", kv={"kv_load_failure_policy": policy, "kv_connector_extra_config": {"handshake_timeout": 1.0}}),
+    )
     params = p.prefill("a", prompt(100))
     p.close()
     start_engine("p", seed=1)
