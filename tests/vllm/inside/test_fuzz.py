@@ -11,7 +11,8 @@ import pytest
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, next_token, run_until
 
-ACTIONS = 220
+ACTIONS = 200
+LEASE_S = 2.0
 FAULTS = ["", "fail:every=3", "delay:polls=3", "fail:every=2;delay:polls=2"]
 
 
@@ -34,7 +35,7 @@ class World:
         monkeypatch.delenv("KVFERRY_FAULTS")
 
     def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
-        extra = {"handshake_timeout": 1.0, "confirm_timeout": 1.0, "grant_wait": 1.0}
+        extra = {"handshake_timeout": 1.0, "confirm_timeout": 1.0, "grant_wait": 1.0, "kv_lease_duration": LEASE_S}
         kv = {"kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
         return self.start_engine(name, num_gpu_blocks_override=num_blocks, max_model_len=320, kv=kv, is_async=self.is_async, **more)
 
@@ -104,14 +105,16 @@ class World:
                 answer.params = None
 
     def end(self) -> None:
-        """Every request ends; every ticket is presented once more, so that no lease has to run out."""
-        run_until(lambda: all(answer.finish for engine in (self.p, self.d) for answer in engine.answers.values()), self.p, self.d)
-        self.collect()
-        for tokens, params in self.tickets:
-            name = self.name()
-            self.prompts[name] = tokens
-            self.d.add(name, tokens, params, max_tokens=1)
-        run_until(lambda: not self.p.remains() and not self.d.remains(), self.p, self.d)
+        """Every request ends, and every ticket is presented. What leases are left then (of failed reads) runs out."""
+
+        def is_over() -> bool:
+            self.collect()
+            while self.tickets:
+                tokens, params = self.tickets.pop()
+                self._ask_d(tokens, params)
+            return not self.p.remains() and not self.d.remains()
+
+        run_until(is_over, self.p, self.d)
 
     def check_answers(self) -> int:
         """Right tokens, a clear error or the client's own abort; how many had tokens."""
@@ -127,7 +130,7 @@ class World:
         return sum(answer.finish == "length" for answer in self.d.answers.values())
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_whatever_happens_nothing_is_left(start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(start_engine, seed, monkeypatch)
     for _ in range(ACTIONS):
