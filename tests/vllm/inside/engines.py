@@ -10,7 +10,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -25,8 +25,14 @@ from vllm.distributed.parallel_state import ensure_model_parallel_initialized, i
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -34,7 +40,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.ferry.ferry import FerrySnapshot
 
-__all__ = ["BLOCK", "Answer", "Engine", "next_token", "run_until", "start_parallel_state", "vllm_config"]
+__all__ = ["BLOCK", "Answer", "Engine", "cache_config", "layer_specs", "next_token", "run_until", "start_parallel_state", "vllm_config"]
 
 BLOCK = 32
 DEADLINE_S = 30.0
@@ -65,12 +71,12 @@ def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
     arguments = json.loads(settings)
     transfer = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both", "engine_id": name}
     transfer |= arguments.pop("kv", {})
-    is_async = arguments.pop("is_async", False)
+    is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
     defaults = {"block_size": BLOCK, "enforce_eager": True, "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64}
     config = EngineArgs(model=model, kv_transfer_config=KVTransferConfig(**transfer), **(defaults | arguments)).create_engine_config()
     # The CPU platform switches it off; the scheduler does not care where it runs.
     config.scheduler_config.async_scheduling = is_async
-    config.cache_config.kv_cache_layout = "LBHNC"
+    config.cache_config.kv_cache_layout = layout
     return config
 
 
@@ -101,7 +107,7 @@ class Engine:
     `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere; `computed` how far the worker is with each request.
     """
 
-    def __init__(self, model: Path, name: str, **settings: Any) -> None:
+    def __init__(self, model: Path, name: str, kind: str = "full attention", **settings: Any) -> None:
         config = vllm_config(str(model), name, json.dumps(settings, sort_keys=True))
         self.name = name
         self.answers: dict[str, Answer] = {}
@@ -114,16 +120,16 @@ class Engine:
         self._queue: deque[tuple[Any, list[_Work]]] = deque()
         self._depth = config.max_concurrent_batches
         with set_current_vllm_config(config):
-            kv_cache_config = _cache_config(config)
-            self._blocks_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+            kv_cache_config = cache_config(config, kind)
+            self._block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
             self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout())
             self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
             self.worker.register_kv_caches(self.tensors)
             self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
-                kv_cache_config=kv_cache_config,
+                kv_cache_config=generate_scheduler_kv_cache_config([kv_cache_config]),
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=self._blocks_size,
+                block_size=self._block_size,
                 hash_block_size=hash_size,
                 log_stats=True,
             )
@@ -227,13 +233,14 @@ class Engine:
         tokens = self._sequences[work.request_id]
         values = torch.tensor(slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
-        for index in range(-(-end // BLOCK)):
-            first, block = index * BLOCK, work.blocks[index]
-            known = min(max(work.start - first, 0), BLOCK)
+        size = self._block_size
+        for index in range(-(-end // size)):
+            first, block = index * size, work.blocks[index]
+            known = min(max(work.start - first, 0), size)
             for tensor in self.tensors.values():
                 if not bool((tensor[block, :, :known, :] == values[first : first + known, None]).all()):
                     self.wrong_slots.append((work.request_id, index))
-                fresh = values[first + known : min(first + BLOCK, end), None]
+                fresh = values[first + known : min(first + size, end), None]
                 tensor[block, :, known : known + len(fresh), :] = fresh
         if end < len(tokens):
             return []
@@ -296,16 +303,33 @@ def run_until(condition: Callable[[], bool], *engines: Engine) -> None:
         time.sleep(0.0005)
 
 
-def _cache_config(config: VllmConfig) -> Any:
-    model = config.model_config
-    spec = FullAttentionSpec(
-        block_size=config.cache_config.block_size,
-        num_kv_heads=model.get_num_kv_heads(config.parallel_config),
-        head_size=model.get_head_size(),
-        dtype=model.dtype,
+def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
+    """What the attention layers of such a model ask for."""
+    model, names = (
+        config.model_config,
+        [f"model.layers.{i}.self_attn.attn" for i in range(config.model_config.get_total_num_hidden_layers())],
     )
-    layers = {f"model.layers.{index}.self_attn.attn": spec for index in range(model.get_total_num_hidden_layers())}
-    (kv_cache_config,) = get_kv_cache_configs(config, [layers], [1 << 30])
+    shape: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": model.dtype}
+    full = FullAttentionSpec(**shape, num_kv_heads=model.get_num_kv_heads(config.parallel_config), head_size=model.get_head_size())
+    match kind:
+        case "full attention":
+            return dict.fromkeys(names, full)
+        case "MLA":
+            return dict.fromkeys(names, MLAAttentionSpec(**shape, num_kv_heads=1, head_size=576))
+        case "a window kept whole":
+            return {name: replace(full, sliding_window=None if index % 2 else 64) for index, name in enumerate(names)}
+        case "layers of two sizes":
+            return {
+                name: replace(full, head_size=64 if index % 2 else 32, head_size_v=64 if index % 2 else 32)
+                for index, name in enumerate(names)
+            }
+        case _:
+            return dict.fromkeys(names, replace(full, page_size_padded=full.page_size_bytes + 4096))
+
+
+def cache_config(config: VllmConfig, kind: str) -> KVCacheConfig:
+    """As vLLM's engine core arranges those layers."""
+    (kv_cache_config,) = get_kv_cache_configs(config, [layer_specs(config, kind)], [1 << 30])
     kv_cache_config.kv_cache_layout = config.cache_config.kv_cache_layout
     config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     return kv_cache_config

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connectors import contract
@@ -105,6 +106,12 @@ def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
     assert hma == []
 
 
+@pytest.mark.xfail(reason="the adapter does not set _cache_hit_source: vLLM counts our tokens as external_unspecified")
+def test_tokens_we_load_are_counted_as_a_peers() -> None:
+    """By vllm:prompt_tokens_by_source, as those of vLLM's own connectors between engines."""
+    assert KVFerryConnector._cache_hit_source is CacheHitSource.P2P  # noqa: SLF001  vLLM's name for what a subclass sets
+
+
 def test_the_table_of_defaults_names_nothing_that_is_gone() -> None:
     assert set(DEFAULT_IS_RIGHT) - public_names(KVConnectorBase_V1) == set()
 
@@ -147,7 +154,7 @@ def test_an_upstream_that_has_moved_on_is_noticed() -> None:
 
 
 def test_a_method_of_ours_that_nobody_calls_is_noticed() -> None:
-    class Outdated(KVFerryConnector):  # type: ignore[misc, valid-type]
+    class Outdated(KVFerryConnector):  # type: ignore[misc]
         def register_cross_layers_kv_cache(self, kv_cache: Any) -> None:
             return None
 

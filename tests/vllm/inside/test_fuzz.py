@@ -137,4 +137,4 @@ def test_whatever_happens_nothing_is_left(start_engine: StartEngine, seed: int, 
         world.act()
     world.end()
     served = world.check_answers()
-    print(f"seed={seed} {world.policy} {world.faults} async={world.is_async} deaths={world.deaths} served={served} loaded={world.d.loaded_tokens}")
+    print(f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} served={served} loaded={world.d.loaded_tokens}")

@@ -45,6 +45,16 @@ def wait_for_load(d: Engine, request_id: str) -> None:
     run_until(lambda: d.scheduler.requests[request_id].status == RequestStatus.WAITING_FOR_REMOTE_KVS, d)
 
 
+def test_what_is_held_for_a_peer_shows_as_left(start_engine: StartEngine) -> None:
+    """The control of `settle`: an engine that waits for a peer is not empty, and nothing else makes it so."""
+    p = start_engine("p")
+    assert p.remains() == {}
+    p.prefill("a", prompt(100))
+    run_until(lambda: p.ferry.leases == 1, p)
+    assert p.remains()["used blocks"] == 4
+    assert p.remains().keys() == {"requests", "used blocks", "block tables", "leases"}
+
+
 # -- handing over ------------------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,10 @@
 import logging
 
 import pytest
-import vllm
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import run_until
 
+import vllm
 from kvferry.vllm.versions import TESTED, warn_if_untested
 
 WARNING = "kvferry was tested with vLLM 0.32.0, this is 0.99.1: its connector interface may have changed"
