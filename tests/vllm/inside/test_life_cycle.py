@@ -364,6 +364,7 @@ def test_p_dies(start_engine: StartEngine, policy: str, moment: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, policy: str) -> None:
+    """P's blocks hold something else by then: right tokens or a clear error, whichever, and nothing is loaded."""
     p, d = start_engine("p"), start_engine("d", kv={"kv_load_failure_policy": policy}, enable_prefix_caching=False)
     params = p.prefill("a", prompt(100))
     d.add("b", prompt(100), params)
@@ -372,7 +373,9 @@ def test_a_ticket_used_again_after_its_lease_ended(start_engine: StartEngine, po
     p.add("other", prompt(300, start=5), max_tokens=1)
     finish(p, "other")
     d.add("c", prompt(100), params)
-    check_outcome(d, policy, "c", prompt(100), p)
+    said = finish(d, "c", p)
+    assert (d.answers["c"].finish, said) in [("length", greedy(prompt(100), 4))] + [("error", [])] * (policy == "fail")
+    settle(p, d)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
