@@ -1,12 +1,27 @@
-"""What the adapter cannot serve is said at start-up, with the reason, never later. Reads vLLM's configuration, changes nothing."""
+"""What the adapter cannot serve is said at start-up, with the reason, never later. Reads vLLM's configuration, changes nothing.
 
+Whole blocks of every layer move, and any prefix of a prompt may be used elsewhere. So the cache must hold every token of a request in one
+block table (full attention, MLA, and windows that vLLM keeps whole), and a token's KV must depend on earlier tokens alone.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvferry.errors import ConfigError
 
 __all__ = ["check_servable"]
+
+WHOLE = (FullAttentionSpec, MLAAttentionSpec)
+"""Their subclasses drop blocks, add some or hold something else: only these two themselves."""
+WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def check_servable(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -22,17 +37,30 @@ def check_servable(vllm_config: Any, kv_cache_config: Any) -> None:
             raise ConfigError(f"kvferry does not hand over KV with {name} {size} yet; set it to 1")
     if model.is_encoder_decoder:
         raise ConfigError(f"kvferry does not hand over the KV of encoder-decoder models such as {model.model}")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(f"{model.model} has {len(groups)} KV-cache groups; kvferry serves models with one for now")
-    unknown = sorted({type(spec).__name__ for spec in _layer_specs(groups[0].kv_cache_spec) if not _is_dense(spec)})
-    if unknown:
-        raise ConfigError(f"{model.model} keeps its KV as {', '.join(unknown)}; kvferry serves full attention with K and V for now")
+    _check_groups(model.model, kv_cache_config.kv_cache_groups)
+
+
+def _check_groups(model: str, groups: Sequence[Any]) -> None:
+    specs = [spec for group in groups for spec in _layer_specs(group.kv_cache_spec)]
+    if not specs:
+        raise ConfigError(f"{model} keeps no KV: there is nothing to hand over")
+    if any(group.host_resident or not group.enable_kv_transfer for group in groups):
+        raise ConfigError(f"{model} keeps part of its KV in a host pool of its own; kvferry does not hand that over yet")
+    others = [spec for spec in specs if type(spec) not in WHOLE]
+    if len(groups) > 1 and all(isinstance(spec, WINDOWS) for spec in others):
+        raise ConfigError(
+            f"{model} has {len(groups)} KV-cache groups; start vLLM with --disable-hybrid-kv-cache-manager, which keeps all layers in one"
+        )
+    if others:
+        names = ", ".join(sorted({type(spec).__name__ for spec in others}))
+        raise ConfigError(
+            f"{model} keeps its KV as {names}; kvferry serves full attention and MLA, with windows only where they are kept whole"
+        )
+    if any(spec.tokens_per_state != 1 for spec in specs):
+        raise ConfigError(f"{model} keeps one state for several tokens; kvferry does not hand that over yet")
+    if any(spec.non_causal for spec in specs):
+        raise ConfigError(f"{model} attends to later tokens of a prompt, so no part of its KV can be used for another prompt")
 
 
 def _layer_specs(spec: Any) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-
-
-def _is_dense(spec: Any) -> bool:
-    return isinstance(spec, FullAttentionSpec) and not isinstance(spec, MLAAttentionSpec)

@@ -1,0 +1,58 @@
+"""These tests run where vLLM can be imported; elsewhere nothing here is collected. See tests/vllm/test_inside.py."""
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.inside.engines import Engine
+
+collect_ignore_glob = [] if find_spec("vllm") is not None else ["*.py"]
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "KVFERRY_SECRET": "a secret for tests, shared by both sides",
+    "KVFERRY_SIDE_CHANNEL_PORT": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+StartEngine = Callable[..., "Engine"]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint's folder, in a process that vLLM takes for a worker."""
+    from tests.vllm.inside.engines import start_parallel_state
+
+    from kvferry.engine.make_model import make_model
+
+    directory = tmp_path_factory.mktemp("inside")
+    make_model(directory / "tiny")
+    start_parallel_state(directory)
+    return directory / "tiny"
+
+
+@pytest.fixture
+def start_engine(model: Path) -> Iterator[StartEngine]:
+    """Starts engines; at the end nothing may be left in any of them, and no slot may ever have been wrong."""
+    from tests.vllm.inside.engines import Engine
+
+    engines: list[Engine] = []
+
+    def start(name: str, **settings: Any) -> Engine:
+        engines.append(Engine(model, name, **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def pair(start_engine: StartEngine) -> tuple["Engine", "Engine"]:
+    return start_engine("p"), start_engine("d")

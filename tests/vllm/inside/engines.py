@@ -1,0 +1,335 @@
+"""An engine made of vLLM's real scheduler, block pool and cache tensors and our connector in both roles; only the forward is made up.
+
+The made-up forward writes, for every token, a number that depends on all tokens up to it into that token's slot of every layer, as a
+model's KV would. Before that it reads all earlier slots of the request: whatever is not the number that belongs there is counted in
+`wrong_slots`, so a block that was not loaded, was loaded from elsewhere or was overwritten is seen the moment attention would use it.
+"""
+
+import json
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvferry.ferry.ferry import FerrySnapshot
+
+__all__ = ["BLOCK", "Answer", "Engine", "cache_config", "layer_specs", "next_token", "run_until", "start_parallel_state", "vllm_config"]
+
+BLOCK = 32
+DEADLINE_S = 30.0
+_MODULUS = 16_777_213
+"""The largest prime that a float32 holds exactly, so that a slot can be compared for equality."""
+
+
+def slot_values(tokens: Sequence[int], seed: int) -> list[int]:
+    """The number of every token's slot: it depends on `seed` and all tokens up to its own."""
+    return list(accumulate(tokens, lambda value, token: (value * 131 + token + 1) % _MODULUS, initial=seed % _MODULUS))[1:]
+
+
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    """What the made-up model says after these tokens."""
+    return 10 + slot_values(tokens, seed)[-1] % 400
+
+
+def start_parallel_state(directory: Path) -> None:
+    """What a worker process does first: vLLM's process groups, of this process alone."""
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{directory}/rendezvous", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+
+
+@cache
+def vllm_config(model: str, name: str, settings: str) -> VllmConfig:
+    """As `vllm serve` makes it. `settings` is JSON of the engine's arguments; `kv` in it is the transfer configuration."""
+    arguments = json.loads(settings)
+    transfer = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both", "engine_id": name}
+    transfer |= arguments.pop("kv", {})
+    is_async, layout = arguments.pop("is_async", False), arguments.pop("layout", "LBHNC")
+    defaults = {"block_size": BLOCK, "enforce_eager": True, "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 64}
+    config = EngineArgs(model=model, kv_transfer_config=KVTransferConfig(**transfer), **(defaults | arguments)).create_engine_config()
+    # The CPU platform switches it off; the scheduler does not care where it runs.
+    config.scheduler_config.async_scheduling = is_async
+    config.cache_config.kv_cache_layout = layout
+    return config
+
+
+@dataclass
+class Answer:
+    """What the engine told the client of one request so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    params: dict[str, Any] | None = None
+
+
+@dataclass
+class _Work:
+    """One request's share of a step, as the scheduler saw it: `num_tokens` from `start` on, in these blocks."""
+
+    request_id: str
+    start: int
+    num_tokens: int
+    blocks: list[int]
+    is_anew: bool
+    tokens: list[int]
+
+
+class Engine:
+    """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker.
+
+    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere; `computed` how far the worker is with each request.
+    """
+
+    def __init__(self, model: Path, name: str, kind: str = "full attention", **settings: Any) -> None:
+        config = vllm_config(str(model), name, json.dumps(settings, sort_keys=True))
+        self.name = name
+        self.answers: dict[str, Answer] = {}
+        self.wrong_slots: list[tuple[str, int]] = []
+        self.loaded_tokens = 0
+        self.computed: dict[str, int] = {}
+        self._config = config
+        self._sequences: dict[str, list[int]] = {}
+        self._seeds: dict[str, int] = {}
+        self._queue: deque[tuple[Any, list[_Work]]] = deque()
+        self._depth = config.max_concurrent_batches
+        with set_current_vllm_config(config):
+            kv_cache_config = cache_config(config, kind)
+            self._block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+            self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout())
+            self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
+            self.worker.register_kv_caches(self.tensors)
+            self.scheduler = config.scheduler_config.get_scheduler_cls()(
+                vllm_config=config,
+                kv_cache_config=generate_scheduler_kv_cache_config([kv_cache_config]),
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=self._block_size,
+                hash_block_size=hash_size,
+                log_stats=True,
+            )
+        self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, 1)
+        handshake = pickle.loads(pickle.dumps(self.worker.get_handshake_metadata()))
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(hash_size, hash_function)
+
+    # -- what a client does ----------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, tokens: Sequence[int] | None, params: Any = None, *, max_tokens: int = 4, seed: int = 0, **more: Any
+    ) -> Request:
+        """`seed` stands for all that makes another KV of the same tokens (salt, LoRA, embeddings); `more` is the request's own."""
+        stop = more.pop("stop_token_ids", None)
+        skips_cache = more.pop("skip_reading_prefix_cache", None)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop, extra_args={"kv_transfer_params": params})
+        sampling.skip_reading_prefix_cache = skips_cache
+        request = Request(request_id, None if tokens is None else list(tokens), sampling, None, block_hasher=self._hasher, **more)
+        self.answers[request_id] = Answer()
+        self._seeds[request_id] = seed
+        self.scheduler.add_request(request)
+        if request.abort_immediately:
+            self.abort(request_id)
+        return request
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        for request_id in request_ids:
+            self.answers[request_id].finish = self.answers[request_id].finish or "abort"
+
+    def prefill(self, request_id: str, tokens: Sequence[int], **more: Any) -> dict[str, Any]:
+        """Compute a prompt for a peer: the parameters, as they come out of a router's JSON."""
+        self.add(request_id, tokens, {"do_remote_decode": True}, **{"max_tokens": 1, **more})
+        run_until(lambda: self.answers[request_id].finish is not None, self)
+        params = self.answers[request_id].params
+        assert params is not None
+        return params
+
+    # -- the engine core's step ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._queue.append((output, self._work_of(output)))
+            if len(self._queue) < self._depth:
+                return
+        if self._queue:
+            output, work = self._queue.popleft()
+            self._take(self.scheduler.update_from_output(output, self._execute(output, work)))
+
+    def preempt(self, request_id: str) -> None:
+        """What the scheduler does to the last running request when it has no blocks left."""
+        request = self.scheduler.requests[request_id]
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)  # noqa: SLF001  there is no other way to ask
+
+    def _work_of(self, output: Any) -> list[_Work]:
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        resumed = set(starts) | set(output.scheduled_cached_reqs.resumed_req_ids)
+        starts |= dict(zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True))
+        work = []
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            tokens = list(self.scheduler.requests[request_id].all_token_ids)
+            work.append(_Work(request_id, starts[request_id], num_tokens, blocks, request_id in resumed, tokens))
+        return work
+
+    def _execute(self, output: Any, work: list[_Work]) -> ModelRunnerOutput:
+        """A worker's step, in the order of vLLM's model runner."""
+        self.worker.handle_preemptions(output.kv_connector_metadata)
+        self.worker.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
+        if output.has_sync_kv_loads:
+            self.worker.start_load_kv(None)
+        sampled = [self._forward(part) for part in work]
+        if not output.has_sync_kv_loads:
+            self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(output.finished_req_ids)
+        news = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=self.worker.get_kv_connector_stats(),
+            kv_cache_events=self.worker.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+        )
+        self.worker.clear_connector_metadata()
+        ids = [part.request_id for part in work]
+        result = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled, kv_connector_output=news)
+        whole = self._aggregator.aggregate([pickle.loads(pickle.dumps(result))])
+        assert whole is not None
+        return whole
+
+    def _forward(self, work: _Work) -> list[int]:
+        if work.is_anew:
+            self._sequences[work.request_id] = list(work.tokens)
+        tokens = self._sequences[work.request_id]
+        values = torch.tensor(slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32)
+        end = self.computed[work.request_id] = work.start + work.num_tokens
+        size = self._block_size
+        for index in range(-(-end // size)):
+            first, block = index * size, work.blocks[index]
+            known = min(max(work.start - first, 0), size)
+            for tensor in self.tensors.values():
+                if not bool((tensor[block, :, :known, :] == values[first : first + known, None]).all()):
+                    self.wrong_slots.append((work.request_id, index))
+                fresh = values[first + known : min(first + size, end), None]
+                tensor[block, :, known : known + len(fresh), :] = fresh
+        if end < len(tokens):
+            return []
+        tokens.append(next_token(tokens, self._seeds[work.request_id]))
+        return [tokens[-1]]
+
+    def _take(self, outputs: dict[int, Any]) -> None:
+        for stats in (client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None):
+            if stats.connector_prefix_cache_stats is not None:
+                self.loaded_tokens += stats.connector_prefix_cache_stats.hits
+        for output in (one for client in outputs.values() for one in client.outputs):
+            answer = self.answers[output.request_id]
+            answer.tokens += output.new_token_ids
+            if output.finish_reason is not None:
+                answer.finish = str(output.finish_reason)
+            if output.kv_transfer_params is not None:
+                answer.params = json.loads(json.dumps(output.kv_transfer_params))
+
+    # -- what is left ----------------------------------------------------------------------------------------------
+
+    @property
+    def ferry(self) -> FerrySnapshot:
+        snapshot: FerrySnapshot = self.worker._inner._worker_half.snapshot()  # noqa: SLF001  tests alone may look inside
+        return snapshot
+
+    def remains(self) -> dict[str, Any]:
+        """Everything that should be gone once all requests are over, by name; empty when it is."""
+        scheduler, half = self.scheduler, self.scheduler.connector._inner._scheduler_half  # noqa: SLF001
+        pool = scheduler.kv_cache_manager.block_pool
+        held = {
+            "requests": list(scheduler.requests),
+            "running": list(scheduler.running),
+            "waiting": [*scheduler.waiting, *scheduler.kv_holding_waiting, *scheduler.deferred_waiting],
+            "arrived": [*scheduler.finished_recving_kv_req_ids, *scheduler.failed_recving_kv_req_ids],
+            "deferred frees": list(scheduler.deferred_frees),
+            "in flight": list(self._queue),
+            "used blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "block tables": [m.req_to_blocks for m in scheduler.kv_cache_manager.coordinator.single_type_managers if m.req_to_blocks],
+            "offers": dict(half._offers),  # noqa: SLF001
+            "loads": set(half._loading),  # noqa: SLF001
+            "commands": list(half._commands),  # noqa: SLF001
+            "leases": self.ferry.leases,
+            "pulls": self.ferry.pulls,
+            "reads": self.ferry.reads,
+            "partly reported": self._aggregator._recv_remaining_count | self._aggregator._send_remaining_count,  # noqa: SLF001
+        }
+        return {name: value for name, value in held.items() if value}
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+def run_until(condition: Callable[[], bool], *engines: Engine) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, {engine.name: (engine.remains(), engine.answers) for engine in engines}
+        for engine in engines:
+            engine.step()
+        time.sleep(0.0005)
+
+
+def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
+    """What the attention layers of such a model ask for."""
+    model, names = (
+        config.model_config,
+        [f"model.layers.{i}.self_attn.attn" for i in range(config.model_config.get_total_num_hidden_layers())],
+    )
+    shape: dict[str, Any] = {"block_size": config.cache_config.block_size, "dtype": model.dtype}
+    full = FullAttentionSpec(**shape, num_kv_heads=model.get_num_kv_heads(config.parallel_config), head_size=model.get_head_size())
+    match kind:
+        case "full attention":
+            return dict.fromkeys(names, full)
+        case "MLA":
+            return dict.fromkeys(names, MLAAttentionSpec(**shape, num_kv_heads=1, head_size=576))
+        case "a window kept whole":
+            return {name: replace(full, sliding_window=None if index % 2 else 64) for index, name in enumerate(names)}
+        case "layers of two sizes":
+            return {
+                name: replace(full, head_size=64 if index % 2 else 32, head_size_v=64 if index % 2 else 32)
+                for index, name in enumerate(names)
+            }
+        case _:
+            return dict.fromkeys(names, replace(full, page_size_padded=full.page_size_bytes + 4096))
+
+
+def cache_config(config: VllmConfig, kind: str) -> KVCacheConfig:
+    """As vLLM's engine core arranges those layers."""
+    (kv_cache_config,) = get_kv_cache_configs(config, [layer_specs(config, kind)], [1 << 30])
+    kv_cache_config.kv_cache_layout = config.cache_config.kv_cache_layout
+    config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+    return kv_cache_config

@@ -1,0 +1,140 @@
+"""Random lives over a prefill and a decode engine: adds, aborts, steps, small pools, failing reads, peers that die. Nothing may be left.
+
+Every seed is a test of its own; a failure shows it in the test's name.
+"""
+
+import random
+import time
+from typing import Any
+
+import pytest
+from tests.vllm.inside.conftest import StartEngine
+from tests.vllm.inside.engines import Engine, next_token, run_until
+
+ACTIONS = 200
+LEASE_S = 2.0
+FAULTS = ["", "fail:every=3", "delay:polls=3", "fail:every=2;delay:polls=2"]
+
+
+class World:
+    """Two engines and what a router would remember of their requests."""
+
+    def __init__(self, start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(seed)
+        self.start_engine = start_engine
+        self.policy = self.rng.choice(["fail", "recompute"])
+        self.faults = self.rng.choice(FAULTS)
+        self.is_async = self.rng.random() < 0.5
+        self.serial = 0
+        self.deaths = 0
+        self.prompts: dict[str, list[int]] = {}
+        self.tickets: list[tuple[list[int], dict[str, Any]]] = []
+        self.p = self._start("p", num_blocks=14)
+        monkeypatch.setenv("KVFERRY_FAULTS", self.faults)
+        self.d = self._start("d", num_blocks=12)
+        monkeypatch.delenv("KVFERRY_FAULTS")
+
+    def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
+        extra = {"handshake_timeout": 1.0, "confirm_timeout": 1.0, "grant_wait": 1.0, "kv_lease_duration": LEASE_S}
+        kv = {"kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
+        return self.start_engine(name, num_gpu_blocks_override=num_blocks, max_model_len=320, kv=kv, is_async=self.is_async, **more)
+
+    def act(self) -> None:
+        actions = {self.step: 12, self.add_to_p: 3, self.add_to_d: 4, self.add_forged: 1, self.abort: 2, self.pause: 2, self.kill_p: 0.15}
+        (action,) = self.rng.choices(list(actions), list(actions.values()))
+        action()
+        self.collect()
+
+    def step(self) -> None:
+        for engine in self.rng.sample([self.p, self.d], 2):
+            for _ in range(self.rng.randrange(3)):
+                engine.step()
+
+    def pause(self) -> None:
+        time.sleep(0.002)
+
+    def new_prompt(self) -> list[int]:
+        """Often the beginning of an earlier one, so that local hits are met."""
+        known = list(self.prompts.values())
+        head = self.rng.choice(known)[: self.rng.randrange(200)] if known and self.rng.random() < 0.5 else []
+        return (head + [self.rng.randrange(10, 400) for _ in range(self.rng.choice([1, 5, 31, 32, 33, 64, 90, 150]))])[:250]
+
+    def name(self) -> str:
+        self.serial += 1
+        return f"r{self.serial}"
+
+    def add_to_p(self) -> None:
+        name = self.name()
+        self.prompts[name] = self.new_prompt()
+        self.p.add(name, self.prompts[name], {"do_remote_decode": True}, max_tokens=self.rng.choice([1, 1, 1, 4]))
+
+    def add_to_d(self) -> None:
+        if not self.tickets:
+            return
+        tokens, params = self.rng.choice(self.tickets)
+        if self.rng.random() < 0.8:
+            self.tickets.remove((tokens, params))
+        if self.rng.random() < 0.2:
+            tokens = tokens[: self.rng.randrange(len(tokens)) + 1] + self.new_prompt()[:20]
+        for _ in range(self.rng.choice([1, 1, 1, 3])):
+            self._ask_d(tokens, params)
+
+    def add_forged(self) -> None:
+        self._ask_d(self.new_prompt(), {"do_remote_prefill": True, "ticket": "forged"})
+
+    def _ask_d(self, tokens: list[int], params: dict[str, Any]) -> None:
+        name = self.name()
+        self.prompts[name] = tokens
+        is_early = self.rng.random() < 0.05
+        self.d.add(name, tokens, params, max_tokens=self.rng.randrange(1, 40), abort_immediately=is_early)
+
+    def abort(self) -> None:
+        engine = self.rng.choice([self.p, self.d])
+        if engine.answers:
+            engine.abort(self.rng.choice(list(engine.answers)))
+
+    def kill_p(self) -> None:
+        self.p.close()
+        self.deaths += 1
+        self.p = self._start("p", 14, seed=self.deaths)
+
+    def collect(self) -> None:
+        for name, answer in self.p.answers.items():
+            if answer.params is not None:
+                self.tickets.append((self.prompts[name], answer.params))
+                answer.params = None
+
+    def end(self) -> None:
+        """Every request ends, and every ticket is presented. What leases are left then (of failed reads) runs out."""
+
+        def is_over() -> bool:
+            self.collect()
+            while self.tickets:
+                tokens, params = self.tickets.pop()
+                self._ask_d(tokens, params)
+            return not self.p.remains() and not self.d.remains()
+
+        run_until(is_over, self.p, self.d)
+
+    def check_answers(self) -> int:
+        """Right tokens, a clear error or the client's own abort; how many had tokens."""
+        for engine in (self.p, self.d):
+            assert engine.wrong_slots == []
+            for name, answer in engine.answers.items():
+                said = list(self.prompts[name])
+                for token in answer.tokens:
+                    assert token == next_token(said), name
+                    said.append(token)
+                assert answer.finish in ("length", "abort", "error")
+                assert answer.finish != "error" or self.policy == "fail"
+        return sum(answer.finish == "length" for answer in self.d.answers.values())
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_nothing_is_left(start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(start_engine, seed, monkeypatch)
+    for _ in range(ACTIONS):
+        world.act()
+    world.end()
+    served = world.check_answers()
+    print(f"{world.policy} {world.faults} is_async={world.is_async} deaths={world.deaths} served={served} loaded={world.d.loaded_tokens}")

@@ -1,0 +1,44 @@
+"""Which vLLM we were tested with is said, never enforced."""
+
+import logging
+
+import pytest
+from tests.vllm.inside.conftest import StartEngine
+from tests.vllm.inside.engines import run_until
+
+import vllm
+from kvferry.vllm.versions import TESTED, warn_if_untested
+
+WARNING = "kvferry was tested with vLLM 0.32.0, this is 0.99.1: its connector interface may have changed"
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "kvferry.vllm.versions"]
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu"])
+def test_the_tested_version_is_taken_in_silence(version: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    warn_if_untested()
+    assert said(caplog) == []
+
+
+def test_the_installed_version_is_the_tested_one() -> None:
+    assert str(vllm.__version__).split("+")[0] in TESTED
+
+
+def test_another_version_is_warned_of_and_serves(
+    start_engine: StartEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning says what was tested; one for each connector made, and vLLM makes one per process."""
+    monkeypatch.setattr(vllm, "__version__", "0.99.1+cpu")
+    with caplog.at_level(logging.WARNING):
+        engine = start_engine("p")
+    assert said(caplog) == [WARNING] * 2
+    engine.add("a", [1, 2, 3])
+    run_until(lambda: engine.answers["a"].finish is not None, engine)
+
+
+def test_a_version_that_is_no_version_serves_too(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", "dev")
+    start_engine("p")

@@ -1,0 +1,21 @@
+"""Runs `inside/`, the tests that need vLLM's classes, with the interpreter that has them."""
+
+import os
+import subprocess
+
+import pytest
+from tests.vllm.conftest import PYTHON, ROOT
+
+INSIDE = ROOT / "tests/vllm/inside"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_inside_vllm() -> None:
+    if not PYTHON.exists():
+        pytest.skip("vLLM is not installed here; make setup-vllm does it")
+    command = [str(PYTHON), "-m", "pytest", "-c", str(INSIDE / "pytest.ini"), "-q", "-p", "no:cacheprovider", str(INSIDE)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-20_000:]
