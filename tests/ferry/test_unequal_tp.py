@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.ferry.world import BLOCK_BYTES, LAYERS, RankedWorld
 
@@ -196,7 +196,6 @@ def test_ranks_that_say_another_size_than_the_ticket_are_not_read() -> None:
         assert world.d[0].failed() == ["rank 0 is one of 1, its engine's tickets say 2"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_whatever_order_the_ranks_run_in_nothing_is_left_behind_and_no_rank_is_cheated(data: st.DataObject) -> None:
     """Random turns of random ranks, with requests that share a ticket, leave, or are handed back in between. No time passes, so

@@ -17,7 +17,8 @@ from kvferry.types import LeaseEnd, RequestId
 
 __all__ = ["EndedLease", "LeaseTable", "Standing"]
 
-MAX_READERS = 1024
+MAX_READERS = 8192
+"""Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
 
 
 class Standing(StrEnum):
