@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from tests.vllm.conftest import PYTHON, ROOT
+from tests.vllm.fleet import PYTHON, ROOT
 
 INSIDE = ROOT / "tests/vllm/inside"
 

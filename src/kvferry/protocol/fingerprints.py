@@ -63,5 +63,5 @@ def _prefix_digests(token_ids: Sequence[int], step: int, salt: str) -> Iterator[
     state.update(len(salt).to_bytes(8, "little") + salt.encode("utf-8", "surrogatepass"))
     for start in range(0, len(token_ids), step):
         piece = token_ids[start : start + step]
-        state.update(array("Q", piece).tobytes())
+        state.update(array("q", piece).tobytes())
         yield start + len(piece), state.copy().digest()

@@ -16,13 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.vllm.logs import log_with_vllm
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm.refusals import check_servable
-from kvferry.vllm.translate import RequestView, cache_config, connector_config
+from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, without_null
 from kvferry.vllm.versions import warn_if_untested
 
 __all__ = ["KVFerryConnector", "NixlConnector"]
@@ -44,6 +45,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks a child up again by its class's name."""
 
     inner_name = "NixlConnector"
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -91,7 +93,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._inner.get_num_new_matched_tokens(RequestView(request), num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._inner.update_state_after_alloc(RequestView(request), blocks, num_external_tokens)
+        self._inner.update_state_after_alloc(RequestView(request), BlocksView(blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return StepMetadata(self._inner.build_connector_meta(scheduler_output))
@@ -108,11 +110,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._inner.update_connector_output(ours)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._inner.request_finished(RequestView(request), block_ids)
+        return self._inner.request_finished(RequestView(request), without_null(block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
-        return self._inner.request_finished_all_groups(RequestView(request), block_ids)
+        return self._inner.request_finished_all_groups(RequestView(request), tuple(map(without_null, block_ids)))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._inner.set_xfer_handshake_metadata({rank: part.inner for rank, part in metadata.items()})
@@ -120,7 +122,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker ----------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._inner.register_kv_caches(kv_caches)
+        # A layer that shares another's cache is in no group, and what it would hold moves with the other.
+        layers = {layer for group in self._kv_cache_config.kv_cache_groups for layer in group.layer_names}
+        self._inner.register_kv_caches({layer: tensor for layer, tensor in kv_caches.items() if layer in layers})
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         inner = self._inner.get_handshake_metadata()

@@ -1,7 +1,7 @@
 """What the adapter cannot serve is said at start-up, with the reason, never later. Reads vLLM's configuration, changes nothing.
 
-Whole blocks of every layer move, and any prefix of a prompt may be used elsewhere. So the cache must hold every token of a request in one
-block table (full attention, MLA, and windows that vLLM keeps whole), and a token's KV must depend on earlier tokens alone.
+Whole blocks of every layer move, and any prefix of a prompt may be used elsewhere. So the cache must hold a request's tokens, or the last
+of them, in blocks of one size (full attention, MLA, windows, chunks), and a token's KV must depend on earlier tokens alone.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,10 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.errors import ConfigError
 
-__all__ = ["check_servable"]
+__all__ = ["check_servable", "layer_specs"]
 
-WHOLE = (FullAttentionSpec, MLAAttentionSpec)
-"""Their subclasses drop blocks, add some or hold something else: only these two themselves."""
-WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Their subclasses drop blocks, add some or hold something else: only these themselves."""
 
 
 def check_servable(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -41,26 +40,23 @@ def check_servable(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _check_groups(model: str, groups: Sequence[Any]) -> None:
-    specs = [spec for group in groups for spec in _layer_specs(group.kv_cache_spec)]
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
     if not specs:
         raise ConfigError(f"{model} keeps no KV: there is nothing to hand over")
     if any(group.host_resident or not group.enable_kv_transfer for group in groups):
         raise ConfigError(f"{model} keeps part of its KV in a host pool of its own; kvferry does not hand that over yet")
-    others = [spec for spec in specs if type(spec) not in WHOLE]
-    if len(groups) > 1 and all(isinstance(spec, WINDOWS) for spec in others):
-        raise ConfigError(
-            f"{model} has {len(groups)} KV-cache groups; start vLLM with --disable-hybrid-kv-cache-manager, which keeps all layers in one"
-        )
+    others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SERVED})
     if others:
-        names = ", ".join(sorted({type(spec).__name__ for spec in others}))
-        raise ConfigError(
-            f"{model} keeps its KV as {names}; kvferry serves full attention and MLA, with windows only where they are kept whole"
-        )
+        raise ConfigError(f"{model} keeps its KV as {', '.join(others)}; kvferry serves full attention, MLA, windows and chunks")
+    sizes = sorted({spec.block_size for spec in specs})
+    if len(sizes) > 1:
+        raise ConfigError(f"{model} keeps its KV in blocks of {sizes} tokens; kvferry serves one block size")
     if any(spec.tokens_per_state != 1 for spec in specs):
         raise ConfigError(f"{model} keeps one state for several tokens; kvferry does not hand that over yet")
-    if any(spec.non_causal for spec in specs):
+    if any(getattr(spec, "non_causal", False) for spec in specs):
         raise ConfigError(f"{model} attends to later tokens of a prompt, so no part of its KV can be used for another prompt")
 
 
-def _layer_specs(spec: Any) -> list[Any]:
+def layer_specs(spec: Any) -> list[Any]:
+    """A group's layers may differ in size; then its specification is a wrapping of theirs."""
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]

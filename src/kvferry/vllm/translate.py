@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.utils import tensor_data
 
@@ -14,12 +15,15 @@ from kvferry.cli.planes import Kit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
 from kvferry.errors import ConfigError
+from kvferry.protocol.tickets import HOLE
 from kvferry.vllm.plugin import EPOCH_VARIABLE
+from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_weights
 
-__all__ = ["RequestView", "cache_config", "connector_config"]
+__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "without_null"]
 
+NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD"}
 _HANDED_OVER = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
@@ -87,9 +91,23 @@ class RequestView:
         return parent if index.isdecimal() and parent else None
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksView:
+    """A request's block table. What vLLM fills with its null block, because no attention looks there, is a hole."""
+
+    blocks: Any
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple(map(without_null, self.blocks.get_block_ids()))
+
+
+def without_null(block_ids: Sequence[int]) -> list[int]:
+    return [HOLE if block == NULL_BLOCK else block for block in block_ids]
+
+
 def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    groups = tuple(KVCacheGroup(tuple(group.layer_names)) for group in kv_cache_config.kv_cache_groups)
+    groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     return KVCacheConfig(
         num_blocks=kv_cache_config.num_blocks,
         block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
@@ -126,6 +144,15 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_b
         epoch=_epoch(vllm_config),
         kit=Kit.from_settings(side_channel, secret, transfer, os.environ),
         max_model_len=vllm_config.model_config.max_model_len,
+    )
+
+
+def _group(group: Any) -> KVCacheGroup:
+    spec = layer_specs(group.kv_cache_spec)[0]
+    return KVCacheGroup(
+        tuple(group.layer_names),
+        sliding_window=spec.sliding_window + spec.extra_retained_tokens if isinstance(spec, SlidingWindowSpec) else None,
+        attention_chunk=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
     )
 
 

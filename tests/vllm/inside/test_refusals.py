@@ -1,6 +1,5 @@
 """Every model and setting that cannot be served is refused by name when the connector is made, in both roles, and nothing else is."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from tests.vllm.inside.engines import BLOCK, vllm_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -34,7 +32,6 @@ WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 CHUNKED = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
 MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.float32)
 MAMBA = MambaSpec(block_size=BLOCK, shapes=((4, 16), (16, 16)), dtypes=(torch.float32, torch.float32))
-UNIFY = r"has \d KV-cache groups; start vLLM with --disable-hybrid-kv-cache-manager, which keeps all layers in one"
 
 
 @pytest.fixture
@@ -59,18 +56,13 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
 @pytest.mark.parametrize(
     ("cache", "sentence"),
     [
-        pytest.param(cache_of(FULL, WINDOW), UNIFY, id="windows beside full attention"),
-        pytest.param(cache_of(FULL, WINDOW, WINDOW), UNIFY, id="three groups"),
-        pytest.param(cache_of(FULL, CHUNKED), UNIFY, id="chunks beside full attention"),
-        pytest.param(cache_of(FULL, FULL), UNIFY, id="two groups of full attention"),
-        pytest.param(cache_of(WINDOW), "keeps its KV as SlidingWindowSpec; kvferry serves full attention and MLA", id="windows alone"),
-        pytest.param(cache_of(CHUNKED), "keeps its KV as ChunkedLocalAttentionSpec", id="chunks alone"),
         pytest.param(cache_of(MAMBA), "keeps its KV as MambaSpec", id="recurrent state"),
         pytest.param(cache_of(FULL, MAMBA), "keeps its KV as MambaSpec", id="recurrent state beside attention"),
-        pytest.param(cache_of(FULL, WINDOW, MAMBA), "keeps its KV as MambaSpec, SlidingWindowSpec", id="all three"),
+        pytest.param(cache_of(FULL, WINDOW, MAMBA), "keeps its KV as MambaSpec;", id="all three"),
         pytest.param(cache_of(RSWASpec(**SHAPE, rswa_window=64)), "keeps its KV as RSWASpec", id="gaps"),
         pytest.param(cache_of(SinkFullAttentionSpec(**SHAPE, sink_len=4)), "keeps its KV as SinkFullAttentionSpec", id="sinks"),
         pytest.param(cache_of(CrossAttentionSpec(**SHAPE)), "keeps its KV as CrossAttentionSpec", id="cross attention"),
+        pytest.param(cache_of(FULL, replace(WINDOW, block_size=2 * BLOCK)), r"in blocks of \[32, 64\] tokens", id="two block sizes"),
         pytest.param(cache_of(replace(FULL, non_causal=True)), "attends to later tokens of a prompt", id="prefix language model"),
         pytest.param(cache_of(replace(MLA, tokens_per_state=4)), "keeps one state for several tokens", id="compressed states"),
         pytest.param(cache_of(FULL, host_resident=True), "keeps part of its KV in a host pool", id="host pool"),
@@ -107,42 +99,15 @@ def test_an_encoder_decoder_model(config: VllmConfig, role: KVConnectorRole, mon
 @BOTH_ROLES
 @pytest.mark.parametrize(
     "cache",
-    [cache_of(FULL), cache_of(FULL, layout="LBNHC"), cache_of(MLA), cache_of(replace(FULL, sliding_window=64))],
-    ids=["full attention", "tokens before heads", "MLA", "a window kept whole"],
+    [
+        pytest.param(cache_of(FULL), id="full attention"),
+        pytest.param(cache_of(FULL, layout="LBNHC"), id="tokens before heads"),
+        pytest.param(cache_of(MLA), id="MLA"),
+        pytest.param(cache_of(replace(FULL, sliding_window=64)), id="a window kept whole"),
+        pytest.param(cache_of(WINDOW), id="windows alone"),
+        pytest.param(cache_of(FULL, WINDOW, WINDOW), id="windows beside full attention"),
+        pytest.param(cache_of(FULL, CHUNKED), id="chunks beside full attention"),
+    ],
 )
 def test_what_can_be_served_is_not_refused(config: VllmConfig, role: KVConnectorRole, cache: KVCacheConfig) -> None:
     make(config, cache, role)
-
-
-HYBRIDS: list[tuple[str, Callable[[int], KVCacheSpec]]] = [
-    ("Gemma 3: every fourth layer sees all", lambda index: FULL if index % 4 == 3 else WINDOW),
-    ("Gemma 2, GPT-OSS: every second layer sees all", lambda index: FULL if index % 2 else WINDOW),
-    ("Llama 4: three in four layers see a chunk", lambda index: FULL if index % 4 == 3 else CHUNKED),
-]
-
-
-@pytest.mark.parametrize(("kind", "spec_of"), HYBRIDS, ids=[kind for kind, _ in HYBRIDS])
-def test_a_hybrid_is_served_once_vllm_keeps_it_in_one_group(
-    config: VllmConfig, kind: str, spec_of: Callable[[int], KVCacheSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the sentence tells the operator to set is what makes it work, by vLLM's own grouping."""
-
-    def grouped(is_off: bool) -> KVCacheConfig:
-        monkeypatch.setattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", is_off)
-        layers = {f"model.layers.{index}.self_attn.attn": spec_of(index) for index in range(8)}
-        (cache,) = get_kv_cache_configs(config, [layers], [1 << 30])
-        return cache
-
-    with pytest.raises(ConfigError, match=UNIFY):
-        make(config, grouped(is_off=False), KVConnectorRole.SCHEDULER)
-    unified = grouped(is_off=True)
-    assert len(unified.kv_cache_groups) == 1
-    make(config, unified, KVConnectorRole.SCHEDULER)
-
-
-def test_windows_alone_stay_refused_whatever_is_set(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistral 7B v0.1: vLLM drops blocks behind the window with and without its hybrid manager."""
-    monkeypatch.setattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", True)
-    (cache,) = get_kv_cache_configs(config, [{"model.layers.0.self_attn.attn": WINDOW}], [1 << 30])
-    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
-        make(config, cache, KVConnectorRole.SCHEDULER)

@@ -21,7 +21,6 @@ def free_port_pair() -> int:
     raise AssertionError("no two free ports side by side")
 
 
-@pytest.mark.xfail(reason="connector_config takes the port as it is, so the second data-parallel engine of a server cannot start")
 def test_data_parallel_engines_of_one_server_have_ports_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They inherit one environment; vLLM's own connector adds the engine's number to the port."""
     port = free_port_pair()
