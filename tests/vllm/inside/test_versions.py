@@ -34,6 +34,7 @@ def test_another_version_is_warned_of_and_serves(
     monkeypatch.setattr(vllm, "__version__", "0.99.1+cpu")
     # Inside vLLM our lines go to its handlers alone.
     monkeypatch.setattr(logging.getLogger("kvferry"), "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", False)
     with caplog.at_level(logging.WARNING):
         engine = start_engine("p")
     assert said(caplog) == [WARNING] * 2
