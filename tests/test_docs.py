@@ -42,6 +42,17 @@ def test_every_package_is_on_the_tour() -> None:
     assert [name for name in packages if f"{name}/" not in tour] == []
 
 
+def test_readme_and_the_page_on_vllm_show_the_same_commands() -> None:
+    def commands(path: Path, section: str) -> list[str]:
+        text = path.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+        lines = "\n".join(text.split("```")[1::2]).replace("\\\n", " ").splitlines()
+        return [" ".join(line.split()) for line in lines if line.strip()]
+
+    shown = commands(ROOT / "README.md", "In vLLM")
+    assert shown == commands(ROOT / "docs" / "vllm.md", "On one host")
+    assert len(shown) == 3
+
+
 def test_no_document_or_source_names_a_machine() -> None:
     """Paths of somebody's machine and addresses of package registries do not belong into the project."""
     machine = re.compile(r"(?<![\w.])/(?:work|home|root|Users)/|pypi\.org|pythonhosted|download\.pytorch")

@@ -13,6 +13,7 @@ from kvferry.connectors.contract import (
     ConnectorConfig,
     KVCacheConfig,
     KVCacheGroup,
+    KVConnectorOutput,
     KVConnectorRole,
     KVConnectorTransferResults,
     ModelIdentity,
@@ -65,6 +66,7 @@ class EngineRequest:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     cache_salt: str = ""
+    family: str | None = None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -148,6 +150,7 @@ class EngineSide:
             assert not getattr(self.seen, name) & getattr(news, name), "reported twice"
             getattr(self.seen, name).update(getattr(news, name))
         self.seen.failure_reasons.update(news.failure_reasons)
+        self.scheduler.update_connector_output(KVConnectorOutput(news.finished_sending, news.finished_recving, news.failed_recving))
 
     def prefill(self, request: EngineRequest, blocks: list[int]) -> dict[str, Any]:
         """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""

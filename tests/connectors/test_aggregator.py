@@ -57,8 +57,9 @@ def test_stats_add_up_over_ranks() -> None:
     data = whole.kv_connector_stats.to_dict()
     assert data["planes"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "pieces": 4}}
     assert data["failed_pulls"] == 2
-    assert sum(data["histograms"]["bytes_transferred"]["buckets"].values()) == 2
+    assert data["samples"]["bytes_transferred"] == [100, 100]
     assert whole.kv_connector_stats.reduce()["Num successful transfers"] == 2
+    assert whole.kv_connector_stats.reduce()["P90 xfer time (ms)"] == 500
     assert whole.invalid_block_ids == {1}
 
 

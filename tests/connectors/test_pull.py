@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
-from kvferry.connectors.contract import KVConnectorOutput, RequestStatus
+from kvferry.connectors.contract import RequestStatus
 from kvferry.planes.memory import MemoryControlPlane, MemoryNetwork
 from kvferry.protocol import codec
 from kvferry.protocol.messages import Release
@@ -46,7 +46,6 @@ def test_a_prompt_is_handed_over_whole(pair: tuple[EngineSide, EngineSide]) -> N
     for layer, array in d.memory.items():
         assert (array[[1, 2, 3]] == p.memory[layer][[5, 6, 7]]).all()
         assert not array[4:].any()
-    d.scheduler.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
     request.status = RequestStatus.FINISHED_STOPPED
     assert d.scheduler.request_finished(request, [1, 2, 3]) == (False, None)
@@ -206,3 +205,48 @@ def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSi
     assert stats is not None
     assert stats.data["finished_pulls"] == 1
     assert stats.data["planes"]["memory"]["bytes"] == 3 * 3 * 4 * 16
+
+
+def test_requests_that_share_a_ticket_read_it_once(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    first, second = (arrive(d, params, name=name) for name in ("r", "s"))
+    d.scheduler.update_state_after_alloc(first, Blocks(([1, 2, 3],)), 10)
+    assert d.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    step_until(lambda: "r" in d.seen.finished_recving, p, d)
+    assert d.scheduler.get_num_new_matched_tokens(second, 8) == (0, False)
+    d.scheduler.update_state_after_alloc(second, Blocks(([1, 2, 4],)), 0)
+    late = arrive(d, params, name="t")
+    assert d.scheduler.get_num_new_matched_tokens(late, 0) == (0, False)
+    d.scheduler.update_state_after_alloc(late, Blocks(([1, 2, 4],)), 0)
+    step_until(lambda: "a" in p.seen.finished_sending, p, d)
+    assert d.seen.finished_recving == {"r"}
+
+
+def test_when_the_first_reader_of_a_ticket_leaves_the_next_one_reads(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    first, second = (arrive(d, params, name=name) for name in ("r", "s"))
+    d.scheduler.update_state_after_alloc(first, Blocks(([1, 2, 3],)), 10)
+    first.status = RequestStatus.FINISHED_ABORTED
+    d.scheduler.request_finished(first, [])
+    # P has not granted the lease yet, so the first one fails for sure.
+    step_until(lambda: "r" in d.seen.failed_recving, d)
+    assert d.scheduler.get_num_new_matched_tokens(second, 0) == (10, True)
+    d.scheduler.update_state_after_alloc(second, Blocks(([1, 2, 3],)), 10)
+    step_until(lambda: "s" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
+    assert d.seen.failed_recving == {"r"}
+
+
+def test_of_a_family_whose_one_member_was_read_the_others_are_given_up(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    family = [p.prefill(EngineRequest(f"{number}_a", TOKENS, family="a"), [5, 6, 7 + number]) for number in range(3)]
+    stranger = p.prefill(EngineRequest("0_b", TOKENS, family="b"), [10, 11, 12])
+    request = arrive(d, family[1])
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
+    step_until(lambda: {"0_a", "1_a", "2_a"} <= p.seen.finished_sending, p, d)
+    assert stranger
+    assert "0_b" not in p.seen.finished_sending
+    stats = p.scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["levels"] == {"num_held_blocks": {"scheduler": 3}}

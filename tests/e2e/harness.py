@@ -210,12 +210,14 @@ def new_session(timeout_s: float = REQUEST_S) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s))
 
 
-async def ask_all(engine: Engine, prompts: Sequence[Prompt], concurrency: int = 16, timeout_s: float = REQUEST_S) -> list[Answer]:
+async def ask_all(
+    engine: Engine, prompts: Sequence[Prompt], concurrency: int = 16, timeout_s: float = REQUEST_S, **changes: Any
+) -> list[Answer]:
     gate = asyncio.Semaphore(concurrency)
 
     async def one(session: aiohttp.ClientSession, prompt: Prompt) -> Answer:
         async with gate:
-            return await ask(session, engine, prompt)
+            return await ask(session, engine, prompt, **changes)
 
     async with new_session(timeout_s) as session:
         return list(await asyncio.gather(*(one(session, prompt) for prompt in prompts)))

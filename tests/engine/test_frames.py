@@ -73,3 +73,5 @@ def test_totals_add_up_over_steps_and_by_plane() -> None:
     _, summary = totals.summaries()
     assert (summary.plane, summary.transfers, summary.total_bytes, summary.pieces, summary.seconds) == ("shm", 2, 200, 4, 1.0)
     assert totals.to_dict()["transfers"] == 3
+    assert totals.to_dict()["histograms"]["bytes_transferred"] == {"sum": 300, "buckets": {"0": 3}}
+    assert "samples" not in totals.to_dict()

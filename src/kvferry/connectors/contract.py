@@ -95,6 +95,10 @@ class Request(Protocol):
     def cache_salt(self) -> str:
         """Whatever besides the token ids decides the KV (LoRA, multimodal hashes, a tenant's salt); empty for none."""
 
+    @property
+    def family(self) -> str | None:
+        """kvferry only: equal in requests that answer one client's request together, of which one's parameters reach the client."""
+
 
 class KVCacheBlocks(Protocol):
     """The blocks a request holds, per KV-cache group."""
@@ -154,6 +158,8 @@ class ModelIdentity:
     total_kv_heads: int
     head_dim: int
     dtype: str
+    cache_format: str = "kvferry"
+    """Whose arrangement of bytes within a block: equal shapes do not make two attention kernels' caches interchangeable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig, transfe
         "head_dim": model.head_dim,
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
+        "cache_format": model.cache_format,
         "transfer_mode": transfer_mode,
     }
 

@@ -75,7 +75,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.has_pending_commands()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.forget_loads(connector_output.finished_recving)
+        self._scheduler.take_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, (block_ids,))

@@ -1,9 +1,11 @@
 """What the two halves of the pull connector say to each other."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvferry.connectors.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from kvferry.ferry.commands import Command
+from kvferry.protocol.messages import Factor
 
 __all__ = ["PullHandshakeMetadata", "PullMetadata"]
 
@@ -17,7 +19,8 @@ class PullMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class PullHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's encoded layout, served by the side channel as it is."""
+    """One rank's encoded layout and what must be equal in a peer, served by the side channel as they are."""
 
     tp_rank: int
     layout: bytes
+    factors: Mapping[str, Factor]

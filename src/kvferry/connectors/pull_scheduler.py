@@ -1,12 +1,13 @@
 """The pull connector in the process that schedules: checks tickets on arrival, issues them at the end, and writes the ferries' commands.
 
 As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's fingerprint and the request's own prompt,
-nothing more, so parameters of another prompt can never be used for this one. As a producer it signs a ticket for every prefill it was
-asked to hand over. Runs on the engine's main thread; never waits.
+nothing more, so parameters of another prompt can never be used for this one. Requests that share a ticket (one client's n choices) read
+it once: the others wait for the first and then find its blocks in the engine's own cache. As a producer it signs a ticket for every
+prefill it was asked to hand over. Runs on the engine's main thread; never waits.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ from kvferry.connectors.contract import (
     KVCacheBlocks,
     KVCacheConfig,
     KVConnectorHandshakeMetadata,
+    KVConnectorOutput,
     Request,
     RequestStatus,
 )
-from kvferry.connectors.geometry import compatibility_factors
 from kvferry.connectors.params import BadParams, PrefillForPeer, PullFromPeer, read_params
 from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
 from kvferry.connectors.stats import TransferStats
@@ -33,6 +34,11 @@ from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
 __all__ = ["PullScheduler"]
 
+MAX_READ_TICKETS = 10_000
+
+TicketName = tuple[str, str, int]
+"""Engine, epoch and serial: one lease of one engine life."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +47,16 @@ class _Offer:
     """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
 
     num_tokens: int
+    ticket: TicketName | None = None
     refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A finished request whose blocks are kept for a peer."""
+
+    num_blocks: int
+    family: str | None
 
 
 class PullScheduler:
@@ -52,7 +67,13 @@ class PullScheduler:
         self._key = TicketKey(config.secret)
         self._serial = 0
         self._offers: dict[RequestId, _Offer] = {}
-        self._loading: set[RequestId] = set()
+        self._loading: dict[RequestId, TicketName | None] = {}
+        self._reading: set[TicketName] = set()
+        # In the order they were read, the oldest forgotten first.
+        self._read: dict[TicketName, None] = {}
+        self._held: dict[RequestId, _Held] = {}
+        self._num_held_blocks = 0
+        self._families: dict[str, set[RequestId]] = {}
         self._commands: list[Command] = []
         self._side_channel: SideChannel | None = None
         self._address: Address | None = None
@@ -67,16 +88,15 @@ class PullScheduler:
 
     def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """All workers have registered: open the side channel."""
-        layouts = {}
+        parts = {rank: part for rank, part in metadata.items() if isinstance(part, PullHandshakeMetadata)}
         for rank, part in metadata.items():
-            if not isinstance(part, PullHandshakeMetadata):
+            if rank not in parts:
                 raise LocalProtocolError(f"rank {rank} brought handshake data of another connector: {type(part).__name__}")
-            layouts[rank] = part.layout
         served = ServedEngine(
             EngineId(self._config.kv_transfer.engine_id),
             Epoch(self._config.epoch),
-            compatibility_factors(self._config, self._cache, "pull"),
-            layouts,
+            dict(next(iter(parts.values())).factors),
+            {rank: part.layout for rank, part in parts.items()},
         )
         control = self._config.kit.side_channel()
         host, _, port = control.address.removeprefix("tcp://").rpartition(":")
@@ -106,8 +126,10 @@ class PullScheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         offer = self._offers.get(RequestId(request.request_id))
-        if offer is None:
+        if offer is None or offer.ticket in self._read:
             return 0, False
+        if offer.ticket in self._reading:
+            return None, False
         # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
@@ -122,16 +144,31 @@ class PullScheduler:
             if offer.refusal is None:
                 self._commands.append(Settle(request_id))
             return
-        self._loading.add(request_id)
+        self._loading[request_id] = offer.ticket
         if offer.refusal is not None:
             self._commands.append(Reject(request_id, offer.refusal))
             return
+        assert offer.ticket is not None
+        self._reading.add(offer.ticket)
         table = tuple(tuple(group) for group in blocks.get_block_ids())
         self._commands.append(Start(request_id, table, offer.num_tokens - num_external_tokens, offer.num_tokens))
 
-    def forget_loads(self, finished: Iterable[str]) -> None:
-        """These have ended on every rank."""
-        self._loading.difference_update(RequestId(request) for request in finished)
+    def take_output(self, output: KVConnectorOutput) -> None:
+        """What has ended on every rank."""
+        for request in output.finished_recving:
+            self._end_load(RequestId(request), is_good=request not in output.failed_recving)
+        for request in output.finished_sending:
+            self._end_lease(RequestId(request))
+
+    def _end_load(self, request: RequestId, is_good: bool) -> None:
+        ticket = self._loading.pop(request, None)
+        if ticket is None:
+            return
+        self._reading.discard(ticket)
+        if is_good:
+            self._read[ticket] = None
+            while len(self._read) > MAX_READ_TICKETS:
+                del self._read[next(iter(self._read))]
 
     # -- producer --------------------------------------------------------------------------------------------------
 
@@ -149,8 +186,28 @@ class PullScheduler:
         if num_tokens == 0 or self._address is None or not self._config.kv_transfer.is_kv_producer:
             return False, None
         num_blocks = -(-num_tokens // self._cache.block_size)
+        self._hold(request_id, _Held(num_blocks * len(block_ids), request.family))
         ticket = self._issue(request, tuple(group[:num_blocks] for group in block_ids), num_tokens)
         return True, self._params(ticket)
+
+    def _hold(self, request_id: RequestId, held: _Held) -> None:
+        self._held[request_id] = held
+        self._note_held(held.num_blocks)
+        if held.family is not None:
+            self._families.setdefault(held.family, set()).add(request_id)
+
+    def _end_lease(self, request_id: RequestId) -> None:
+        held = self._held.pop(request_id, None)
+        if held is None:
+            return
+        self._note_held(-held.num_blocks)
+        # Of the requests that answer one client's request together, one's parameters have reached somebody: nobody comes for the others.
+        for other in self._families.pop(held.family, set()) - {request_id} if held.family is not None else ():
+            self._commands.append(Abandon(other))
+
+    def _note_held(self, by: int) -> None:
+        self._num_held_blocks += by
+        self._stats.set_level("num_held_blocks", "scheduler", self._num_held_blocks)
 
     def request_abandoned(self, request_id: str) -> None:
         self._commands.append(Abandon(RequestId(request_id)))
@@ -221,7 +278,7 @@ class PullScheduler:
             self._take_own_ticket(ticket)
             return
         matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
-        self._offers[request_id] = _Offer(matched)
+        self._offers[request_id] = _Offer(matched, (ticket.engine, ticket.epoch, ticket.serial))
         self._commands.append(Track(request_id, str(text)))
 
     def _take_own_ticket(self, ticket: Ticket) -> None:
@@ -233,7 +290,7 @@ class PullScheduler:
         self._stats.count("rejected_params")
         _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
-            self._offers[RequestId(request.request_id)] = _Offer(0, reason)
+            self._offers[RequestId(request.request_id)] = _Offer(0, refusal=reason)
 
 
 def _nobody() -> None:

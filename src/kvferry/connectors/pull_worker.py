@@ -30,7 +30,7 @@ from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.consumer import ConsumerSettings
-from kvferry.protocol.messages import OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, RegionInfo
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning import Geometry
 from kvferry.protocol.producer import ProducerSettings
@@ -50,6 +50,7 @@ class PullWorker:
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
         self._stats = TransferStats()
+        self._reported = FerrySnapshot()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Register the cache with every plane that can carry it, and start the ferry."""
@@ -57,8 +58,9 @@ class PullWorker:
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob) for o in (plane.offer() for plane in planes))
-        self._handshake = PullHandshakeMetadata(geometry.tp_rank, encode_layout(_layout(geometry, control, offers)))
-        ferry = Ferry(self._ferry_settings(geometry, offers), planes, control, time.monotonic)
+        factors = compatibility_factors(self._config, self._cache, "pull")
+        self._handshake = PullHandshakeMetadata(geometry.tp_rank, encode_layout(_layout(geometry, control, offers)), factors)
+        ferry = Ferry(self._ferry_settings(geometry, offers, factors), planes, control, time.monotonic)
         self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)
@@ -83,6 +85,13 @@ class PullWorker:
         return results
 
     def take_stats(self) -> TransferStats | None:
+        held = self.snapshot()
+        if held != self._reported:
+            reporter = f"tp{self._config.parallel.tp_rank}"
+            self._stats.set_level("num_leases", reporter, held.leases)
+            self._stats.set_level("num_pulls", reporter, held.pulls)
+            self._stats.set_level("num_peers", reporter, held.peers)
+            self._reported = held
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
 
@@ -109,11 +118,11 @@ class PullWorker:
         _log.info("data planes registered planes=%s rank=%d", ",".join(plane.name for plane in planes), geometry.tp_rank)
         return planes
 
-    def _ferry_settings(self, geometry: Geometry, offers: tuple[OfferInfo, ...]) -> FerrySettings:
+    def _ferry_settings(self, geometry: Geometry, offers: tuple[OfferInfo, ...], factors: Mapping[str, Factor]) -> FerrySettings:
         extra = self._extra
         engine = EngineId(self._config.kv_transfer.engine_id)
-        factors = compatibility_factors(self._config, self._cache, "pull") if extra.enforce_handshake_compat else None
-        peers = PeerSettings(factors, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
+        demanded = factors if extra.enforce_handshake_compat else None
+        peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
         return FerrySettings(
             ProducerSettings(engine, Epoch(self._config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait),
             ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout),

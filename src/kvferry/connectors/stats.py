@@ -1,14 +1,23 @@
-"""Statistics of connectors: what one rank counts between two steps, summed over ranks and time, and shown to Prometheus.
+"""Statistics of connectors: what one rank counts between two steps, over all ranks and time, and shown to Prometheus.
 
 `KVConnectorStats` and `KVConnectorPromMetrics` are the contract's names; a connector brings its own subclasses.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["COUNTERS", "HISTOGRAMS", "KVConnectorPromMetrics", "KVConnectorStats", "TransferStats", "add_up"]
+__all__ = [
+    "COUNTERS",
+    "HISTOGRAMS",
+    "LEVELS",
+    "NIXL_COUNTERS",
+    "KVConnectorPromMetrics",
+    "KVConnectorStats",
+    "TransferStats",
+    "add_up",
+    "merge_stats",
+]
 
 COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that ended well.",
@@ -20,6 +29,20 @@ COUNTERS: Mapping[str, str] = {
     "dropped_messages": "Messages from peers that were malformed or out of place.",
     "rejected_params": "Requests whose kv_transfer_params could not be honoured.",
 }
+
+LEVELS: Mapping[str, str] = {
+    "num_leases": "Leases held for peers, over all ranks.",
+    "num_held_blocks": "Blocks of finished requests that are kept for peers.",
+    "num_pulls": "Requests whose KV is expected from a peer, over all ranks.",
+    "num_peers": "Peers known, over all ranks.",
+}
+"""Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
+
+NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "num_failed_transfers": ("failed_transfers", "failed_handshakes"),
+    "num_kv_expired_reqs": ("kv_expired_reqs",),
+}
+"""vLLM's names, and which of our counters they are the sum of."""
 
 HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "xfer_time_seconds": (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0),
@@ -72,57 +95,76 @@ class KVConnectorPromMetrics:
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Counters, what each plane carried, and histograms. Everything in it is a number in nested dicts, so two of them simply add up.
+    """Counters, what each plane carried, and samples for histograms. Numbers and lists in nested dicts that add up.
 
-    data: {counter: int, "planes": {plane: {"transfers", "bytes", "seconds", "pieces"}},
-           "histograms": {name: {"sum": float, "buckets": {index of the upper bound, as text: count}}}}
+    data: {counter: int, "levels": {level: {reporter: value}}, "planes": {plane: {"transfers", "bytes", "seconds", "pieces"}},
+           "samples": {histogram: [value, ...]}}
     """
 
     def count(self, counter: str, by: int = 1) -> None:
         assert counter in COUNTERS
         self.data[counter] = self.data.get(counter, 0) + by
 
+    def set_level(self, level: str, reporter: str, value: int) -> None:
+        assert level in LEVELS
+        self.data.setdefault("levels", {}).setdefault(level, {})[reporter] = value
+
     def record_transfer(self, plane: str, total_bytes: int, pieces: int, post_s: float, transfer_s: float) -> None:
         row = {"transfers": 1, "bytes": total_bytes, "seconds": transfer_s, "pieces": pieces}
         samples = {
-            "xfer_time_seconds": transfer_s,
-            "post_time_seconds": post_s,
-            "bytes_transferred": total_bytes,
-            "num_descriptors": pieces,
+            "xfer_time_seconds": [transfer_s],
+            "post_time_seconds": [post_s],
+            "bytes_transferred": [total_bytes],
+            "num_descriptors": [pieces],
         }
-        observed = {name: {"sum": value, "buckets": {_bucket(name, value): 1}} for name, value in samples.items()}
-        add_up(self.data, {"transfers": 1, "planes": {plane: row}, "histograms": observed})
+        add_up(self.data, {"transfers": 1, "planes": {plane: row}, "samples": samples})
 
     def aggregate(self, other: KVConnectorStats) -> "TransferStats":
         """Add another rank's or step's numbers to these."""
-        add_up(self.data, other.data)
+        merge_stats(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        planes = self.data.get("planes", {}).values()
-        transfers = self.data.get("transfers", 0)
-        moved = sum(row["bytes"] for row in planes) / 2**20
-        seconds = sum(row["seconds"] for row in planes)
+        samples: dict[str, list[float]] = self.data.get("samples", {})
+        seconds, moved = samples.get("xfer_time_seconds", []), [size / 2**20 for size in samples.get("bytes_transferred", [])]
+        posts, pieces = samples.get("post_time_seconds", []), samples.get("num_descriptors", [])
         return {
-            "Num successful transfers": transfers,
-            "Avg xfer time (ms)": round(1e3 * seconds / transfers, 3) if transfers else 0,
-            "Avg MB per transfer": round(moved / transfers, 3) if transfers else 0,
-            "Throughput (MB/s)": round(moved / seconds, 3) if seconds else 0,
-            "Avg number of descriptors": round(sum(row["pieces"] for row in planes) / transfers, 1) if transfers else 0,
-            "Num failed transfers": self.data.get("failed_transfers", 0),
+            "Num successful transfers": self.data.get("transfers", 0),
+            "Avg xfer time (ms)": round(1e3 * _mean(seconds), 3),
+            "P90 xfer time (ms)": round(1e3 * _p90(seconds), 3),
+            "Avg post time (ms)": round(1e3 * _mean(posts), 3),
+            "P90 post time (ms)": round(1e3 * _p90(posts), 3),
+            "Avg MB per transfer": round(_mean(moved), 3),
+            "Throughput (MB/s)": round(sum(moved) / sum(seconds), 3) if sum(seconds) else 0,
+            "Avg number of descriptors": round(_mean(pieces), 1),
+            "Num failed transfers": sum(self.data.get(name, 0) for name in NIXL_COUNTERS["num_failed_transfers"]),
             "Num KV expired reqs": self.data.get("kv_expired_reqs", 0),
         }
 
 
-def _bucket(name: str, value: float) -> str:
-    return str(bisect_left(HISTOGRAMS[name], value))
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _p90(values: Sequence[float]) -> float:
+    """The smallest value that nine in ten do not exceed."""
+    return sorted(values)[-(-len(values) * 9 // 10) - 1] if values else 0.0
+
+
+def merge_stats(into: dict[str, Any], later: Mapping[str, Any]) -> None:
+    """Add the data of one `TransferStats` to that of another."""
+    add_up(into, {name: value for name, value in later.items() if name != "levels"})
+    for level, values in later.get("levels", {}).items():
+        into.setdefault("levels", {}).setdefault(level, {}).update(values)
 
 
 def add_up(into: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Add numbers to numbers of the same name, at any depth; of anything else the latest is kept."""
+    """Add numbers to numbers and lists to lists of the same name, at any depth; of anything else the latest is kept."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             add_up(into.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            into[name] = [*into.get(name, ()), *value]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             into[name] = into.get(name, 0) + value
         else:

@@ -35,6 +35,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str = ""
+    family: str | None = None
+    """Equal in the choices of one prompt."""
     draw_seed: int | None = None
     """Seed of the random stream; None: the engine picks one."""
 

@@ -123,6 +123,10 @@ class Sequence:
     def cache_salt(self) -> str:
         return self.request.cache_salt
 
+    @property
+    def family(self) -> str | None:
+        return self.request.family
+
     def block_hashes(self, block_size: int) -> list[bytes]:
         """The hash chain over all full blocks of the tokens known so far. Always call with the same block size."""
         while (len(self._hashes) + 1) * block_size <= len(self.token_ids):

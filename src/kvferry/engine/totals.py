@@ -1,22 +1,30 @@
 """What the connectors of an engine have carried since it started, summed over steps and ranks. Pure."""
 
+from bisect import bisect_left
 from typing import Any
 
-from kvferry.connectors.stats import KVConnectorStats, add_up
+from kvferry.connectors.stats import HISTOGRAMS, KVConnectorStats, add_up, merge_stats
 from kvferry.engine.messages import TransferSummary
 
 __all__ = ["TransferTotals"]
 
 
 class TransferTotals:
-    """Numbers add up, at any depth; of anything else the latest is kept."""
+    """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets": {index of the upper bound: count}}}."""
 
     def __init__(self) -> None:
         self._data: dict[str, Any] = {}
 
     def add(self, stats: KVConnectorStats | None) -> None:
         if stats is not None and not stats.is_empty():
-            add_up(self._data, stats.to_dict())
+            data = stats.to_dict()
+            samples = data.pop("samples", {})
+            merge_stats(self._data, data)
+            for name, values in samples.items():
+                for value in values:
+                    # Keys are text because the whole crosses to the API process as a message.
+                    bucket = str(bisect_left(HISTOGRAMS[name], value))
+                    add_up(self._data, {"histograms": {name: {"sum": value, "buckets": {bucket: 1}}}})
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self._data)

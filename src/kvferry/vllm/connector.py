@@ -6,6 +6,7 @@ One instance per role, as in vLLM. In a worker everything but exchanging command
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,6 +19,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.vllm.logs import log_with_vllm
+from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import RequestView, cache_config, connector_config
 from kvferry.vllm.versions import warn_if_untested
@@ -37,23 +40,44 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
     inner: contract.KVConnectorHandshakeMetadata
 
 
-class NixlConnector(KVConnectorBase_V1, SupportsHMA):
-    """The pull connector. Named as vLLM's own, so that a module path in the configuration is the only change."""
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks a child up again by its class's name."""
 
     inner_name = "NixlConnector"
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         warn_if_untested()
         check_servable(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
-        config = connector_config(vllm_config, self.inner_name, get_tensor_model_parallel_rank() if is_worker else 0)
+        rank = get_tensor_model_parallel_rank() if is_worker else 0
+        formats = ",".join(sorted({b.get_name() for b in get_current_attn_backends(vllm_config)})) if is_worker else ""
+        config = connector_config(vllm_config, self.inner_name, rank, formats)
         our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
         self._inner = KVConnectorFactory.create_connector(config, our_role, cache_config(vllm_config, kv_cache_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        return "LBHNC"
+        return None if vllm_config.model_config.use_mla else "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        return FerryStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        stats = self._inner.get_kv_connector_stats()
+        return None if stats is None else FerryStats(stats.to_dict())
 
     def shutdown(self) -> None:
         self._inner.shutdown()
@@ -127,5 +151,5 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
 
 
-class KVFerryConnector(NixlConnector):
-    """The same under a name of our own, for vLLM's plugin registry."""
+NixlConnector = KVFerryConnector
+"""Named as vLLM's own, so that a module path in the configuration is the only change."""

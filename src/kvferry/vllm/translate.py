@@ -4,16 +4,19 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.request import RequestStatus as VllmStatus
+from vllm.v1.utils import tensor_data
 
 from kvferry.cli.planes import Kit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
 from kvferry.errors import ConfigError
 from kvferry.vllm.plugin import EPOCH_VARIABLE
+from kvferry.vllm.versions import release
+from kvferry.vllm.weights import sample_weights
 
 __all__ = ["RequestView", "cache_config", "connector_config"]
 
@@ -36,7 +39,8 @@ class RequestView:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        return self.request.prompt_token_ids or []
+        # Not the field of that name: it is None, or holds placeholders, where the prompt came as embeddings.
+        return list(self.request.all_token_ids[: self.num_prompt_tokens])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -48,7 +52,8 @@ class RequestView:
 
     @property
     def num_computed_tokens(self) -> int:
-        return int(self.request.num_computed_tokens)
+        # vLLM counts tokens of steps that still run; their KV is not there yet.
+        return max(0, int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens))
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -71,7 +76,15 @@ class RequestView:
         request = self.request
         parts = [request.cache_salt or "", request.lora_request.lora_name if request.lora_request else ""]
         parts += [str(feature.identifier) for feature in request.mm_features]
+        if request.prompt_embeds is not None:
+            parts.append(hashlib.blake2b(tensor_data(request.prompt_embeds), digest_size=16).hexdigest())
         return "\0".join(parts) if any(parts) else ""
+
+    @property
+    def family(self) -> str | None:
+        """vLLM makes n requests of one with n choices, named `0_ID`, `1_ID`, …; the answer carries the parameters of one of them."""
+        index, _, parent = str(self.request.request_id).partition("_")
+        return parent if index.isdecimal() and parent else None
 
 
 def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
@@ -84,11 +97,12 @@ def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
         layout=_layout(kv_cache_config),
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
-        cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        cache_dtype=_cache_dtype(vllm_config),
     )
 
 
-def connector_config(vllm_config: Any, connector: str, tp_rank: int) -> ConnectorConfig:
+def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_backends: str) -> ConnectorConfig:
+    """`attention_backends`: their names; known in workers only."""
     theirs = vllm_config.kv_transfer_config
     assert theirs is not None
     transfer = KVTransferConfig.from_mapping(
@@ -100,12 +114,12 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int) -> Connecto
             "kv_connector_extra_config": dict(theirs.kv_connector_extra_config),
         }
     )
-    side_channel = SideChannelConfig.from_environment(os.environ)
+    side_channel = _side_channel(vllm_config)
     secret = ClusterSecret.load(os.environ)
     secret.check_reach(side_channel)
     return ConnectorConfig(
         kv_transfer=transfer,
-        model=_identity(vllm_config),
+        model=_identity(vllm_config, attention_backends),
         parallel=ParallelConfig(vllm_config.parallel_config.tensor_parallel_size, tp_rank),
         side_channel=side_channel,
         secret=secret.key,
@@ -115,19 +129,33 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int) -> Connecto
     )
 
 
-def _identity(vllm_config: Any) -> ModelIdentity:
+def _side_channel(vllm_config: Any) -> SideChannelConfig:
+    """Each data-parallel rank is an engine of its own and listens on a port of its own, counted from the one that was set."""
+    config = SideChannelConfig.from_environment(os.environ)
+    return replace(config, port=config.port + vllm_config.parallel_config.data_parallel_index) if config.port else config
+
+
+def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
     model = vllm_config.model_config
     facts = model.hf_config.to_dict() | {"quantization": model.quantization, "revision": model.revision}
+    facts |= {"weights": sample_weights(model.model, model.revision)}
     facts.pop("_name_or_path", None)
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     return ModelIdentity(
         architecture=",".join(model.hf_config.architectures or []),
         fingerprint=digest,
         num_layers=model.get_total_num_hidden_layers(),
-        total_kv_heads=model.get_total_num_kv_heads(),
+        total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         dtype=str(model.dtype).removeprefix("torch."),
+        cache_format=f"vllm {release()} {attention_backends}",
     )
+
+
+def _cache_dtype(vllm_config: Any) -> str:
+    """The same word whether it was asked for by name or by `auto`."""
+    asked = str(vllm_config.cache_config.cache_dtype)
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if asked == "auto" else asked
 
 
 def _layout(kv_cache_config: Any) -> str:

@@ -4,7 +4,7 @@ import logging
 
 import vllm
 
-__all__ = ["TESTED", "warn_if_untested"]
+__all__ = ["TESTED", "release", "warn_if_untested"]
 
 TESTED = ("0.32.0",)
 
@@ -16,3 +16,8 @@ def warn_if_untested() -> None:
     version = str(vllm.__version__).split("+")[0]
     if version not in TESTED:
         _log.warning("kvferry was tested with vLLM %s, this is %s: its connector interface may have changed", ", ".join(TESTED), version)
+
+
+def release() -> str:
+    """Major and minor version: what an arrangement of the cache is bound to."""
+    return ".".join(str(vllm.__version__).split(".")[:2])

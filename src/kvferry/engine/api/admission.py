@@ -51,6 +51,7 @@ class Admission:
                 # The params describe one prompt's KV. Other prompts of the same body are computed plainly.
                 kv_transfer_params=self.request.kv_transfer_params if which == 0 else None,
                 cache_salt=self.request.cache_salt or "",
+                family=f"{self.request_id}-{nonces[0]}" if which == 0 and samples > 1 else None,
                 draw_seed=None if self.request.seed is None else (self.request.seed + sample) & _SEED_MASK,
             )
             for index, (which, sample) in enumerate(choices)

@@ -4,17 +4,12 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from kvferry.connectors.stats import COUNTERS, HISTOGRAMS
+from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, NIXL_COUNTERS
 from kvferry.engine.messages import Status
 
 __all__ = ["transfer_families"]
-
-_NIXL_COUNTERS = {
-    "vllm:nixl_num_failed_transfers": ("failed_transfers", "failed_handshakes"),
-    "vllm:nixl_num_kv_expired_reqs": ("kv_expired_reqs",),
-}
 
 
 def transfer_families(status: Status, model_name: str) -> Iterator[Metric]:
@@ -25,8 +20,12 @@ def transfer_families(status: Status, model_name: str) -> Iterator[Metric]:
     for name, help_text in COUNTERS.items():
         if name != "transfers":
             yield _counter(f"kvferry:{name}", help_text, stats.get(name, 0), model_name)
-    for name, parts in _NIXL_COUNTERS.items():
-        yield _counter(name, "As in vLLM.", sum(stats.get(part, 0) for part in parts), model_name)
+    for name, help_text in LEVELS.items():
+        level = GaugeMetricFamily(f"kvferry:{name}", help_text, labels=["model_name"])
+        level.add_metric([model_name], sum(stats.get("levels", {}).get(name, {}).values()))
+        yield level
+    for name, parts in NIXL_COUNTERS.items():
+        yield _counter(f"vllm:nixl_{name}", "As in vLLM.", sum(stats.get(part, 0) for part in parts), model_name)
     for name, observed in stats.get("histograms", {}).items():
         yield _histogram(name, observed, model_name)
 

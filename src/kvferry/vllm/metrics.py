@@ -1,0 +1,96 @@
+"""What the connector counts, in vLLM's own plumbing: statistics that cross its processes, and Prometheus metrics in its front-end.
+
+vLLM's names (`vllm:nixl_*`) for dashboards that exist, `kvferry:*` for what vLLM's connector does not count.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, NIXL_COUNTERS, TransferStats, merge_stats
+
+__all__ = ["FerryPromMetrics", "FerryStats"]
+
+_PLANE_COUNTERS = {
+    "transfers": ("kvferry:transfers", "Transfers by data plane."),
+    "bytes": ("kvferry:transfer_bytes", "Bytes moved by data plane."),
+    "seconds": ("kvferry:transfer_seconds", "Time spent moving bytes by data plane."),
+    "pieces": ("kvferry:transfer_pieces", "Descriptors or copies used by data plane."),
+}
+_NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry")
+"""vLLM's connector has failures that ours cannot have: there are no notifications, and a read after expiry is never used."""
+
+
+class FerryStats(KVConnectorStats):
+    """`TransferStats` under the base class that vLLM wants."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "FerryStats":
+        merge_stats(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return TransferStats(self.data).reduce()
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class FerryPromMetrics(KVConnectorPromMetrics):
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+        make_counter = self._maker(metric_types[Counter], labelnames)
+        self._counters = {name: make_counter(f"kvferry:{name}", text) for name, text in COUNTERS.items() if name != "transfers"}
+        self._nixl_counters = {name: make_counter(f"vllm:nixl_{name}", "As in vLLM.") for name in (*NIXL_COUNTERS, *_NIXL_ALWAYS_ZERO)}
+        make_gauge = self._maker(metric_types[Gauge], labelnames, multiprocess_mode="mostrecent")
+        self._gauges = {name: make_gauge(f"kvferry:{name}", text) for name, text in LEVELS.items()}
+        self._levels: dict[tuple[int, str], dict[str, int]] = {}
+        self._histograms = {
+            name: self._maker(metric_types[Histogram], labelnames, buckets=buckets)(f"vllm:nixl_{name}", "As in vLLM.")
+            for name, buckets in HISTOGRAMS.items()
+        }
+        make_by_plane = self._maker(metric_types[Counter], [*labelnames, "plane"])
+        self._by_plane = {field: make_by_plane(name, text) for field, (name, text) in _PLANE_COUNTERS.items()}
+        # What has never happened shows as 0 instead of being absent.
+        for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
+            for metric in metrics.values():
+                for labels in per_engine_labelvalues.values():
+                    metric.labels(*labels)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        data, labels = transfer_stats_data, self.per_engine_labelvalues[engine_idx]
+        for name, counter in self._counters.items():
+            _add(counter, labels, data.get(name, 0))
+        for name, parts in NIXL_COUNTERS.items():
+            _add(self._nixl_counters[name], labels, sum(data.get(part, 0) for part in parts))
+        for name, values in data.get("samples", {}).items():
+            for value in values:
+                self._histograms[name].labels(*labels).observe(value)
+        for name, latest in data.get("levels", {}).items():
+            known = self._levels.setdefault((engine_idx, name), {})
+            known.update(latest)
+            self._gauges[name].labels(*labels).set(sum(known.values()))
+        for plane, row in data.get("planes", {}).items():
+            for field, family in self._by_plane.items():
+                _add(family, [*labels, plane], row.get(field, 0))
+
+    @staticmethod
+    def _maker(metric_class: Any, labelnames: list[str], **settings: Any) -> Callable[[str, str], Any]:
+        return lambda name, text: metric_class(name=name, documentation=text, labelnames=labelnames, **settings)
+
+
+def _add(counter: Any, labels: list[object], value: float) -> None:
+    if value:
+        counter.labels(*labels).inc(value)

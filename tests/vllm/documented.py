@@ -1,0 +1,33 @@
+"""The commands of docs/vllm.md, taken apart: what operators copy is what the tests run."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.vllm.fleet import ROOT
+
+
+@dataclass(frozen=True)
+class Documented:
+    """One command: variables set before it, its words, and its `--kv-transfer-config`, if it has one."""
+
+    environment: Mapping[str, str]
+    words: tuple[str, ...]
+
+    @property
+    def transfer(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.words[self.words.index("--kv-transfer-config") + 1])
+        return found
+
+
+def documented(section: str) -> list[Documented]:
+    """The commands of one section, in the order they stand there."""
+    text = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
+    return [_take_apart(shlex.split(block.replace("\\\n", " "))) for block in text.split("```")[1::2]]
+
+
+def _take_apart(words: list[str]) -> Documented:
+    start = next(index for index, word in enumerate(words) if "=" not in word)
+    return Documented(dict(word.split("=", 1) for word in words[:start]), tuple(words[start:]))

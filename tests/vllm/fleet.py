@@ -1,0 +1,117 @@
+"""Real vLLM servers, embedded engines and routers as child processes. Whatever happens, nothing of them outlives the `with` block."""
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.e2e.harness import Engine
+
+from kvferry.bench.vllm_servers import VllmServer, free_ports
+from kvferry.cli.http_client import is_healthy
+from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.types import Address
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+START_S = 240.0
+LOOPBACK = "127.0.0.1"
+BY_MODULE_PATH = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
+BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
+
+
+class Fleet:
+    def __init__(self, directory: Path, model: Path, has_secret: bool = True) -> None:
+        """`has_secret=False`: members find one by themselves."""
+        self._model = model
+        self._group = ProcessGroup(directory, patience_s=5.0)
+        self._children: list[ChildProcess] = []
+        self._secret = {"KVFERRY_SECRET": secrets.token_hex(32)} if has_secret else {}
+
+    def __enter__(self) -> "Fleet":
+        self._group.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for child in self._children:
+            child.terminate()
+        for child in self._children:
+            if error is not None:
+                print(f"--- last lines of {child.name}", *child.tail(60), sep="\n")
+            child.close(patience_s=20.0)
+        self._group.close()
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret["KVFERRY_SECRET"].encode()
+
+    def vllm(
+        self,
+        name: str,
+        *flags: str,
+        transfer: Mapping[str, Any] | None = BY_MODULE_PATH,
+        extra: Mapping[str, Any] | None = None,
+        policy: str = "fail",
+        cores: str = "0",
+        environment: Mapping[str, str] | None = None,
+        ports: tuple[int, int] | None = None,
+        host: str = LOOPBACK,
+        inside: Sequence[str] = (),
+    ) -> Engine:
+        """A vLLM server on its way; `ready` waits for it. `transfer=None`: it knows nothing of transfers. `ports`: HTTP, side channel.
+
+        `inside`: words that run a command elsewhere, where `host` is its address.
+        """
+        if transfer is not None:
+            transfer = {**transfer, "kv_load_failure_policy": policy}
+            if extra is not None:
+                transfer["kv_connector_extra_config"] = {**transfer.get("kv_connector_extra_config", {}), **extra}
+        http, side_channel = ports or free_ports(2)
+        server = VllmServer(name, self._model, http, transfer, side_channel, flags=flags, environment=environment or {})
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": cores}
+        command = [*inside, *server.command(PYTHON), "--host", host]
+        return self._start(name, command, {**server.variables(), **binding, **(environment or {})}, Address(host, http))
+
+    def embedded(self, name: str) -> Engine:
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", LOOPBACK, "--port", str(port)]
+        return self._start(name, [*command, "--served-model-name", "tiny"], {}, Address(LOOPBACK, port))
+
+    def kvferry_router(self, prefill: Sequence[Engine], decode: Sequence[Engine], environment: Mapping[str, str] | None = None) -> Engine:
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", str(port)]
+        for role, engines in (("prefiller", prefill), ("decoder", decode)):
+            command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
+            command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
+        return self._start("kvferry router", command, environment or {}, Address(LOOPBACK, port))
+
+    def router(self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Engine:
+        """Somebody else's router, listening on `port`."""
+        return self._start(name, list(command), dict(environment or {}), Address(LOOPBACK, port))
+
+    def _start(self, name: str, command: list[str], environment: Mapping[str, str], address: Address) -> Engine:
+        child = ChildProcess(name, command, {**os.environ, **self._secret, **environment})
+        self._children.append(child)
+        child.start(self._group.id)
+        return Engine(child, address)
+
+    def stop(self, engine: Engine) -> None:
+        """End one member early, to give the machine back what it took."""
+        self._children.remove(engine.process)
+        engine.process.close(patience_s=20.0)
+
+
+def ready(*engines: Engine) -> None:
+    """Wait until all answer /health."""
+    deadline = time.monotonic() + START_S
+    waiting = list(engines)
+    while waiting:
+        waiting = [engine for engine in waiting if not is_healthy(engine.address)]
+        for engine in waiting:
+            engine.process.check_alive()
+            assert time.monotonic() < deadline, "\n".join([f"{engine.process.name} did not become healthy", *engine.process.tail(40)])
+        time.sleep(0.2 if waiting else 0)

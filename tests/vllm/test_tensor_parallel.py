@@ -1,0 +1,74 @@
+"""Prefill and decode with one and two tensor-parallel workers, in every combination, in real vLLM."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.e2e.harness import Answer, Engine, ask_all, metrics, new_session
+from tests.vllm.fleet import Fleet, ready
+from tests.vllm.vllm_asking import assert_free, random_prompts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PATIENT = {"kv_lease_duration": 600}
+"""With such a lease, blocks that are free soon were released on every rank, not expired."""
+PROMPTS = random_prompts(16, seed=41, longest=700)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("ranks"), model) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two(fleet: Fleet) -> Engine:
+    return fleet.vllm("two workers", "--tensor-parallel-size", "2", extra=PATIENT, cores="0|1")
+
+
+@pytest.fixture(scope="module")
+def one(fleet: Fleet, two: Engine) -> Engine:
+    engine = fleet.vllm("one worker", extra=PATIENT, cores="0-1")
+    ready(engine, two)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def right(one: Engine) -> list[Answer]:
+    answers = asyncio.run(ask_all(one, PROMPTS, concurrency=4, timeout_s=240))
+    assert [answer.status for answer in answers] == [200] * len(PROMPTS)
+    return answers
+
+
+def hand_over(fleet: Fleet, p: Engine, d: Engine, salt: str) -> list[Answer]:
+    """Tokens of all prompts through both; afterwards nothing is kept on either side. `salt`: nothing is taken from a cache."""
+    router = fleet.kvferry_router([p], [d])
+    ready(router)
+
+    async def check() -> list[Answer]:
+        async with new_session(240) as session:
+            before = (await metrics(session, d))["kvferry:finished_pulls_total"]
+            answers = await ask_all(router, PROMPTS, concurrency=4, timeout_s=240, cache_salt=salt)
+            assert (await metrics(session, d))["kvferry:finished_pulls_total"] > before
+            await assert_free(session, p, d)
+        return answers
+
+    answers = asyncio.run(check())
+    fleet.stop(router)
+    return answers
+
+
+def test_two_workers_prefill_and_one_decodes(fleet: Fleet, one: Engine, two: Engine, right: list[Answer]) -> None:
+    assert hand_over(fleet, two, one, "two to one") == right
+
+
+def test_one_worker_prefills_and_two_decode(fleet: Fleet, one: Engine, two: Engine, right: list[Answer]) -> None:
+    assert hand_over(fleet, one, two, "one to two") == right
+
+
+def test_two_workers_on_both_sides(fleet: Fleet, one: Engine, two: Engine, right: list[Answer]) -> None:
+    fleet.stop(one)
+    other = fleet.vllm("two more workers", "--tensor-parallel-size", "2", extra=PATIENT, cores="0|1")
+    ready(other)
+    assert hand_over(fleet, two, other, "two to two") == right

@@ -1,0 +1,120 @@
+"""Right tokens through prefill and decode in real vLLM: against a plain vLLM, and against the embedded engine."""
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, metrics, new_session, post
+from tests.vllm.conftest import Trio
+from tests.vllm.fleet import Fleet, ready
+from tests.vllm.vllm_asking import assert_free, random_prompts, stream
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PROMPTS = random_prompts(100, seed=1)
+CHATS = ["Where does the ferry go?", "What is a lease, in two words, please? " * 20]
+BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
+"""Of the made model: layers, KV heads, K and V, head size, float32."""
+
+
+@dataclass(frozen=True)
+class Right:
+    """What one vLLM answers that knows nothing of transfers, and what the embedded engine does."""
+
+    vllm: list[Answer]
+    chats: list[str]
+    embedded: list[Answer]
+
+
+async def chat(engine: Engine, text: str) -> str:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    async with new_session(120) as session:
+        answer = await post(session, engine, body, "/v1/chat/completions")
+    assert answer.is_ok, answer.body
+    return str(answer.body["choices"][0]["message"]["content"])
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Right:
+    with Fleet(tmp_path_factory.mktemp("right"), model) as fleet:
+        plain, embedded = fleet.vllm("plain", transfer=None, cores="0-1"), fleet.embedded("embedded")
+        ready(plain, embedded)
+        return Right(
+            asyncio.run(ask_all(plain, PROMPTS, concurrency=8, timeout_s=240)),
+            [asyncio.run(chat(plain, text)) for text in CHATS],
+            asyncio.run(ask_all(embedded, PROMPTS, concurrency=8, timeout_s=240)),
+        )
+
+
+def test_the_embedded_engine_and_vllm_give_equal_tokens_for_one_checkpoint(right: Right) -> None:
+    assert [answer.status for answer in right.vllm] == [200] * len(PROMPTS)
+    assert right.embedded == right.vllm
+
+
+def test_tokens_through_prefill_and_decode_equal_a_plain_vllms(right: Right, trio: Trio) -> None:
+    async def check() -> None:
+        async with new_session(60) as session:
+            before = await metrics(session, trio.d)
+            assert await ask_all(trio.router, PROMPTS, concurrency=8, timeout_s=240) == right.vllm
+            after = await metrics(session, trio.d)
+            # Not because nothing moved.
+            moved = after["vllm:nixl_bytes_transferred_sum"] - before["vllm:nixl_bytes_transferred_sum"]
+            assert moved >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
+            assert after["kvferry:finished_pulls_total"] - before["kvferry:finished_pulls_total"] == len(PROMPTS)
+            await assert_free(session, trio.p, trio.d)
+
+    asyncio.run(check())
+
+
+def test_chat_and_streaming_equal_a_plain_vllms(right: Right, trio: Trio) -> None:
+    async def check() -> None:
+        assert [await chat(trio.router, text) for text in CHATS] == right.chats
+        async with new_session(120) as session:
+            for prompt, answer in list(zip(PROMPTS, right.vllm, strict=True))[:8]:
+                # Another salt: what D has in its own cache is not used again.
+                assert (await stream(session, trio.router, prompt, cache_salt="streamed"),) == answer.token_ids
+            await assert_free(session, trio.p, trio.d)
+
+    asyncio.run(check())
+
+
+def test_four_choices_read_one_ticket_once(right: Right, trio: Trio) -> None:
+    # vLLM refuses several choices at temperature 0; with the best token alone to choose from, it is the same.
+    chosen = [(prompt, answer) for prompt, answer in zip(PROMPTS, right.vllm, strict=True) if len(prompt.token_ids) > 300][:6]
+    fours: list[dict[str, Any]] = [
+        {"n": 4, "temperature": 1.0, "top_k": 1, "cache_salt": f"salt {number}"} for number in range(len(chosen))
+    ]
+
+    async def check() -> None:
+        async with new_session(120) as session:
+            before = (await metrics(session, trio.d))["vllm:nixl_bytes_transferred_sum"]
+            asked = [ask(session, trio.router, prompt, **four) for (prompt, _), four in zip(chosen, fours, strict=True)]
+            for answer, (_, one) in zip(await asyncio.gather(*asked), chosen, strict=True):
+                assert answer.token_ids == one.token_ids * 4, answer.body
+            moved = (await metrics(session, trio.d))["vllm:nixl_bytes_transferred_sum"] - before
+            whole_blocks = sum(-(-len(prompt.token_ids) // 32) * 32 for prompt, _ in chosen) * BYTES_PER_TOKEN
+            assert moved == whole_blocks
+            hot = await ask(session, trio.router, replace(chosen[0][0], temperature=1.0, n=4))
+            assert len(set(hot.token_ids)) > 1, hot.body
+            await assert_free(session, trio.p, trio.d)
+
+    asyncio.run(check())
+
+
+def test_one_corrupted_block_in_transit_changes_the_tokens(right: Right, trio: Trio) -> None:
+    """The negative control of everything above: the same comparison must see a wrong byte."""
+    d = trio.fleet.vllm("corrupted decode", cores="1", environment={"KVFERRY_FAULTS": "corrupt:every=1"})
+    router = trio.fleet.kvferry_router([trio.p], [d])
+    ready(d, router)
+    chosen = [
+        (Prompt(prompt.token_ids), answer) for prompt, answer in zip(PROMPTS, right.vllm, strict=True) if len(prompt.token_ids) < 200
+    ][:8]
+    try:
+        answers = asyncio.run(ask_all(router, [prompt for prompt, _ in chosen], timeout_s=120))
+    finally:
+        trio.fleet.stop(router)
+        trio.fleet.stop(d)
+    assert [answer.status for answer in answers] == [200] * len(chosen)
+    assert all(answer.token_ids != plain.token_ids for answer, (_, plain) in zip(answers, chosen, strict=True))
