@@ -45,6 +45,7 @@ def test_steps_are_measured_for_both_connectors() -> None:
         assert min(row["ours_steps"], row["stock_steps"]) >= 4, row
         assert min(row["ours_us_per_step"], row["stock_us_per_step"]) > 0
         assert row["ours_methods"][0]["calls"] > 0
+    assert min(result["handover"][f"{who}_ms_p50"] for who in ("ours", "stock")) > 0
     idle = {(row["role"], row["side"]): row for row in result["idle_rows"]}
     # While leases are held, vLLM steps on although nothing is to be computed.
     assert min(idle["prefill", "worker"]["ours_steps"], idle["prefill", "worker"]["stock_steps"]) > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.vllm_pairs import OURS, ROLES, STOCK
-from kvferry.bench.vllm_steps import SideTotals, Totals, make_rows, read_totals, subtract
+from kvferry.bench.vllm_steps import SideTotals, Totals, make_handover, make_rows, read_totals, subtract
 from kvferry.errors import KVFerryError
 
 STEP = {"scheduler": "build_connector_meta", "worker": "get_transfer_results"}
@@ -55,3 +55,8 @@ def test_totals_are_read_from_every_process_and_starting_up_is_no_step(tmp_path:
     (tmp_path / "decode" / "worker-77.json").unlink()
     with pytest.raises(KVFerryError, match="the worker of the decode server left 0 files"):
         read_totals(tmp_path)
+
+
+def test_handover_under_load_is_told_for_both() -> None:
+    told = make_handover({OURS: [0.01, 0.03], STOCK: [0.04]})
+    assert told == {"ours_ms_p50": 20.0, "ours_ms_p90": 28.0, "stock_ms_p50": 40.0, "stock_ms_p90": 40.0, "ratio": 0.5}

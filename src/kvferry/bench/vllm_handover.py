@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
                 time.sleep(SETTLE_S)
                 _measure_round(pair, prompts, count, samples[connector])
                 pair.servers.pause()
+                say(f"  so far: {', '.join(f'{length} tokens {_ms(of.handover_s)} ms' for length, of in samples[connector].items())}")
     rows = make_rows(samples)
     print(json.dumps({"rows": rows, "samples": arguments.samples}) if arguments.json else _table(rows))
     return 0

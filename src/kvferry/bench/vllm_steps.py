@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvferry.bench.figures import ratio, rounded
+from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.vllm_client import PromptMaker, prefill, time_to_first_token_s
 from kvferry.bench.vllm_pairs import (
     OURS,
@@ -33,7 +33,19 @@ from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 from kvferry.errors import KVFerryError
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "SideTotals", "Totals", "add_arguments", "make_rows", "read_totals", "run", "subtract"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "PairTotals",
+    "SideTotals",
+    "Totals",
+    "add_arguments",
+    "make_handover",
+    "make_rows",
+    "read_totals",
+    "run",
+    "subtract",
+]
 
 DESCRIPTION = (
     "Measure the time that the main thread of vLLM's scheduler and worker processes spends in the connector, per step,\n"
@@ -112,6 +124,15 @@ Measured = Mapping[tuple[str, str], SideTotals]
 """By role and side."""
 
 
+@dataclass(frozen=True, slots=True)
+class PairTotals:
+    """Of one connector: under load, idle with leases, and how long D's first tokens took under load."""
+
+    load: Measured
+    idle: Measured
+    first_token_s: Sequence[float]
+
+
 def add_arguments(parser: Parser) -> None:
     add_vllm_arguments(parser)
     parser.add_argument("--requests", type=parse_count, default=100, metavar="N", help="through P and D (default: %(default)s)")
@@ -120,19 +141,23 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     python = vllm_python(arguments.vllm_python)
-    load: dict[str, Measured] = {}
-    idle: dict[str, Measured] = {}
+    totals: dict[str, PairTotals] = {}
     with stop_signals(), model_directory(arguments.model) as model, TemporaryDirectory(prefix="kvferry-steps-") as directory:
         for connector in (OURS, STOCK):
             watched = Path(directory) / connector
             with start_pair(_settings(connector, python, model, watched)) as pair:
-                load[connector], idle[connector] = _measure(pair, watched, arguments.requests, arguments.concurrency)
-    rows, idle_rows = make_rows(load), make_rows(idle)
+                totals[connector] = _measure(pair, watched, arguments.requests, arguments.concurrency)
+    rows = make_rows({connector: pair.load for connector, pair in totals.items()})
+    idle_rows = make_rows({connector: pair.idle for connector, pair in totals.items()})
+    handover = make_handover({connector: pair.first_token_s for connector, pair in totals.items()})
+    load = f"{arguments.requests} requests, {arguments.concurrency} at a time"
     if arguments.json:
-        print(json.dumps({"rows": rows, "idle_rows": idle_rows, "requests": arguments.requests, "concurrency": arguments.concurrency}))
+        counts = {"requests": arguments.requests, "concurrency": arguments.concurrency}
+        print(json.dumps({"rows": rows, "idle_rows": idle_rows, "handover": handover, **counts}))
     else:
-        print(_table(rows, f"{arguments.requests} requests, {arguments.concurrency} at a time"))
+        print(_table(rows, load))
         print(_table(idle_rows, f"\n{IDLE_LEASES} leases, nothing to compute"))
+        print(f"\nms from P's answer to D's first token under that load: {', '.join(f'{key} {value}' for key, value in handover.items())}")
     return 0
 
 
@@ -186,6 +211,16 @@ def make_rows(measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
     return rows
 
 
+def make_handover(seconds: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """From P's answer to D's first token while others are served as well, in milliseconds."""
+    found = {
+        f"{connector}_ms_p{round(share * 100)}": rounded((quantile(values, share) or 0.0) * 1000)
+        for connector, values in seconds.items()
+        for share in (0.5, 0.9)
+    }
+    return {**found, "ratio": ratio(found["ours_ms_p50"], found["stock_ms_p50"])}
+
+
 def _settings(connector: str, python: Path, model: Path, directory: Path) -> PairSettings:
     environments = {}
     for role in ROLES:
@@ -194,13 +229,13 @@ def _settings(connector: str, python: Path, model: Path, directory: Path) -> Pai
     return PairSettings(connector, python, model, {"kv_connector_module_path": "kvferry.vllm.stopwatch"}, environments)
 
 
-def _measure(pair: Pair, directory: Path, requests: int, concurrency: int) -> tuple[Measured, Measured]:
+def _measure(pair: Pair, directory: Path, requests: int, concurrency: int) -> PairTotals:
     """Under load, and idle with leases. The prompts are the same for everyone."""
     prompts = PromptMaker(SEED)
     _send(pair, [prompts.make(length) for length in PROMPT_TOKENS[:WARM_UPS]], 1)
     start = _settled(directory)
     say(f"{requests} requests, {concurrency} at a time")
-    _send(pair, [prompts.make(PROMPT_TOKENS[number % len(PROMPT_TOKENS)]) for number in range(requests)], concurrency)
+    first_token_s = _send(pair, [prompts.make(PROMPT_TOKENS[number % len(PROMPT_TOKENS)]) for number in range(requests)], concurrency)
     loaded = _settled(directory)
     say(f"{IDLE_LEASES} leases, nothing to compute")
     waiting = [prompts.make(PROMPT_TOKENS[1]) for _ in range(IDLE_LEASES)]
@@ -210,15 +245,15 @@ def _measure(pair: Pair, directory: Path, requests: int, concurrency: int) -> tu
     idle = read_totals(directory)
     for prompt, params in zip(waiting, kept, strict=True):
         time_to_first_token_s(pair.decode, prompt, params)
-    return subtract(loaded, start), subtract(idle, before_idle)
+    return PairTotals(subtract(loaded, start), subtract(idle, before_idle), first_token_s)
 
 
-def _send(pair: Pair, prompts: Sequence[Sequence[int]], concurrency: int) -> None:
+def _send(pair: Pair, prompts: Sequence[Sequence[int]], concurrency: int) -> list[float]:
     def one(prompt: Sequence[int]) -> float:
         return time_to_first_token_s(pair.decode, prompt, prefill(pair.prefill, prompt))
 
     with ThreadPoolExecutor(concurrency) as pool:
-        list(pool.map(one, prompts))
+        return list(pool.map(one, prompts))
 
 
 def _settled(directory: Path) -> Measured:
