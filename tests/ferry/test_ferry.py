@@ -115,15 +115,16 @@ def test_a_lease_that_runs_out_between_read_and_confirmation_is_refused(world: W
     world.assert_quiescent()
 
 
-def test_a_ticket_that_overtakes_its_grant_is_served_when_the_grant_comes(world: World) -> None:
+def test_a_ticket_that_overtakes_its_grant_is_served_at_once_and_freed_after_it(world: World) -> None:
     ticket = world.p.issue("a", [3])
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
     world.run()
-    assert world.d.events == [event for event in world.d.events if isinstance(event, PeerConnected | BytesMoved)]
+    assert world.d.finished() == ["r"]
+    assert world.p.freed() == []
     world.p.grant("a")
     world.run()
-    assert world.d.finished() == ["r"]
+    assert world.p.freed() == [("a", "confirmed")]
     world.assert_quiescent()
 
 

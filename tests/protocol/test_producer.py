@@ -60,32 +60,47 @@ def test_a_confirm_that_is_processed_late_is_refused_even_before_the_expiry_was_
     assert isinstance(reply.message, Refused)
 
 
-def test_a_ticket_that_overtakes_its_grant_is_waited_for() -> None:
+def test_a_ticket_that_overtakes_its_grant_is_good() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
-    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, []))]
-    assert producer.next_deadline() == 5
+    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, [])), Reply(D, Confirmed("a", "d/1"))]
+    assert ended(producer) == []
     producer.grant(A, 1, now=2)
-    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1"))]
+    assert producer.take_replies() == []
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
 
 
 def test_a_grant_that_never_comes_is_waited_for_only_so_long() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
-    producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
+    assert producer.next_deadline() == 5
     producer.advance(now=5)
     [reply] = producer.take_replies()
     assert isinstance(reply.message, Refused)
     assert "within 5 s" in reply.message.reason
+    assert producer.next_deadline() is None
+
+
+def test_a_grant_that_comes_late_finds_that_its_readers_are_through() -> None:
+    producer = make_producer()
+    for reader in ("d/1", "d/2"):
+        producer.receive(D, Attach(ticket(), reader), now=0)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
+    producer.advance(now=5)
+    confirmed, refused = producer.take_replies()
+    assert confirmed.message == Confirmed("a", "d/1")
+    assert isinstance(refused.message, Refused)
+    assert refused.message.reader == "d/2"
+    assert producer.next_deadline() is None
+    producer.grant(A, 1, now=60)
+    assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
 
 
 def test_readers_that_left_before_the_grant_do_not_pin_it() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
-    producer.receive(D, Confirm("e1", "a", "d/1"), now=0)
     producer.receive(D, Detach("e1", "a", "d/1"), now=1)
     producer.grant(A, 1, now=2)
     assert producer.take_replies() == []

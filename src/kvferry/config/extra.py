@@ -104,7 +104,7 @@ class NixlExtraConfig(ExtraConfig):
     receive_timeout: Seconds = 120.0
     """From the moment D has blocks for a request until its last byte is confirmed, whatever happens in between."""
     grant_wait: Seconds = 5.0
-    """How long a valid ticket waits for the grant that was overtaken on its way to the worker."""
+    """How long readers are believed whose valid ticket has overtaken its grant on the way to the worker."""
 
     def __post_init__(self) -> None:
         check_fields(self)

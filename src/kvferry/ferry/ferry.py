@@ -75,6 +75,8 @@ class Ferry:
             self._take_news(news, now)
         for command in commands:
             self._obey(command, now)
+        # Before the planes are asked: a read that begins now may be over at once.
+        self._perform(now)
         for plane in self._planes.values():
             for completion in plane.poll():
                 self._take_completion(plane.name, completion, now)

@@ -140,7 +140,10 @@ class NixlDataPlane:
         self._progress(self._agent)
         for transfer in self._transfers:
             self._check(self._agent, transfer)
-        self._post_next(self._agent)
+        posted = self._post_next(self._agent)
+        if posted is not None:
+            # Between processes of one host a read is over when it has been posted.
+            self._check(self._agent, posted)
         ended = [transfer for transfer in self._transfers if transfer.has_ended]
         self._transfers = deque(transfer for transfer in self._transfers if not transfer.has_ended)
         self._finish_closing_links()
@@ -217,8 +220,8 @@ class NixlDataPlane:
             self._drop(transfer.link, f"peer {transfer.link.peer} did not end a cancelled transfer")
             transfer.abandon(agent)
 
-    def _post_next(self, agent: "_Agent") -> None:
-        """One batch of the transfer whose turn it is."""
+    def _post_next(self, agent: "_Agent") -> NixlTransfer | None:
+        """One batch of the transfer whose turn it is: that transfer."""
         for _ in range(len(self._transfers)):
             transfer = self._transfers[0]
             self._transfers.rotate(-1)
@@ -228,7 +231,8 @@ class NixlDataPlane:
                 transfer.post(agent)
             except TransportError as error:
                 self._drop(transfer.link, str(error))
-            return
+            return transfer
+        return None
 
     def _drop(self, link: Link, why: str) -> None:
         """Stop using a connection. Its agent is removed once nothing is posted to it."""

@@ -62,6 +62,8 @@ class NixlTransfer:
     link: Link
     operation: str
     batches: Iterator[Runs]
+    upcoming: Runs | None = None
+    """The batch after the last one posted: with the last one it is known that it was the last."""
     posted: list[Any] = field(default_factory=list)
     error: str | None = None
     is_exhausted: bool = False
@@ -77,11 +79,11 @@ class NixlTransfer:
         return self.is_exhausted and not self.posted
 
     def post(self, agent: Agent) -> None:
-        batch = next(self.batches, None)
-        if batch is None:
-            self.is_exhausted = True
-            return
-        self.posted.append(agent.post(self.operation, batch, self.link))
+        batch = self.upcoming or next(self.batches, None)
+        if batch is not None:
+            self.posted.append(agent.post(self.operation, batch, self.link))
+            self.upcoming = next(self.batches, None)
+        self.is_exhausted = self.upcoming is None
 
     def stop(self, why: str) -> None:
         """Post nothing more. The first reason counts."""

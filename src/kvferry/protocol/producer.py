@@ -1,10 +1,11 @@
 """The side that holds the blocks: grants leases, answers readers, says when blocks may be freed.
 
 The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake the grant on its way to the worker. A
-genuine ticket whose grant has not arrived is waited for, up to `grant_wait_s`; then it is refused. Pure: feed it, then take what it wants
-done.
+reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
+no more of them is believed. Pure: feed it, then take what it wants done.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,7 +43,8 @@ class _Claim:
     deadline: float
     readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
     """Reader -> what it said, and where it is answered."""
-    ends: dict[str, tuple[Route, Confirm | Detach]] = field(default_factory=dict)
+    ends: dict[str, Confirm | Detach] = field(default_factory=dict)
+    """Of readers that are through already."""
     is_abandoned: bool = False
 
 
@@ -71,8 +73,12 @@ class Producer:
             return
         for route, attach in claim.readers.values():
             self._attach(request, attach, route, now)
-        for route, end in claim.ends.values():
-            self.receive(route, end, now)
+        for end in claim.ends.values():
+            if isinstance(end, Confirm):
+                self._leases.confirm(request, end.reader, now)
+            else:
+                self._leases.detach(request, end.reader)
+        self._collect(request)
         if claim.is_abandoned:
             self.abandon(request)
 
@@ -103,12 +109,16 @@ class Producer:
         self._ended.extend(self._leases.expire(now))
         overdue = [request for request, claim in self._claims.items() if claim.deadline <= now]
         for request in overdue:
-            claim = self._claims.pop(request)
-            for reader, (route, _) in claim.readers.items():
+            claim = self._claims[request]
+            claim.deadline = math.inf
+            for reader in [reader for reader in claim.readers if reader not in claim.ends]:
+                route, _ = claim.readers.pop(reader)
                 self._refuse(route, request, reader, f"no lease was granted within {self._settings.grant_wait_s:g} s")
+            if not any(isinstance(end, Confirm) for end in claim.ends.values()):
+                del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        deadlines = [claim.deadline for claim in self._claims.values()]
+        deadlines = [claim.deadline for claim in self._claims.values() if claim.deadline < math.inf]
         leases = self._leases.next_deadline()
         return min([*deadlines, leases] if leases is not None else deadlines, default=None)
 
@@ -160,7 +170,10 @@ class Producer:
             if isinstance(message, Confirm):
                 self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
         elif claim is not None and message.reader in claim.readers:
-            claim.ends[message.reader] = (route, message)
+            claim.ends[message.reader] = message
+            if isinstance(message, Confirm):
+                # Blocks are freed after their lease has ended, and this one has not even begun.
+                self._replies.append(Reply(route, Confirmed(request, message.reader)))
         elif isinstance(message, Confirm):
             self._confirm(request, message.reader, route, now)
         else:

@@ -133,13 +133,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._inner.bind_connector_metadata(connector_metadata.inner)
+        # Here, because vLLM calls start_load_kv after the forward: a peer would wait for a whole step of ours.
+        self._inner.start_load_kv(None)
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         self._inner.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._inner.start_load_kv(forward_context)
+        return None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._inner.wait_for_layer_load(layer_name)
