@@ -94,6 +94,8 @@ class World:
             engine.abort(self.rng.choice(list(engine.answers)))
 
     def kill_p(self) -> None:
+        """Not during a read: both NIXL agents live in this process, and one that closes under the other's read was seen to abort it."""
+        run_until(lambda: not self.d.scheduler.kv_holding_waiting and self.d.ferry.reads == 0, self.p, self.d)
         self.p.close()
         self.deaths += 1
         self.p = self._start("p", 14, seed=self.deaths)
