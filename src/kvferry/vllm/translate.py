@@ -18,7 +18,7 @@ from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_weights
 
-__all__ = ["RequestView", "cache_config", "connector_config"]
+__all__ = ["RequestView", "cache_config", "connector_config", "keep_from_workers"]
 
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD"}
 _HANDED_OVER = {
@@ -85,6 +85,16 @@ class RequestView:
         """vLLM makes n requests of one with n choices, named `0_ID`, `1_ID`, …; the answer carries the parameters of one of them."""
         index, _, parent = str(self.request.request_id).partition("_")
         return parent if index.isdecimal() and parent else None
+
+
+def keep_from_workers(request: Any) -> None:
+    """Take a request's transfer parameters, which the scheduler has read, out of what vLLM sends to its workers with every new request.
+
+    They are of no use there, may be large, and the engine dies when it pickles ones that are nested a few hundred levels deep.
+    """
+    sampling = request.sampling_params
+    if sampling is not None and sampling.extra_args is not None:
+        sampling.extra_args = {name: value for name, value in sampling.extra_args.items() if name != "kv_transfer_params"}
 
 
 def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
