@@ -22,7 +22,7 @@ from tests.e2e.forgeries import forged_params, knock, malformed_params, send_as_
 from tests.e2e.harness import PREFILL_PARAMS, Answer, Engine, Prompt, ask, metrics, new_session, prefill, until
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import BY_MODULE_PATH, ready
-from tests.vllm.vllm_asking import assert_free, stream
+from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
 from kvferry.bench.vllm_servers import free_ports
 from kvferry.cli.http_client import is_healthy
@@ -317,10 +317,11 @@ def test_four_choices_leave_no_lease_behind(yard: Yard, d: Decoder) -> None:
     async def check() -> None:
         async with unharmed(yard, d.engine, timeout_s=SOON_S) as session:
             prompt = fresh(200)
-            made = await ask(session, yard.trio.p, prompt, n=4, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)
-            answer = await ask(session, d.engine, prompt, n=4, kv_transfer_params=made.body["kv_transfer_params"])
+            four = {"n": 4, **ONLY_THE_BEST}
+            made = await ask(session, yard.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)
+            answer = await ask(session, d.engine, prompt, kv_transfer_params=made.body["kv_transfer_params"], **four)
             assert answer.token_ids == (await ask(session, yard.trio.p, prompt)).token_ids * 4
-            assert (await ask(session, yard.brief, fresh(), n=4, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)).is_ok
+            assert (await ask(session, yard.brief, fresh(), max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)).is_ok
 
     asyncio.run(check())
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
 from tests.vllm.fleet import ROOT, Fleet, ready
-from tests.vllm.vllm_asking import assert_free, stream
+from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 
 from kvferry.bench.vllm_servers import free_ports
 
@@ -149,7 +149,7 @@ def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Route
             prompt = routed.prompt(200, "choices")
             pulls = "kvferry:finished_pulls_total"
             before = (await metrics(session, routed.d))[pulls]
-            answer = await ask(session, routed.router, prompt, n=4)
+            answer = await ask(session, routed.router, prompt, n=4, **ONLY_THE_BEST)
             assert answer.is_ok, answer.body
             assert answer.token_ids == (await ask(session, routed.p, prompt)).token_ids * 4
             warm = await ask(session, routed.router, routed.prompt(210, "warm choices"), n=4, temperature=1.0)
