@@ -515,16 +515,20 @@ def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(yard: Yard, d:
                 failed = (await metrics(session, d.engine))[FAILED]
                 prompt = fresh(300)
                 params = await prefill(session, yard.brief, prompt)
-                if is_paused:
-                    d.engine.pause()
-                late = asyncio.create_task(ask(session, d.engine, prompt, kv_transfer_params=params)) if is_paused else None
-                try:
-                    await assert_free(session, yard.brief)
-                    for _ in range(7):
-                        assert (await ask(session, yard.brief, fresh(1500, max_tokens=1))).is_ok
-                finally:
-                    d.engine.resume()
-                answer = await late if late is not None else await ask(session, d.engine, prompt, kv_transfer_params=params)
+                # In a session of its own: the API server closes connections that were idle before it stood still.
+                async with new_session(DEADLINE_S) as own:
+                    if is_paused:
+                        d.engine.pause()
+                        late = asyncio.create_task(ask(own, d.engine, prompt, kv_transfer_params=params))
+                    try:
+                        await assert_free(session, yard.brief)
+                        for _ in range(7):
+                            assert (await ask(session, yard.brief, fresh(1500, max_tokens=1))).is_ok
+                    finally:
+                        d.engine.resume()
+                    if not is_paused:
+                        late = asyncio.create_task(ask(own, d.engine, prompt, kv_transfer_params=params))
+                    answer = await late
                 assert answer.is_ok == d.computes
                 right = await ask(session, yard.trio.p, prompt)
                 assert not answer.is_ok or answer == right
