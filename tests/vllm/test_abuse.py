@@ -8,137 +8,49 @@ import asyncio
 import base64
 import itertools
 import random
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from tests.e2e.forgeries import forged_params, knock, malformed_params, send_as_member
 from tests.e2e.harness import PREFILL_PARAMS, Answer, Engine, Prompt, ask, metrics, new_session, prefill, until
 from tests.vllm.conftest import Trio
-from tests.vllm.fleet import BY_MODULE_PATH, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
+from tests.vllm.wire import greet, listening, send_noise, side_channel
+from tests.vllm.yard import (
+    DEADLINE_S,
+    FAILED,
+    FINISHED,
+    SOON_S,
+    Decoder,
+    Yard,
+    ask_wrongly,
+    assert_hands_over,
+    fresh,
+    kill,
+    unharmed,
+)
 
-from kvferry.bench.vllm_servers import free_ports
-from kvferry.cli.http_client import is_healthy
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
-from kvferry.protocol import codec
-from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, RankLayout
 from kvferry.protocol.tickets import TicketKey
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-DEADLINE_S = 45.0
-"""Above every deadline of the connector's own that a request can meet here."""
-SOON_S = 20.0
-"""Below the trio's lease of 30 s: what is free so soon was released."""
 CONTEXT = 2048
-BRIEF = {"kv_lease_duration": 4}
-FORGETFUL = {"engine_ttl": 1, "handshake_timeout": 10}
-"""Every peer is soon a stranger again, and a dead one is waited for long enough to see what others do meanwhile."""
-FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
-
-_rng = random.Random(20)
-
-
-@dataclass
-class Yard:
-    """The trio, a second D that computes what it cannot fetch, and a second P with short leases and a small cache, which gets killed."""
-
-    trio: Trio
-    lenient: Engine
-    brief: Engine
-    brief_ports: tuple[int, int]
-
-    @property
-    def everybody(self) -> list[Engine]:
-        return [self.trio.p, self.trio.d, self.lenient, self.brief]
-
-    def start_brief(self) -> Engine:
-        flags = ("--num-gpu-blocks-override", "256")
-        transfer = {**BY_MODULE_PATH, "engine_id": "brief"}
-        return self.trio.fleet.vllm("brief prefill", *flags, transfer=transfer, extra=BRIEF, cores="1", ports=self.brief_ports)
-
-
-@dataclass(frozen=True)
-class Decoder:
-    engine: Engine
-    policy: str
-
-    @property
-    def computes(self) -> bool:
-        return self.policy == "recompute"
 
 
 @pytest.fixture(scope="module")
 def yard(trio: Trio) -> Iterator[Yard]:
-    http, side_channel = free_ports(2)
-    lenient = trio.fleet.vllm("lenient decode", "--max-num-seqs", "4", policy="recompute", extra=FORGETFUL, cores="0")
-    yard = Yard(trio, lenient, lenient, (http, side_channel))
-    yard.brief = yard.start_brief()
-    ready(yard.lenient, yard.brief)
+    yard = Yard.start(trio)
     yield yard
-    trio.fleet.stop(yard.lenient)
-    trio.fleet.stop(yard.brief)
+    yard.stop()
 
 
 @pytest.fixture(params=["fail", "recompute"])
 def d(request: pytest.FixtureRequest, yard: Yard) -> Decoder:
     return Decoder(yard.trio.d if request.param == "fail" else yard.lenient, request.param)
-
-
-def fresh(length: int = 100, max_tokens: int = 8) -> Prompt:
-    """A prompt nobody has seen yet."""
-    return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
-
-
-@asynccontextmanager
-async def unharmed(yard: Yard, *decoders: Engine, timeout_s: float = 60) -> AsyncIterator[aiohttp.ClientSession]:
-    """Around each case. `timeout_s`: how long blocks may take to come back."""
-    before = [pids(engine) for engine in yard.everybody]
-    try:
-        async with new_session(DEADLINE_S) as session:
-            yield session
-            assert [pids(engine) for engine in yard.everybody] == before
-            assert all(is_healthy(engine.address) for engine in yard.everybody)
-            await assert_free(session, *yard.everybody, timeout_s=timeout_s)
-            for decoder in decoders or (yard.trio.d, yard.lenient):
-                await assert_hands_over(session, yard, decoder)
-    except BaseException:
-        for engine in yard.everybody:
-            print(f"--- last lines of {engine.process.name}", *engine.process.tail(40), sep="\n")
-        raise
-
-
-def pids(engine: Engine) -> set[int]:
-    return {process.pid for process in engine.family()}
-
-
-async def assert_hands_over(session: aiohttp.ClientSession, yard: Yard, decoder: Engine, p: Engine | None = None) -> None:
-    prompt = fresh()
-    finished = (await metrics(session, decoder))[FINISHED]
-    answer = await ask(session, decoder, prompt, kv_transfer_params=await prefill(session, p or yard.trio.p, prompt))
-    assert answer == await ask(session, yard.trio.p, prompt), answer.body
-    assert (await metrics(session, decoder))[FINISHED] == finished + 1
-
-
-async def ask_wrongly(session: aiohttp.ClientSession, yard: Yard, decoder: Decoder, prompt: Prompt, params: Any, **changes: Any) -> Answer:
-    """Whatever D makes of these parameters: an answer is right, and D's prefix cache holds nothing wrong afterwards."""
-    answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params, **changes)
-    right = await ask(session, yard.trio.p, prompt)
-    assert right.is_ok
-    if answer.is_ok:
-        assert answer.token_ids == tuple(choice[: len(answer.token_ids[0])] for choice in right.token_ids), params
-    assert await ask(session, decoder.engine, prompt) == right, params
-    return answer
-
-
-# -- parameters ----------------------------------------------------------------------------------------------------
 
 
 def nobodys_params(genuine: Mapping[str, Any], another_key: TicketKey, key: TicketKey) -> Iterator[dict[str, Any]]:
@@ -225,9 +137,6 @@ def nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         value = {"a": [value]}
     return value
-
-
-# -- tickets -------------------------------------------------------------------------------------------------------
 
 
 def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(yard: Yard, d: Decoder) -> None:
@@ -371,9 +280,6 @@ def test_ids_that_clients_choose_change_nothing(yard: Yard, d: Decoder, name: st
     asyncio.run(check())
 
 
-# -- departures ----------------------------------------------------------------------------------------------------
-
-
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(yard: Yard, d: Decoder) -> None:
     """T2 among it: some wait in D's queue, load or decode when they leave, some with parameters that name nobody."""
 
@@ -415,32 +321,6 @@ def test_clients_that_leave_the_prefill_side_leave_nothing_behind(yard: Yard) ->
     asyncio.run(check())
 
 
-# -- the wire ------------------------------------------------------------------------------------------------------
-
-
-def greet(secret: bytes, address: str) -> RankLayout:
-    """What a member of the cluster learns of an engine from its side channel."""
-    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
-    try:
-        plane.send(address, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)))
-        for _ in range(50):
-            for news in plane.poll(0.2):
-                reply = codec.decode(news.frame) if hasattr(news, "frame") else None
-                if isinstance(reply, HandshakeReply):
-                    return msgspec.msgpack.decode(reply.layout, type=RankLayout)
-        raise AssertionError(f"{address} does not answer")
-    finally:
-        plane.close()
-
-
-async def side_channel(session: aiohttp.ClientSession, engine: Engine) -> str:
-    """An engine's own parameters say where it listens, whatever its role is."""
-    prompt = fresh()
-    params = await prefill(session, engine, prompt)
-    assert (await ask(session, engine, prompt, kv_transfer_params=params)).is_ok
-    return f"tcp://{params['remote_host']}:{params['remote_port']}"
-
-
 def test_noise_at_every_port_changes_nothing(yard: Yard) -> None:
     """T4: side channels and the ports of the workers, of P and of D; by strangers, and by a member of the cluster with a bug."""
     secret = yard.trio.fleet.secret
@@ -448,36 +328,16 @@ def test_noise_at_every_port_changes_nothing(yard: Yard) -> None:
     async def check() -> None:
         async with unharmed(yard) as session:
             for engine in (yard.trio.p, yard.trio.d):
-                address = await side_channel(session, engine)
+                address = await side_channel(session, engine, fresh())
                 ports = listening(engine) - {engine.address.port}
                 assert int(address.rpartition(":")[2]) in ports
                 held = [each for port in ports for each in knock("127.0.0.1", port, times=150)]
                 send_as_member(secret, address)
-                send_at(secret, greet(secret, address).control_address)
+                send_noise(secret, greet(secret, address).control_address)
                 for each in held:
                     each.close()
 
     asyncio.run(check())
-
-
-def listening(engine: Engine) -> set[int]:
-    return {
-        connection.laddr.port
-        for process in engine.family()
-        for connection in process.net_connections("tcp")
-        if connection.status == "LISTEN"
-    }
-
-
-def send_at(secret: bytes, address: str) -> None:
-    """Noise for a worker's control plane, which answers nothing it does not know."""
-    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
-    try:
-        for frame in (b"", b"\xc1", _rng.randbytes(500), b"\x91" * 50_000, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0))):
-            plane.send(address, frame)
-        plane.poll(0.5)
-    finally:
-        plane.close()
 
 
 def test_notifications_of_a_foreign_nixl_agent_are_ignored(yard: Yard) -> None:
@@ -490,7 +350,7 @@ def test_notifications_of_a_foreign_nixl_agent_are_ignored(yard: Yard) -> None:
         async with unharmed(yard) as session:
             stranger = nixl_agent("stranger", nixl_agent_config(backends=["UCX"]))
             for engine in (yard.trio.p, yard.trio.d):
-                layout = greet(yard.trio.fleet.secret, await side_channel(session, engine))
+                layout = greet(yard.trio.fleet.secret, await side_channel(session, engine, fresh()))
                 blob = next(offer.blob for offer in layout.offers if offer.plane == "nixl")
                 _, metadata = msgspec.msgpack.decode(blob)
                 name = stranger.add_remote_agent(metadata)
@@ -500,9 +360,6 @@ def test_notifications_of_a_foreign_nixl_agent_are_ignored(yard: Yard) -> None:
                 stranger.remove_remote_agent(name)
 
     asyncio.run(check())
-
-
-# -- time, death and return ----------------------------------------------------------------------------------------
 
 
 def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(yard: Yard, d: Decoder) -> None:
@@ -576,15 +433,6 @@ async def _is_pulling(session: aiohttp.ClientSession, engine: Engine, count: int
     return (await metrics(session, engine))["kvferry:num_pulls"] >= count
 
 
-def kill(engine: Engine) -> None:
-    """All its processes at once, as when a machine dies."""
-    family = engine.family()
-    for member in family:
-        member.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not alive
-
-
 def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(yard: Yard) -> None:
     """T12: killed with -9 while both read; stood still before that, so that some have bytes and no confirmation. Then another life of it
     answers at the same address, and does not honour the tickets of the old one."""
@@ -623,9 +471,7 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(yard: Y
 
     leftover: dict[str, list[tuple[Prompt, dict[str, Any]]]] = {}
     asyncio.run(die())
-    yard.trio.fleet.stop(yard.brief)
-    yard.brief = yard.start_brief()
-    ready(yard.brief)
+    yard.replace_brief()
 
     async def go_on() -> None:
         async with unharmed(yard) as session:
