@@ -11,9 +11,12 @@ TORCH_FLAGS ?=
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
 VLLM_VERSION := 0.32.0
+ROUTER_VENV := .venv-router
+ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
+ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
-TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP))
+TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP))
 
 # One thread per process: several engines share this machine in tests and in `up`.
 export OMP_NUM_THREADS ?= 1
@@ -48,9 +51,9 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 test: $(STAMP) $(TEST_EXTRAS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-setup-vllm: $(VLLM_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB)
+setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## the connector inside real vLLM processes
+test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
 	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
 
 docs: $(STAMP)  ## write the generated tables in docs/ anew
@@ -62,7 +65,7 @@ constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@mv constraints.new constraints.txt
 
 clean:  ## remove the environment and what tools left
-	rm -rf $(VENV) $(VLLM_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -85,4 +88,11 @@ $(VLLM_STAMP): pyproject.toml
 	@# Builds of these that are offered for CPUs want CUDA and break the import of transformers.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable . $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
+	@touch $@
+
+# In an environment of its own: it shares nothing with vLLM, and only the tests that put it in front of engines need it.
+$(ROUTER_STAMP): Makefile
+	@test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
+	@echo "installing vllm-router $(ROUTER_VERSION) into $(ROUTER_VENV)"
+	@$(ROUTER_VENV)/bin/python -m pip install --quiet vllm-router==$(ROUTER_VERSION)
 	@touch $@

@@ -91,6 +91,16 @@ def test_only_the_common_prefix_is_claimed(pair: tuple[EngineSide, EngineSide], 
     assert d.scheduler.get_num_new_matched_tokens(request, 4) == (max(0, matched - 4), matched > 4)
 
 
+def test_only_who_needs_a_ticket_waits_for_the_one_who_reads_it(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    params = p.prefill(EngineRequest("a", TOKENS), [5, 6, 7])
+    first = arrive(d, params)
+    d.scheduler.update_state_after_alloc(first, Blocks(([1, 2, 3],)), 10)
+    assert d.scheduler.get_num_new_matched_tokens(arrive(d, params, name="same"), 0) == (None, False)
+    assert d.scheduler.get_num_new_matched_tokens(arrive(d, params, [1, *TOKENS], "other"), 0) == (0, False)
+    step_until(lambda: "r" in d.seen.finished_recving, p, d)
+
+
 def test_another_salt_matches_nothing(pair: tuple[EngineSide, EngineSide]) -> None:
     p, d = pair
     params = p.prefill(EngineRequest("a", TOKENS, cache_salt="tenant 1"), [5, 6, 7])

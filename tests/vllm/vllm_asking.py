@@ -7,6 +7,9 @@ from typing import Any
 import aiohttp
 from tests.e2e.harness import Engine, Prompt, metrics, until
 
+ONLY_THE_BEST = {"temperature": 1.0, "top_k": 1}
+"""Greedy tokens where vLLM refuses temperature 0: with several choices."""
+
 
 def random_prompts(count: int, seed: int, shortest: int = 20, longest: int = 1500, max_tokens: int = 16) -> list[Prompt]:
     """Lengths over the whole range, many of them short; edges of blocks among them. All different."""

@@ -128,12 +128,12 @@ class PullScheduler:
         offer = self._offers.get(RequestId(request.request_id))
         if offer is None or offer.ticket in self._read:
             return 0, False
-        if offer.ticket in self._reading:
-            return None, False
         # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
-        return (missing, True) if missing > 0 else (0, False)
+        if missing <= 0:
+            return 0, False
+        return (None, False) if offer.ticket in self._reading else (missing, True)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = RequestId(request.request_id)

@@ -23,7 +23,7 @@ from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.vllm.logs import log_with_vllm
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm.refusals import check_servable
-from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, without_null
+from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, keep_from_workers, without_null
 from kvferry.vllm.versions import warn_if_untested
 
 __all__ = ["KVFerryConnector", "NixlConnector"]
@@ -88,6 +88,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._inner.on_new_request(RequestView(request))
+        keep_from_workers(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._inner.get_num_new_matched_tokens(RequestView(request), num_computed_tokens)

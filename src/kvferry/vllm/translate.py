@@ -21,7 +21,7 @@ from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_weights
 
-__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "without_null"]
+__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "keep_from_workers", "without_null"]
 
 NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD"}
@@ -103,6 +103,16 @@ class BlocksView:
 
 def without_null(block_ids: Sequence[int]) -> list[int]:
     return [HOLE if block == NULL_BLOCK else block for block in block_ids]
+
+
+def keep_from_workers(request: Any) -> None:
+    """Take a request's transfer parameters, which the scheduler has read, out of what vLLM sends to its workers with every new request.
+
+    They are of no use there, may be large, and the engine dies when it pickles ones that are nested a few hundred levels deep.
+    """
+    sampling = request.sampling_params
+    if sampling is not None and sampling.extra_args is not None:
+        sampling.extra_args = {name: value for name, value in sampling.extra_args.items() if name != "kv_transfer_params"}
 
 
 def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:

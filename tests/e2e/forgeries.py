@@ -1,0 +1,75 @@
+"""What clients, forgers and port scanners send: parameters that look right, values of every kind, and noise. For any engine."""
+
+import base64
+import os
+import socket
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.protocol import codec
+from kvferry.protocol.messages import WIRE_VERSION, Confirm, HandshakeReply, HandshakeRequest, Release
+
+__all__ = ["forged_params", "knock", "malformed_params", "send_as_member"]
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+param_keys = st.sampled_from(
+    ["do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id", "remote_host", "remote_port", "tp_size", "ticket"]
+)
+malformed_params = st.one_of(json_values, st.dictionaries(param_keys, json_values, max_size=6))
+
+
+def forged_params() -> list[dict[str, Any]]:
+    """Parameters that look right, with a ticket that is not."""
+    base: dict[str, Any] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[0, 1, 2, 3, 4]],
+        "remote_engine_id": "somebody",
+        "remote_request_id": "cmpl-1-0-00000000",
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "tp_size": 1,
+    }
+    tickets: list[Any] = [None, "", "x", 7, [], {}, "A" * 5000, base64.urlsafe_b64encode(os.urandom(200)).decode(), "🦊", True]
+    return [{"do_remote_prefill": True}, base, *({**base, "ticket": ticket} for ticket in tickets)]
+
+
+def knock(host: str, port: int, times: int) -> list[socket.socket]:
+    """What a port scanner does: connects, and sends noise, HTTP or nothing. Some connections are left open, for the caller to close."""
+    held = []
+    for number in range(times):
+        raw = socket.create_connection((host, port), timeout=5)
+        if number % 3 == 0:
+            raw.sendall(os.urandom(64))
+        elif number % 3 == 1:
+            raw.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        if number % 50 == 0:
+            held.append(raw)
+        else:
+            raw.close()
+    return held
+
+
+def send_as_member(secret: bytes, address: str) -> None:
+    """What a member of the cluster with a bug would send: it has the keys, so all of it arrives. A good greeting is answered afterwards."""
+    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    try:
+        frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Confirm("e", "l", "r")), codec.encode(Release("forged"))]
+        frames += [codec.encode(HandshakeRequest(n, version, rank)) for n, (version, rank) in enumerate([(0, 0), (1, 7), (1, -(2**60))])]
+        for frame in frames:
+            plane.send(address, frame)
+        plane.send(address, codec.encode(HandshakeRequest(77, WIRE_VERSION, 0)))
+        answers = []
+        for _ in range(50):
+            answers += [codec.decode(news.frame) for news in plane.poll(0.2) if hasattr(news, "frame")]
+            if any(isinstance(answer, HandshakeReply) and answer.nonce == 77 for answer in answers):
+                return
+        raise AssertionError(f"no answer after the garbage, only {answers}")
+    finally:
+        plane.close()

@@ -1,0 +1,160 @@
+"""The same P and D behind three routers: ours, one like upstream's toy proxy, and vllm-router. Right tokens, and free blocks after."""
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
+from tests.vllm.fleet import ROOT, Fleet, ready
+from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
+
+from kvferry.bench.vllm_servers import free_ports
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PATIENT = {"kv_lease_duration": 600}
+"""With such a lease, blocks that are free soon were released, not expired."""
+BLOCK_TOKENS = 32
+VLLM_ROUTER = ROOT / ".venv-router" / "bin" / "vllm-router"
+
+
+@dataclass(frozen=True)
+class Pair:
+    fleet: Fleet
+    p: Engine
+    d: Engine
+
+
+@dataclass(frozen=True)
+class Routed:
+    """P and D, and one of the routers in front of them."""
+
+    name: str
+    p: Engine
+    d: Engine
+    router: Engine
+
+    def prompt(self, length: int, about: str, **changes: int) -> Prompt:
+        """Different for every router and purpose, so that D has nothing of it yet."""
+        rng = random.Random(f"{self.name} {about}")
+        return Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), **changes)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Pair]:
+    with Fleet(tmp_path_factory.mktemp("pair"), model) as fleet:
+        p, d = fleet.vllm("prefill", extra=PATIENT, cores="0"), fleet.vllm("decode", extra=PATIENT, cores="1")
+        ready(p, d)
+        yield Pair(fleet, p, d)
+
+
+@pytest.fixture(scope="module", params=["kvferry", "toy", "vllm-router"])
+def routed(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Routed]:
+    start = {"kvferry": _start_kvferry, "toy": _start_toy, "vllm-router": _start_vllm_router}[request.param]
+    router = start(pair)
+    ready(router)
+    yield Routed(request.param, pair.p, pair.d, router)
+    pair.fleet.stop(router)
+
+
+def _start_kvferry(pair: Pair) -> Engine:
+    return pair.fleet.kvferry_router([pair.p], [pair.d])
+
+
+def _start_toy(pair: Pair) -> Engine:
+    (port,) = free_ports(1)
+    program = str(Path(__file__).parent / "toy_proxy.py")
+    return pair.fleet.router("toy", [sys.executable, program, "--port", str(port), "--prefill", pair.p.url, "--decode", pair.d.url], port)
+
+
+def _start_vllm_router(pair: Pair) -> Engine:
+    if not VLLM_ROUTER.exists():
+        pytest.skip("vllm-router is not installed here; make setup-vllm does it")
+    port, prometheus = free_ports(2)
+    command = [str(VLLM_ROUTER), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
+    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", pair.p.url, "--decode", pair.d.url]
+    return pair.fleet.router("vllm-router", [*command, "--policy", "round_robin", "--worker-startup-check-interval", "1"], port)
+
+
+async def moved_bytes(session: aiohttp.ClientSession, engine: Engine) -> float:
+    return (await metrics(session, engine))["vllm:nixl_bytes_transferred_sum"]
+
+
+BLOCK_BYTES = BLOCK_TOKENS * 4 * 2 * 2 * 64 * 4
+"""4 layers, 2 heads, K and V, 64 floats each."""
+
+
+@pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 64, 65, 700])
+def test_prompts_of_every_length_give_the_tokens_of_one_engine(routed: Routed, length: int) -> None:
+    async def check() -> None:
+        async with new_session() as session:
+            prompt = routed.prompt(length, f"length {length}")
+            before = await moved_bytes(session, routed.d)
+            answer = await ask(session, routed.router, prompt)
+            assert answer.is_ok, answer.body
+            assert answer == await ask(session, routed.p, prompt)
+            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            # Not because D computed it all by itself.
+            assert await moved_bytes(session, routed.d) - before == -(-length // BLOCK_TOKENS) * BLOCK_BYTES
+
+    asyncio.run(check())
+
+
+def test_what_the_decode_side_has_already_is_not_fetched_again(routed: Routed) -> None:
+    """A full hit, and prompts that go on where one it has ends: within the block, at its edge, blocks later."""
+
+    async def check() -> None:
+        async with new_session() as session:
+            whole = routed.prompt(200, "hits")
+            known = Prompt(whole.token_ids[:64])
+            assert await ask(session, routed.router, known) == await ask(session, routed.p, known)
+            before = await moved_bytes(session, routed.d)
+            assert await ask(session, routed.router, known) == await ask(session, routed.p, known)
+            for length in (65, 70, 96, 200):
+                longer = Prompt(whole.token_ids[:length])
+                assert await ask(session, routed.router, longer) == await ask(session, routed.p, longer), length
+            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            fetched = (await moved_bytes(session, routed.d) - before) / BLOCK_BYTES
+            # Only what D lacks: a block for 64 (no engine takes a whole prompt from its cache), for 65, for 70 and for 96, four for 200.
+            assert fetched == 8
+
+    asyncio.run(check())
+
+
+def test_streams_and_chats_give_the_answers_of_one_engine(routed: Routed) -> None:
+    async def check() -> None:
+        async with new_session() as session:
+            prompt = routed.prompt(150, "stream", max_tokens=24)
+            tokens = await stream(session, routed.router, prompt, stream_options={"include_usage": True}, min_tokens=2)
+            assert (tokens,) == (await ask(session, routed.p, prompt)).token_ids
+            text = f"Where does the ferry of {routed.name} go, and what does it carry? " * 8
+            chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_completion_tokens": 12}
+            chat |= {"temperature": 0, "ignore_eos": True}
+            through, direct = [await post(session, engine, chat, "/v1/chat/completions") for engine in (routed.router, routed.p)]
+            assert through.body["choices"] == direct.body["choices"]
+            assert through.body["choices"][0]["message"]["content"]
+            await assert_free(session, routed.p, routed.d, timeout_s=30)
+
+    asyncio.run(check())
+
+
+def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Routed) -> None:
+    async def check() -> None:
+        async with new_session() as session:
+            prompt = routed.prompt(200, "choices")
+            pulls = "kvferry:finished_pulls_total"
+            before = (await metrics(session, routed.d))[pulls]
+            answer = await ask(session, routed.router, prompt, n=4, **ONLY_THE_BEST)
+            assert answer.is_ok, answer.body
+            assert answer.token_ids == (await ask(session, routed.p, prompt)).token_ids * 4
+            warm = await ask(session, routed.router, routed.prompt(210, "warm choices"), n=4, temperature=1.0)
+            assert [len(choice) for choice in warm.token_ids] == [16] * 4
+            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            assert (await metrics(session, routed.d))[pulls] - before == 2
+
+    asyncio.run(check())

@@ -1,0 +1,131 @@
+"""Two pairs of real vLLM servers with kvferry inside, to be abused, and what must be true of them afterwards."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import psutil
+from tests.e2e.harness import Answer, Engine, Prompt, ask, metrics, new_session, prefill
+from tests.vllm.conftest import Trio
+from tests.vllm.fleet import BY_MODULE_PATH, ready
+from tests.vllm.vllm_asking import assert_free
+
+from kvferry.bench.vllm_servers import free_ports
+from kvferry.cli.http_client import is_healthy
+
+DEADLINE_S = 45.0
+"""Above every deadline of the connector's own that a request can meet here."""
+SOON_S = 20.0
+"""Below the trio's lease of 30 s: what is free so soon was released."""
+FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
+BRIEF = {"kv_lease_duration": 4}
+FORGETFUL = {"engine_ttl": 1, "handshake_timeout": 10}
+"""Every peer is soon a stranger again, and a dead one is waited for long enough to see what others do meanwhile."""
+
+_rng = random.Random(20)
+
+
+@dataclass
+class Yard:
+    """The trio, a second D that computes what it cannot fetch, and a second P with short leases and a small cache, which gets killed."""
+
+    trio: Trio
+    lenient: Engine
+    brief: Engine
+    brief_ports: tuple[int, int]
+
+    @property
+    def everybody(self) -> list[Engine]:
+        return [self.trio.p, self.trio.d, self.lenient, self.brief]
+
+    @classmethod
+    def start(cls, trio: Trio) -> "Yard":
+        lenient = trio.fleet.vllm("lenient decode", "--max-num-seqs", "4", policy="recompute", extra=FORGETFUL, cores="0")
+        http, side_channel = free_ports(2)
+        yard = cls(trio, lenient, lenient, (http, side_channel))
+        yard.brief = yard.start_brief()
+        ready(yard.lenient, yard.brief)
+        return yard
+
+    def stop(self) -> None:
+        for engine in (self.lenient, self.brief):
+            self.trio.fleet.stop(engine)
+
+    def replace_brief(self) -> None:
+        """Another life of it, at the same address and with the same engine id."""
+        self.trio.fleet.stop(self.brief)
+        self.brief = self.start_brief()
+        ready(self.brief)
+
+    def start_brief(self) -> Engine:
+        flags = ("--num-gpu-blocks-override", "256")
+        transfer = {**BY_MODULE_PATH, "engine_id": "brief"}
+        return self.trio.fleet.vllm("brief prefill", *flags, transfer=transfer, extra=BRIEF, cores="1", ports=self.brief_ports)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    engine: Engine
+    policy: str
+
+    @property
+    def computes(self) -> bool:
+        return self.policy == "recompute"
+
+
+def fresh(length: int = 100, max_tokens: int = 8) -> Prompt:
+    """A prompt nobody has seen yet."""
+    return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
+
+
+@asynccontextmanager
+async def unharmed(yard: Yard, *decoders: Engine, timeout_s: float = 60) -> AsyncIterator[aiohttp.ClientSession]:
+    """Around each case. `timeout_s`: how long blocks may take to come back."""
+    before = [pids(engine) for engine in yard.everybody]
+    try:
+        async with new_session(DEADLINE_S) as session:
+            yield session
+            assert [pids(engine) for engine in yard.everybody] == before
+            assert all(is_healthy(engine.address) for engine in yard.everybody)
+            await assert_free(session, *yard.everybody, timeout_s=timeout_s)
+            for decoder in decoders or (yard.trio.d, yard.lenient):
+                await assert_hands_over(session, yard, decoder)
+    except BaseException:
+        for engine in yard.everybody:
+            print(f"--- last lines of {engine.process.name}", *engine.process.tail(40), sep="\n")
+        raise
+
+
+def pids(engine: Engine) -> set[int]:
+    return {process.pid for process in engine.family()}
+
+
+async def assert_hands_over(session: aiohttp.ClientSession, yard: Yard, decoder: Engine, p: Engine | None = None) -> None:
+    prompt = fresh()
+    finished = (await metrics(session, decoder))[FINISHED]
+    answer = await ask(session, decoder, prompt, kv_transfer_params=await prefill(session, p or yard.trio.p, prompt))
+    assert answer == await ask(session, yard.trio.p, prompt), answer.body
+    assert (await metrics(session, decoder))[FINISHED] == finished + 1
+
+
+async def ask_wrongly(session: aiohttp.ClientSession, yard: Yard, decoder: Decoder, prompt: Prompt, params: Any, **changes: Any) -> Answer:
+    """Whatever D makes of these parameters: an answer is right, and D's prefix cache holds nothing wrong afterwards."""
+    answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params, **changes)
+    right = await ask(session, yard.trio.p, prompt)
+    assert right.is_ok
+    if answer.is_ok:
+        assert answer.token_ids == tuple(choice[: len(answer.token_ids[0])] for choice in right.token_ids), params
+    assert await ask(session, decoder.engine, prompt) == right, params
+    return answer
+
+
+def kill(engine: Engine) -> None:
+    """All its processes at once, as when a machine dies."""
+    family = engine.family()
+    for member in family:
+        member.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
