@@ -25,12 +25,13 @@ BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 
 class Fleet:
-    def __init__(self, directory: Path, model: Path, has_secret: bool = True) -> None:
-        """`has_secret=False`: members find one by themselves."""
+    def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
+        """`secret`: another fleet's, to hand over to its members; empty: members find one by themselves."""
         self._model = model
         self._group = ProcessGroup(directory, patience_s=5.0)
         self._children: list[ChildProcess] = []
-        self._secret = {"KVFERRY_SECRET": secrets.token_hex(32)} if has_secret else {}
+        chosen = secrets.token_hex(32) if secret is None else secret.decode()
+        self._secret = {"KVFERRY_SECRET": chosen} if chosen else {}
 
     def __enter__(self) -> "Fleet":
         self._group.__enter__()
@@ -112,6 +113,6 @@ def ready(*engines: Engine) -> None:
     while waiting:
         waiting = [engine for engine in waiting if not is_healthy(engine.address)]
         for engine in waiting:
-            engine.process.check_alive()
-            assert time.monotonic() < deadline, "\n".join([f"{engine.process.name} did not become healthy", *engine.process.tail(40)])
+            is_late = time.monotonic() > deadline or engine.process.has_failed
+            assert not is_late, "\n".join([f"{engine.process.name} did not become healthy", *engine.process.tail(150)])
         time.sleep(0.2 if waiting else 0)

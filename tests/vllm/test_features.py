@@ -2,6 +2,7 @@
 scheduling, no prefix cache, policy recompute."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
+def other(tmp_path_factory: pytest.TempPathFactory, model: Path, trio: Trio) -> Iterator[Trio]:
     directory = tmp_path_factory.mktemp("other")
     stored = {
         "kv_connector": "ExampleConnector",
@@ -24,7 +25,7 @@ def other(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Tri
         "kv_connector_extra_config": {"shared_storage_path": str(directory)},
     }
     several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [BY_PLUGIN, stored]}}
-    with Fleet(directory / "processes", model) as fleet:
+    with Fleet(directory / "processes", model, trio.fleet.secret) as fleet:
         small = ("--block-size", "64", "--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "128", "--max-num-seqs", "16")
         p = fleet.vllm("prefill", *small, "--no-async-scheduling", "--no-enable-prefix-caching", transfer=BY_PLUGIN)
         d = fleet.vllm("decode", *small, transfer=several, policy="recompute", cores="1")
@@ -61,7 +62,7 @@ def test_a_block_size_that_differs_is_refused_by_name_and_computed_by_policy(tri
             await assert_free(session, other.d)
 
     asyncio.run(check())
-    assert any("block_size" in line and "64" in line for line in other.d.process.tail(200))
+    assert any(re.search(r"reason=.*block_size.*64.*32", line) for line in other.d.process.tail(200)), other.d.process.tail(200)
 
 
 def test_what_was_moved_is_counted_under_vllms_names_and_ours(other: Trio) -> None:

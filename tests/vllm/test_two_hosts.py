@@ -53,7 +53,7 @@ def test_the_documented_commands_for_two_hosts(tmp_path: Path, model: Path, othe
         moved = {name: NAMES.get(value, value) for name, value in variables.items()}
         return {**moved, "KVFERRY_SECRET_FILE": str(tmp_path / moved["KVFERRY_SECRET_FILE"]), "UCX_TLS": "tcp"}
 
-    with Fleet(tmp_path / "fleet", model, has_secret=False) as fleet:
+    with Fleet(tmp_path / "fleet", model, secret=b"") as fleet:
         p = fleet.vllm(
             "prefill", transfer=for_p.transfer, environment=here(dict(for_p.environment)), host=NAMES["10.0.0.1"], inside=other_host
         )
