@@ -32,7 +32,14 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -96,7 +103,8 @@ class _Work:
     request_id: str
     start: int
     num_tokens: int
-    blocks: list[int]
+    blocks: tuple[list[int], ...]
+    """Each group's."""
     is_anew: bool
     tokens: list[int]
 
@@ -122,6 +130,11 @@ class Engine:
         with set_current_vllm_config(config):
             kv_cache_config = cache_config(config, kind)
             self._block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+            self._layers = [
+                (name, index, group.kv_cache_spec)
+                for index, group in enumerate(kv_cache_config.kv_cache_groups)
+                for name in group.layer_names
+            ]
             self.tensors = allocate_kv_cache(kv_cache_config, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout())
             self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache_config)
             self.worker.register_kv_caches(self.tensors)
@@ -195,7 +208,7 @@ class Engine:
         starts |= dict(zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True))
         work = []
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             tokens = list(self.scheduler.requests[request_id].all_token_ids)
             work.append(_Work(request_id, starts[request_id], num_tokens, blocks, request_id in resumed, tokens))
         return work
@@ -233,19 +246,22 @@ class Engine:
         tokens = self._sequences[work.request_id]
         values = torch.tensor(slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
-        size = self._block_size
-        for index in range(-(-end // size)):
-            first, block = index * size, work.blocks[index]
-            known = min(max(work.start - first, 0), size)
-            for tensor in self.tensors.values():
-                if not bool((tensor[block, :, :known, :] == values[first : first + known, None]).all()):
-                    self.wrong_slots.append((work.request_id, index))
-                fresh = values[first + known : min(first + size, end), None]
-                tensor[block, :, known : known + len(fresh), :] = fresh
+        for name, group, spec in self._layers:
+            self._compute_layer(self.tensors[name], values[:end], first_seen(spec, work.start), work, work.blocks[group])
         if end < len(tokens):
             return []
         tokens.append(next_token(tokens, self._seeds[work.request_id]))
         return [tokens[-1]]
+
+    def _compute_layer(self, tensor: torch.Tensor, values: torch.Tensor, seen_from: int, work: _Work, blocks: list[int]) -> None:
+        size = self._block_size
+        for index in range(seen_from // size, -(-len(values) // size)):
+            first, block = index * size, blocks[index]
+            begin, known = min(max(seen_from - first, 0), size), min(max(work.start - first, 0), size)
+            if not bool((tensor[block, :, begin:known, :] == values[first + begin : first + known, None]).all()):
+                self.wrong_slots.append((work.request_id, index))
+            fresh = values[first + known : first + size, None]
+            tensor[block, :, known : known + len(fresh), :] = fresh
 
     def _take(self, outputs: dict[int, Any]) -> None:
         for stats in (client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None):
@@ -303,6 +319,15 @@ def run_until(condition: Callable[[], bool], *engines: Engine) -> None:
         time.sleep(0.0005)
 
 
+def first_seen(spec: KVCacheSpec, position: int) -> int:
+    """The first token that the one at `position` looks at."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, position - int(spec.sliding_window) + 1)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return position // int(spec.attention_chunk_size) * int(spec.attention_chunk_size)
+    return 0
+
+
 def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
     """What the attention layers of such a model ask for."""
     model, names = (
@@ -318,6 +343,12 @@ def layer_specs(config: VllmConfig, kind: str) -> dict[str, KVCacheSpec]:
             return dict.fromkeys(names, MLAAttentionSpec(**shape, num_kv_heads=1, head_size=576))
         case "a window kept whole":
             return {name: replace(full, sliding_window=None if index % 2 else 64) for index, name in enumerate(names)}
+        case "windows beside full attention":
+            window = SlidingWindowSpec(**shape, num_kv_heads=full.num_kv_heads, head_size=full.head_size, sliding_window=48)
+            return {name: full if index % 2 else window for index, name in enumerate(names)}
+        case "chunks beside full attention":
+            chunk = ChunkedLocalAttentionSpec(**shape, num_kv_heads=full.num_kv_heads, head_size=full.head_size, attention_chunk_size=64)
+            return {name: full if index % 2 else chunk for index, name in enumerate(names)}
         case "layers of two sizes":
             return {
                 name: replace(full, head_size=64 if index % 2 else 32, head_size_v=64 if index % 2 else 32)

@@ -112,6 +112,20 @@ def test_such_a_cache_is_handed_over(start_engine: StartEngine, kind: str, layou
     run_until(lambda: not p.remains() and not d.remains(), p, d)
 
 
+@pytest.mark.parametrize("length", [20, 47, 48, 49, 64, 65, 79, 96, 100, 127, 128, 129, 200])
+@pytest.mark.parametrize("kind", ["windows beside full attention", "chunks beside full attention"])
+def test_where_attention_forgets_what_is_seen_is_handed_over(start_engine: StartEngine, kind: str, length: int) -> None:
+    p, d = start_engine("p", kind=kind), start_engine("d", kind=kind)
+    tokens = [10 + (index * 7) % 300 for index in range(length)]
+    d.add("b", tokens, p.prefill("a", tokens))
+    run_until(lambda: d.answers["b"].finish is not None, p, d)
+    # P lets go of a block that the last token looks at when that is the last token to look there.
+    last, following = (length - 48, length - 47) if "windows" in kind else ((length - 1) // 64 * 64, length // 64 * 64)
+    is_gone = max(0, last) // BLOCK < max(0, following) // BLOCK
+    assert (d.answers["b"].finish, d.loaded_tokens, d.wrong_slots) == ("length", 0 if is_gone else length - 1, [])
+    run_until(lambda: not p.remains() and not d.remains(), p, d)
+
+
 @pytest.mark.parametrize(
     ("at_p", "at_d"),
     [
