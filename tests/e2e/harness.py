@@ -7,11 +7,11 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import psutil
@@ -100,21 +100,16 @@ class Engine:
             member.resume()
 
 
-class Cluster:
-    """Owns engines and routers; whatever happens, nothing of it outlives the `with` block."""
+class Household:
+    """Owns child processes; whatever happens, nothing of it outlives the `with` block."""
 
-    def __init__(self, directory: Path, model: Path) -> None:
-        self._directory = directory
-        self._model = model
-        self._group = ProcessGroup(directory / "group", patience_s=3.0)
+    def __init__(self, directory: Path, patience_s: float) -> None:
+        """`patience_s`: how long each may take to end."""
+        self._group = ProcessGroup(directory, patience_s)
+        self._patience_s = patience_s
         self._children: list[ChildProcess] = []
-        self._secret = secrets.token_hex(32)
 
-    @property
-    def secret(self) -> bytes:
-        return self._secret.encode()
-
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         self._group.__enter__()
         return self
 
@@ -123,9 +118,33 @@ class Cluster:
             child.terminate()
         for child in self._children:
             if error is not None:
-                print(f"--- last lines of {child.name}", *child.tail(40), sep="\n")
-            child.close(patience_s=5.0)
+                print(f"--- last lines of {child.name}", *child.tail(60), sep="\n")
+            child.close(self._patience_s)
         self._group.close()
+
+    def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
+        child = ChildProcess(name, command, {**os.environ, **environment})
+        self._children.append(child)
+        child.start(self._group.id)
+        return child
+
+    def dismiss(self, child: ChildProcess) -> None:
+        """End one early."""
+        self._children.remove(child)
+        child.close(self._patience_s)
+
+
+class Cluster(Household):
+    """Engines and routers of the embedded kind."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        super().__init__(directory / "group", patience_s=5.0)
+        self._model = model
+        self._secret = secrets.token_hex(32)
+
+    @property
+    def secret(self) -> bytes:
+        return self._secret.encode()
 
     def serve(
         self,
@@ -168,10 +187,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        child = ChildProcess(name, command, {**os.environ, **own, **environment})
-        self._children.append(child)
-        child.start(self._group.id)
-        return Starting(child)
+        return Starting(self.add(name, command, {**own, **environment}))
 
 
 class Starting:

@@ -1,19 +1,16 @@
 """Real vLLM servers, embedded engines and routers as child processes. Whatever happens, nothing of them outlives the `with` block."""
 
-import os
 import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.e2e.harness import Engine
+from tests.e2e.harness import Engine, Household
 
 from kvferry.bench.vllm_servers import VllmServer, free_ports
 from kvferry.cli.http_client import is_healthy
-from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.types import Address
 
 ROOT = Path(__file__).parents[2]
@@ -24,27 +21,13 @@ BY_MODULE_PATH = {"kv_connector": "NixlConnector", "kv_connector_module_path": "
 BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 
-class Fleet:
+class Fleet(Household):
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
         """`secret`: another fleet's, to hand over to its members; empty: members find one by themselves."""
+        super().__init__(directory, patience_s=20.0)
         self._model = model
-        self._group = ProcessGroup(directory, patience_s=5.0)
-        self._children: list[ChildProcess] = []
         chosen = secrets.token_hex(32) if secret is None else secret.decode()
         self._secret = {"KVFERRY_SECRET": chosen} if chosen else {}
-
-    def __enter__(self) -> "Fleet":
-        self._group.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for child in self._children:
-            child.terminate()
-        for child in self._children:
-            if error is not None:
-                print(f"--- last lines of {child.name}", *child.tail(60), sep="\n")
-            child.close(patience_s=20.0)
-        self._group.close()
 
     @property
     def secret(self) -> bytes:
@@ -95,15 +78,11 @@ class Fleet:
         return self._start(name, list(command), dict(environment or {}), Address(LOOPBACK, port))
 
     def _start(self, name: str, command: list[str], environment: Mapping[str, str], address: Address) -> Engine:
-        child = ChildProcess(name, command, {**os.environ, **self._secret, **environment})
-        self._children.append(child)
-        child.start(self._group.id)
-        return Engine(child, address)
+        return Engine(self.add(name, command, {**self._secret, **environment}), address)
 
     def stop(self, engine: Engine) -> None:
         """End one member early, to give the machine back what it took."""
-        self._children.remove(engine.process)
-        engine.process.close(patience_s=20.0)
+        self.dismiss(engine.process)
 
 
 def ready(*engines: Engine) -> None:
