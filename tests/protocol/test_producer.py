@@ -72,6 +72,19 @@ def test_a_ticket_that_overtakes_its_grant_is_good() -> None:
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
 
 
+def test_whoever_may_be_reading_is_counted_before_and_after_the_grant() -> None:
+    producer = make_producer()
+    producer.receive(D, Attach(ticket(), "d/1", "nixl"), now=0)
+    producer.receive(D, Attach(ticket(), "d/2", "nixl"), now=0)
+    assert (producer.num_readers("nixl"), producer.num_readers("shm")) == (2, 0)
+    producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
+    assert producer.num_readers("nixl") == 1
+    producer.grant(A, 1, now=2)
+    assert producer.num_readers("nixl") == 1
+    producer.receive(D, Confirm("e1", "a", "d/2"), now=3)
+    assert producer.num_readers("nixl") == 0
+
+
 def test_a_grant_that_never_comes_is_waited_for_only_so_long() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)

@@ -63,7 +63,8 @@ class Producer:
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
-        return self._leases.num_readers(plane)
+        ahead = ((claim, attach) for claim in self._claims.values() for _, attach in claim.readers.values())
+        return self._leases.num_readers(plane) + sum(attach.plane == plane and attach.reader not in claim.ends for claim, attach in ahead)
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
         """The engine keeps this request's blocks for readers from now on."""
