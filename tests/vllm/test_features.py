@@ -74,6 +74,7 @@ def test_what_was_moved_is_counted_under_vllms_names_and_ours(other: Trio) -> No
         assert d["kvferry:transfer_bytes_total/nixl"] == d["vllm:nixl_bytes_transferred_sum"]
         assert d["kvferry:num_peers"] > 0
         assert p["kvferry:num_held_blocks"] == p["kvferry:num_leases"] == 0
-        assert p["vllm:nixl_num_kv_expired_reqs_total"] == d["vllm:nixl_num_failed_transfers_total"] == 0
+        assert p["vllm:nixl_num_kv_expired_reqs_total"] == p["vllm:nixl_num_failed_transfers_total"] == 0
+        assert d["vllm:nixl_num_failed_transfers_total"] == d["kvferry:failed_handshakes_total"] + d["kvferry:failed_transfers_total"]
 
     asyncio.run(check())
