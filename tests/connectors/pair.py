@@ -114,12 +114,18 @@ class EngineSide:
     """One engine: both roles of its connector and the memory behind them."""
 
     def __init__(
-        self, name: str, network: MemoryNetwork, policy: str = "fail", groups: Sequence[KVCacheGroup] = (ALL_LAYERS,), **extra: Any
+        self,
+        name: str,
+        network: MemoryNetwork,
+        policy: str = "fail",
+        groups: Sequence[KVCacheGroup] = (ALL_LAYERS,),
+        role: str = "kv_both",
+        **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
             {
                 "kv_connector": "NixlConnector",
-                "kv_role": "kv_both",
+                "kv_role": role,
                 "engine_id": name,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra,

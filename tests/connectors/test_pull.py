@@ -213,10 +213,11 @@ def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSi
     assert woken.wait(5)
     d.step()
     assert d.seen.finished_recving == {"r"}
-    stats = d.worker.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.data["finished_pulls"] == 1
-    assert stats.data["planes"]["memory"]["bytes"] == 3 * 3 * 4 * 16
+    of_scheduler, of_worker = d.scheduler.get_kv_connector_stats(), d.worker.get_kv_connector_stats()
+    assert of_scheduler is not None
+    assert of_worker is not None
+    assert of_scheduler.data["finished_pulls"] == 1
+    assert of_worker.data["planes"]["memory"]["bytes"] == 3 * 3 * 4 * 16
 
 
 def test_requests_that_share_a_ticket_read_it_once(pair: tuple[EngineSide, EngineSide]) -> None:
@@ -304,3 +305,26 @@ def test_how_far_back_a_token_looks() -> None:
     assert [KVCacheGroup(()).first_seen(position) for position in (0, 100)] == [0, 0]
     assert [KVCacheGroup((), sliding_window=4).first_seen(position) for position in (0, 3, 4, 7)] == [0, 0, 1, 4]
     assert [KVCacheGroup((), attention_chunk=8).first_seen(position) for position in (7, 8, 13)] == [0, 8, 8]
+
+
+def test_an_engine_that_takes_no_kv_refuses_tickets(pair: tuple[EngineSide, EngineSide], network: MemoryNetwork) -> None:
+    p, _ = pair
+    only_p = EngineSide("q", network, role="kv_producer")
+    request = arrive(only_p, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    assert only_p.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
+    only_p.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    step_until(lambda: "r" in only_p.seen.failed_recving, only_p)
+    assert "kv_role" in only_p.seen.failure_reasons["r"]
+    only_p.shutdown()
+
+
+def test_an_engine_may_take_less_than_it_was_offered(pair: tuple[EngineSide, EngineSide]) -> None:
+    p, d = pair
+    p.fill([5, 6, 7], seed=1)
+    request = arrive(d, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    assert d.scheduler.get_num_new_matched_tokens(request, 4) == (6, True)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 4)
+    step_until(lambda: "r" in d.seen.finished_recving, p, d)
+    for layer, array in d.memory.items():
+        assert (array[2] == p.memory[layer][6]).all()
+        assert not np.delete(array, 2, axis=0).any()

@@ -67,6 +67,8 @@ class PullScheduler:
         self._key = TicketKey(config.secret)
         self._serial = 0
         self._offers: dict[RequestId, _Offer] = {}
+        self._asked: dict[RequestId, int] = {}
+        """How many tokens of it the engine had when it was last made an offer."""
         self._loading: dict[RequestId, TicketName | None] = {}
         self._reading: set[TicketName] = set()
         # In the order they were read, the oldest forgotten first.
@@ -119,6 +121,9 @@ class PullScheduler:
 
     def on_new_request(self, request: Request) -> None:
         match read_params(request.kv_transfer_params):
+            case PullFromPeer() if not self._config.kv_transfer.is_kv_consumer:
+                # Engines guard blocks that bytes may arrive in only if they were told that bytes may arrive.
+                self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
             case PullFromPeer(ticket):
                 self._take_ticket(request, ticket)
             case BadParams(reason):
@@ -131,6 +136,7 @@ class PullScheduler:
         # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
+        self._asked[RequestId(request.request_id)] = num_computed_tokens
         if missing <= 0:
             return 0, False
         return (None, False) if offer.ticket in self._reading else (missing, True)
@@ -140,6 +146,7 @@ class PullScheduler:
         offer = self._offers.pop(request_id, None)
         if offer is None:
             return
+        first = self._asked.pop(request_id, offer.num_tokens - num_external_tokens)
         if num_external_tokens == 0:
             if offer.refusal is None:
                 self._commands.append(Settle(request_id))
@@ -151,7 +158,8 @@ class PullScheduler:
         assert offer.ticket is not None
         self._reading.add(offer.ticket)
         table = tuple(tuple(group) for group in blocks.get_block_ids())
-        self._commands.append(Start(request_id, table, offer.num_tokens - num_external_tokens, offer.num_tokens))
+        # Engines may take less than was offered, never other tokens.
+        self._commands.append(Start(request_id, table, first, min(first + num_external_tokens, offer.num_tokens)))
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """What has ended on every rank."""
@@ -161,7 +169,10 @@ class PullScheduler:
             self._end_lease(RequestId(request))
 
     def _end_load(self, request: RequestId, is_good: bool) -> None:
-        ticket = self._loading.pop(request, None)
+        if request not in self._loading:
+            return
+        self._stats.count("finished_pulls" if is_good else "failed_pulls")
+        ticket = self._loading.pop(request)
         if ticket is None:
             return
         self._reading.discard(ticket)
@@ -174,6 +185,7 @@ class PullScheduler:
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
+        self._asked.pop(request_id, None)
         if self._offers.pop(request_id, None) is not None or request_id in self._loading:
             self._commands.append(Abort(request_id))
         is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)

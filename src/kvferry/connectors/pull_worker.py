@@ -132,10 +132,8 @@ class PullWorker:
     def _take(self, event: Event, results: KVConnectorTransferResults) -> None:
         match event:
             case PullFinished(request):
-                self._stats.count("finished_pulls")
                 results.finished_recving.add(request)
             case PullFailed(request, reason):
-                self._stats.count("failed_pulls")
                 _log.warning("pull failed request=%s reason=%s", request, reason)
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
@@ -143,7 +141,8 @@ class PullWorker:
             case PullGivenUp(request, reason):
                 results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
-                if end is LeaseEnd.EXPIRED:
+                # Of one request every rank has a lease.
+                if end is LeaseEnd.EXPIRED and self._config.parallel.tp_rank == 0:
                     self._stats.count("kv_expired_reqs")
                 results.finished_sending.add(request)
             case BytesMoved(plane, total_bytes, pieces, post_s, transfer_s, is_ok):

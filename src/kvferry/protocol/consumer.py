@@ -234,6 +234,9 @@ class Consumer:
                 self._stop_reads(pull)
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
+            case TransferState.DOOMED if before is not TransferState.DOOMED:
+                # It may wait long for its blocks, to fail then: no rank need keep its own for it.
+                self._say_farewell(pull)
             case state if state in FINAL:
                 self._end(pull)
 
@@ -289,11 +292,8 @@ class Consumer:
         mates.discard(pull.request)
         if not mates:
             del self._by_life[pull.life]
-        peer = self._peers.get(pull.life)
-        if pull.is_attached and peer is not None:
-            for rank in peer.visits:
-                self._beats.untrack(peer.peer_id(rank), pull.ticket.lease)
         if pull.state is TransferState.DONE:
+            self._stop_beats(pull)
             self._events.append(PullFinished(pull.request))
             return
         self._say_farewell(pull)
@@ -305,9 +305,16 @@ class Consumer:
         if peer is None:
             return
         if pull.is_attached:
+            self._stop_beats(pull)
             self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
         elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
             self._farewells.setdefault(pull.life, []).append(pull)
+
+    def _stop_beats(self, pull: _Pull) -> None:
+        pull.is_attached = False
+        peer = self._peers.get(pull.life)
+        for rank in peer.visits if peer is not None else ():
+            self._beats.untrack(PeerId(pull.life.engine, pull.life.epoch, rank), pull.ticket.lease)
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:

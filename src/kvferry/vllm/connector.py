@@ -3,6 +3,7 @@
 One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the ferry's thread.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,20 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.errors import ConfigError
 from kvferry.vllm.logs import log_with_vllm
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
+from kvferry.vllm.plugin import register
 from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, keep_from_workers, without_null
 from kvferry.vllm.versions import warn_if_untested
 
 __all__ = ["KVFerryConnector", "NixlConnector"]
+
+_log = logging.getLogger(__name__)
+
+# vLLM's MultiConnector looks a child up by its registered name, also where plugins are restricted and the module path brought us here.
+register()
 
 
 @dataclass
@@ -57,6 +65,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         formats = ",".join(sorted({b.get_name() for b in get_current_attn_backends(vllm_config)})) if is_worker else ""
         config = connector_config(vllm_config, self.inner_name, rank, formats)
         our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
+        self._generation = 0
         self._inner = KVConnectorFactory.create_connector(config, our_role, cache_config(vllm_config, kv_cache_config))
 
     @classmethod
@@ -86,15 +95,25 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
+    def _view(self, request: Any) -> RequestView:
+        return RequestView(request, self._generation)
+
+    def reset_cache(self) -> bool | None:
+        """vLLM asks for it when cached KV is no longer right, because weights have changed. Ours is then handed over only to, and taken
+        only from, engines that were told so equally often."""
+        self._generation += 1
+        _log.warning("caches were reset generation=%d: KV is exchanged with engines of the same generation", self._generation)
+        return None
+
     def on_new_request(self, request: Any) -> None:
-        self._inner.on_new_request(RequestView(request))
+        self._inner.on_new_request(self._view(request))
         keep_from_workers(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._inner.get_num_new_matched_tokens(RequestView(request), num_computed_tokens)
+        return self._inner.get_num_new_matched_tokens(self._view(request), num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._inner.update_state_after_alloc(RequestView(request), BlocksView(blocks), num_external_tokens)
+        self._inner.update_state_after_alloc(self._view(request), BlocksView(blocks), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return StepMetadata(self._inner.build_connector_meta(scheduler_output))
@@ -111,13 +130,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._inner.update_connector_output(ours)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._inner.request_finished(RequestView(request), without_null(block_ids))
+        return self._inner.request_finished(self._view(request), without_null(block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
-        return self._inner.request_finished_all_groups(RequestView(request), tuple(map(without_null, block_ids)))
+        return self._inner.request_finished_all_groups(self._view(request), tuple(map(without_null, block_ids)))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):
+            raise ConfigError("vLLM's MultiConnector passes on the first child's handshake data only: list KVFerryConnector first")
         self._inner.set_xfer_handshake_metadata({rank: part.inner for rank, part in metadata.items()})
 
     # -- worker ----------------------------------------------------------------------------------------------------

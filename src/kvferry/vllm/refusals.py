@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -19,6 +20,8 @@ from kvferry.errors import ConfigError
 
 __all__ = ["check_servable", "layer_specs"]
 
+PLAIN_BYTES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+"""With others, engines keep scales in the cache that they write at moments of their own choosing."""
 SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Their subclasses drop blocks, add some or hold something else: only these themselves."""
 
@@ -34,6 +37,8 @@ def check_servable(vllm_config: Any, kv_cache_config: Any) -> None:
     for name, size in sizes.items():
         if size > 1:
             raise ConfigError(f"kvferry does not hand over KV with {name} {size} yet; set it to 1")
+    if model.enable_sleep_mode:
+        raise ConfigError("kvferry registers the cache's memory once, and sleep mode moves it; start vLLM without --enable-sleep-mode")
     if model.is_encoder_decoder:
         raise ConfigError(f"kvferry does not hand over the KV of encoder-decoder models such as {model.model}")
     _check_groups(model.model, kv_cache_config.kv_cache_groups)
@@ -51,6 +56,9 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
     sizes = sorted({spec.block_size for spec in specs})
     if len(sizes) > 1:
         raise ConfigError(f"{model} keeps its KV in blocks of {sizes} tokens; kvferry serves one block size")
+    modes = sorted({spec.kv_quant_mode.name for spec in specs if spec.kv_quant_mode not in PLAIN_BYTES})
+    if modes:
+        raise ConfigError(f"kvferry does not hand over KV quantised as {', '.join(modes)}; use --kv-cache-dtype auto or fp8")
     if any(spec.tokens_per_state != 1 for spec in specs):
         raise ConfigError(f"{model} keeps one state for several tokens; kvferry does not hand that over yet")
     if any(getattr(spec, "non_causal", False) for spec in specs):

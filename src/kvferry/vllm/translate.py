@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvferry.protocol.tickets import HOLE
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
-from kvferry.vllm.weights import sample_weights
+from kvferry.vllm.weights import sample_adapter, sample_weights
 
 __all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "keep_from_workers", "without_null"]
 
@@ -36,6 +37,8 @@ class RequestView:
     """A vLLM request, read through the contract's names."""
 
     request: Any
+    generation: int = 0
+    """How often the engine's caches were thrown away because its weights had changed."""
 
     @property
     def request_id(self) -> str:
@@ -78,11 +81,14 @@ class RequestView:
     @property
     def cache_salt(self) -> str:
         request = self.request
-        parts = [request.cache_salt or "", request.lora_request.lora_name if request.lora_request else ""]
-        parts += [str(feature.identifier) for feature in request.mm_features]
+        parts: list[object] = [str(feature.identifier) for feature in request.mm_features]
+        if request.lora_request:
+            parts += [request.lora_request.lora_name, sample_adapter(request.lora_request.lora_path)]
         if request.prompt_embeds is not None:
             parts.append(hashlib.blake2b(tensor_data(request.prompt_embeds), digest_size=16).hexdigest())
-        return "\0".join(parts) if any(parts) else ""
+        if not parts and not request.cache_salt and not self.generation:
+            return ""
+        return json.dumps([request.cache_salt, self.generation, bool(request.lora_request), *parts])
 
     @property
     def family(self) -> str | None:
@@ -110,9 +116,12 @@ def keep_from_workers(request: Any) -> None:
 
     They are of no use there, may be large, and the engine dies when it pickles ones that are nested a few hundred levels deep.
     """
-    sampling = request.sampling_params
-    if sampling is not None and sampling.extra_args is not None:
-        sampling.extra_args = {name: value for name, value in sampling.extra_args.items() if name != "kv_transfer_params"}
+    if request.sampling_params is None or request.sampling_params.extra_args is None:
+        return
+    # A copy: the n requests of one with n choices may share them.
+    request.sampling_params = copy(request.sampling_params)
+    extra = request.sampling_params.extra_args
+    request.sampling_params.extra_args = {name: value for name, value in extra.items() if name != "kv_transfer_params"}
 
 
 def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
@@ -174,9 +183,9 @@ def _side_channel(vllm_config: Any) -> SideChannelConfig:
 
 def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
     model = vllm_config.model_config
-    facts = model.hf_config.to_dict() | {"quantization": model.quantization, "revision": model.revision}
-    facts |= {"weights": sample_weights(model.model, model.revision)}
-    facts.pop("_name_or_path", None)
+    facts = {"config": _without_paths(model.hf_config.to_dict()), "quantization": model.quantization}
+    # Only what a worker says of the model is compared.
+    facts |= {"weights": _weights(vllm_config)} if attention_backends else {}
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
     return ModelIdentity(
         architecture=",".join(model.hf_config.architectures or []),
@@ -187,6 +196,20 @@ def _identity(vllm_config: Any, attention_backends: str) -> ModelIdentity:
         dtype=str(model.dtype).removeprefix("torch."),
         cache_format=f"vllm {release()} {attention_backends}",
     )
+
+
+def _weights(vllm_config: Any) -> str:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if load.load_format == "dummy":
+        return f"dummy {model.seed}"
+    return sample_weights(model.model, model.revision, load.download_dir)
+
+
+def _without_paths(config: Any) -> Any:
+    """The same model has another path on every host, at any depth of its configuration."""
+    if isinstance(config, dict):
+        return {str(name): _without_paths(value) for name, value in config.items() if name != "_name_or_path"}
+    return [_without_paths(value) for value in config] if isinstance(config, list | tuple) else config
 
 
 def _cache_dtype(vllm_config: Any) -> str:

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
@@ -65,6 +66,11 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
         pytest.param(cache_of(FULL, replace(WINDOW, block_size=2 * BLOCK)), r"in blocks of \[32, 64\] tokens", id="two block sizes"),
         pytest.param(cache_of(replace(FULL, non_causal=True)), "attends to later tokens of a prompt", id="prefix language model"),
         pytest.param(cache_of(replace(MLA, tokens_per_state=4)), "keeps one state for several tokens", id="compressed states"),
+        pytest.param(
+            cache_of(replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TOKEN_HEAD)),
+            "KV quantised as FP8_PER_TOKEN_HEAD",
+            id="scales in blocks",
+        ),
         pytest.param(cache_of(FULL, host_resident=True), "keeps part of its KV in a host pool", id="host pool"),
         pytest.param(cache_of(FULL, enable_kv_transfer=False), "keeps part of its KV in a host pool", id="not for transfer"),
         pytest.param(cache_of(), "keeps no KV: there is nothing to hand over", id="no attention"),
@@ -86,6 +92,13 @@ def test_a_parallel_setting_that_cannot_be_served(
 ) -> None:
     monkeypatch.setattr(config.parallel_config, name, 2)
     with pytest.raises(ConfigError, match=f"does not hand over KV with {name} 2 yet; set it to 1"):
+        make(config, cache_of(FULL), role)
+
+
+@BOTH_ROLES
+def test_a_cache_that_may_move(config: VllmConfig, role: KVConnectorRole, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    with pytest.raises(ConfigError, match="without --enable-sleep-mode"):
         make(config, cache_of(FULL), role)
 
 

@@ -35,7 +35,7 @@ def test_another_version_is_warned_of_and_serves(
     # Inside vLLM our lines go to its handlers alone.
     monkeypatch.setattr(logging.getLogger("kvferry"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("kvferry"), "propagate", False)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="kvferry"):
         engine = start_engine("p")
     assert said(caplog) == [WARNING] * 2
     engine.add("a", [1, 2, 3])
