@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
+from kvferry.connectors.pull_metadata import PullHandshakeMetadata
+from kvferry.errors import ConfigError
 from kvferry.planes.memory import MemoryControlPlane, MemoryNetwork
 from kvferry.protocol import codec
 from kvferry.protocol.messages import Release
@@ -328,3 +331,12 @@ def test_an_engine_may_take_less_than_it_was_offered(pair: tuple[EngineSide, Eng
     for layer, array in d.memory.items():
         assert (array[2] == p.memory[layer][6]).all()
         assert not np.delete(array, 2, axis=0).any()
+
+
+def test_ranks_of_another_engine_life_are_refused_at_the_start(network: MemoryNetwork) -> None:
+    side = EngineSide("p", network)
+    metadata = side.worker.get_handshake_metadata()
+    assert isinstance(metadata, PullHandshakeMetadata)
+    with pytest.raises(ConfigError, match=r"ranks \[1\] were started apart"):
+        side.scheduler.set_xfer_handshake_metadata({0: metadata, 1: replace(metadata, tp_rank=1, epoch="another")})
+    side.shutdown()

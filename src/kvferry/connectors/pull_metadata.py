@@ -24,3 +24,5 @@ class PullHandshakeMetadata(KVConnectorHandshakeMetadata):
     tp_rank: int
     layout: bytes
     factors: Mapping[str, Factor]
+    epoch: str
+    """The engine life the rank believes to be in."""

@@ -24,7 +24,7 @@ from kvferry.connectors.contract import (
 from kvferry.connectors.params import BadParams, PrefillForPeer, PullFromPeer, read_params
 from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
 from kvferry.connectors.stats import TransferStats
-from kvferry.errors import InvalidTicket, LocalProtocolError
+from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
 from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
 from kvferry.ferry.side_channel import SideChannel
 from kvferry.protocol.fingerprints import common_prefix, fingerprint
@@ -94,6 +94,12 @@ class PullScheduler:
         for rank, part in metadata.items():
             if rank not in parts:
                 raise LocalProtocolError(f"rank {rank} brought handshake data of another connector: {type(part).__name__}")
+        strangers = [rank for rank, part in parts.items() if part.epoch != self._config.epoch]
+        if strangers:
+            raise ConfigError(
+                f"ranks {strangers} were started apart from their scheduler and would refuse every ticket; "
+                "give all of them the same KVFERRY_VLLM_EPOCH, another one at each start"
+            )
         served = ServedEngine(
             EngineId(self._config.kv_transfer.engine_id),
             Epoch(self._config.epoch),

@@ -59,7 +59,8 @@ class PullWorker:
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob) for o in (plane.offer() for plane in planes))
         factors = compatibility_factors(self._config, self._cache, "pull")
-        self._handshake = PullHandshakeMetadata(geometry.tp_rank, encode_layout(_layout(geometry, control, offers)), factors)
+        layout = encode_layout(_layout(geometry, control, offers))
+        self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch)
         ferry = Ferry(self._ferry_settings(geometry, offers, factors), planes, control, time.monotonic)
         self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:

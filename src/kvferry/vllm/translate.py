@@ -226,5 +226,5 @@ def _layout(kv_cache_config: Any) -> str:
 
 
 def _epoch(vllm_config: Any) -> str:
-    """Equal in all processes of one engine life. Without the plugin, vLLM's own id of the configuration has to do."""
-    return f"{os.environ.get(EPOCH_VARIABLE, '')}{vllm_config.instance_id}-{vllm_config.kv_transfer_config.engine_id}"
+    """Equal in all processes of one engine life, another in the next. Without the plugin, vLLM's own id of the configuration has to do."""
+    return f"{os.environ.get(EPOCH_VARIABLE) or vllm_config.instance_id}-{vllm_config.kv_transfer_config.engine_id}"
