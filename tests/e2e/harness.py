@@ -123,7 +123,9 @@ class Household:
         self._group.close()
 
     def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
-        child = ChildProcess(name, command, {**os.environ, **environment})
+        # Planes that tests open in this process set variables of these libraries; what a child finds is the operator's.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
+        child = ChildProcess(name, command, {**ours, **environment})
         self._children.append(child)
         child.start(self._group.id)
         return child

@@ -11,6 +11,9 @@ from tests.vllm.fleet import PYTHON, Fleet, ready
 
 from kvferry.engine.make_model import make_model
 
+# Needs vLLM's interpreter: see test_inside.py.
+collect_ignore = ["inside"]
+
 
 @dataclass(frozen=True)
 class Trio:
