@@ -21,8 +21,10 @@ from kvferry.connectors.contract import (
     Request,
     RequestStatus,
 )
+from kvferry.connectors.held_blocks import HeldBlocks
 from kvferry.connectors.params import BadParams, PrefillForPeer, PullFromPeer, read_params
 from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
+from kvferry.connectors.shared_tickets import SharedTickets, TicketName
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
 from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
@@ -33,11 +35,6 @@ from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey, ru
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
 __all__ = ["PullScheduler"]
-
-MAX_READ_TICKETS = 10_000
-
-TicketName = tuple[str, str, int]
-"""Engine, epoch and serial: one lease of one engine life."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,14 +48,6 @@ class _Offer:
     refusal: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A finished request whose blocks are kept for a peer."""
-
-    num_blocks: int
-    family: str | None
-
-
 class PullScheduler:
     def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
         self._config = config
@@ -69,13 +58,8 @@ class PullScheduler:
         self._offers: dict[RequestId, _Offer] = {}
         self._asked: dict[RequestId, int] = {}
         """How many tokens of it the engine had when it was last made an offer."""
-        self._loading: dict[RequestId, TicketName | None] = {}
-        self._reading: set[TicketName] = set()
-        # In the order they were read, the oldest forgotten first.
-        self._read: dict[TicketName, None] = {}
-        self._held: dict[RequestId, _Held] = {}
-        self._num_held_blocks = 0
-        self._families: dict[str, set[RequestId]] = {}
+        self._tickets = SharedTickets()
+        self._held = HeldBlocks()
         self._commands: list[Command] = []
         self._side_channel: SideChannel | None = None
         self._address: Address | None = None
@@ -137,7 +121,7 @@ class PullScheduler:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         offer = self._offers.get(RequestId(request.request_id))
-        if offer is None or offer.ticket in self._read:
+        if offer is None or self._tickets.was_read(offer.ticket):
             return 0, False
         # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
@@ -145,7 +129,7 @@ class PullScheduler:
         self._asked[RequestId(request.request_id)] = num_computed_tokens
         if missing <= 0:
             return 0, False
-        return (None, False) if offer.ticket in self._reading else (missing, True)
+        return (None, False) if self._tickets.is_being_read(offer.ticket) else (missing, True)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = RequestId(request.request_id)
@@ -157,12 +141,10 @@ class PullScheduler:
             if offer.refusal is None:
                 self._commands.append(Settle(request_id))
             return
-        self._loading[request_id] = offer.ticket
+        self._tickets.begin(request_id, offer.ticket)
         if offer.refusal is not None:
             self._commands.append(Reject(request_id, offer.refusal))
             return
-        assert offer.ticket is not None
-        self._reading.add(offer.ticket)
         table = tuple(tuple(group) for group in blocks.get_block_ids())
         # Engines may take less than was offered, never other tokens.
         self._commands.append(Start(request_id, table, first, min(first + num_external_tokens, offer.num_tokens)))
@@ -170,29 +152,21 @@ class PullScheduler:
     def take_output(self, output: KVConnectorOutput) -> None:
         """What has ended on every rank."""
         for request in output.finished_recving:
-            self._end_load(RequestId(request), is_good=request not in output.failed_recving)
+            if self._tickets.is_loading(RequestId(request)):
+                is_good = request not in output.failed_recving
+                self._stats.count("finished_pulls" if is_good else "failed_pulls")
+                self._tickets.end(RequestId(request), is_good)
         for request in output.finished_sending:
-            self._end_lease(RequestId(request))
-
-    def _end_load(self, request: RequestId, is_good: bool) -> None:
-        if request not in self._loading:
-            return
-        self._stats.count("finished_pulls" if is_good else "failed_pulls")
-        ticket = self._loading.pop(request)
-        if ticket is None:
-            return
-        self._reading.discard(ticket)
-        if is_good:
-            self._read[ticket] = None
-            while len(self._read) > MAX_READ_TICKETS:
-                del self._read[next(iter(self._read))]
+            self._commands += [Abandon(other) for other in self._held.free(RequestId(request))]
+        if output.finished_sending:
+            self._note_held()
 
     # -- producer --------------------------------------------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
         self._asked.pop(request_id, None)
-        if self._offers.pop(request_id, None) is not None or request_id in self._loading:
+        if self._offers.pop(request_id, None) is not None or self._tickets.is_loading(request_id):
             self._commands.append(Abort(request_id))
         is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         if not is_whole or not isinstance(read_params(request.kv_transfer_params), PrefillForPeer):
@@ -206,27 +180,12 @@ class PullScheduler:
         num_blocks = -(-num_tokens // self._cache.block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
         ticket = self._issue(request, held, num_tokens)
-        self._hold(request_id, _Held(sum(block != HOLE for group in held for block in group), request.family))
+        self._held.hold(request_id, sum(block != HOLE for group in held for block in group), request.family)
+        self._note_held()
         return True, self._params(ticket)
 
-    def _hold(self, request_id: RequestId, held: _Held) -> None:
-        self._held[request_id] = held
-        self._note_held(held.num_blocks)
-        if held.family is not None:
-            self._families.setdefault(held.family, set()).add(request_id)
-
-    def _end_lease(self, request_id: RequestId) -> None:
-        held = self._held.pop(request_id, None)
-        if held is None:
-            return
-        self._note_held(-held.num_blocks)
-        # Of the requests that answer one client's request together, one's parameters have reached somebody: nobody comes for the others.
-        for other in self._families.pop(held.family, set()) - {request_id} if held.family is not None else ():
-            self._commands.append(Abandon(other))
-
-    def _note_held(self, by: int) -> None:
-        self._num_held_blocks += by
-        self._stats.set_level("num_held_blocks", "scheduler", self._num_held_blocks)
+    def _note_held(self) -> None:
+        self._stats.set_level("num_held_blocks", "scheduler", self._held.num_blocks)
 
     def request_abandoned(self, request_id: str) -> None:
         self._commands.append(Abandon(RequestId(request_id)))

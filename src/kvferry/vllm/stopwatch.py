@@ -25,6 +25,7 @@ __all__ = ["DIRECTORY_VARIABLE", "WRAPS_VARIABLE", "MethodTotals", "Stopwatch", 
 WRAPS_VARIABLE = "KVFERRY_STOPWATCH_WRAPS"
 DIRECTORY_VARIABLE = "KVFERRY_STOPWATCH_DIRECTORY"
 WRITE_INTERVAL_S = 0.5
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Stopwatch:
         """Write the last totals and stop. Idempotent."""
         self._is_closing.set()
         if self._writer is not None:
-            self._writer.join()
+            self._writer.join(CLOSE_TIMEOUT_S)
             self._writer = None
 
     def time(self, name: str, call: Callable[[], Any]) -> Any:
