@@ -296,7 +296,7 @@ class Engine:
             "used blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "block tables": [m.req_to_blocks for m in scheduler.kv_cache_manager.coordinator.single_type_managers if m.req_to_blocks],
             "offers": dict(half._offers),  # noqa: SLF001
-            "loads": set(half._loading),  # noqa: SLF001
+            "loads": set(half._tickets._loading),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
             "leases": self.ferry.leases,
             "pulls": self.ferry.pulls,
