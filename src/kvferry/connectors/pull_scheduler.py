@@ -270,9 +270,9 @@ class PullScheduler:
         if not any(group.forgets for group in self._cache.groups):
             return matched
         matched = min(matched, num_prompt_tokens - 1)
-        needed = -(-matched // self._cache.block_size)
+        needed = -(-matched // ticket.block_size)
         for group, blocks in zip(self._cache.groups, ticket.block_ids(), strict=False):
-            if HOLE in blocks[group.first_seen(matched) // self._cache.block_size : needed]:
+            if HOLE in blocks[group.first_seen(matched) // ticket.block_size : needed]:
                 return 0
         return matched
 

@@ -30,9 +30,9 @@ from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.consumer import ConsumerSettings
-from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.geometry import Geometry, region_info
+from kvferry.protocol.messages import Factor, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.producer import ProducerSettings
 from kvferry.types import EngineId, Epoch, LeaseEnd
 
@@ -162,10 +162,6 @@ class PullWorker:
 
 
 def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, ...]) -> RankLayout:
-    regions = [
-        RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, str(r.memory), r.device, r.group, r.head_runs)
-        for r in geometry.regions
-    ]
     return RankLayout(
         tp_rank=geometry.tp_rank,
         tp_size=geometry.tp_size,
@@ -175,7 +171,7 @@ def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, 
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         control_address=control.address,
-        regions=regions,
+        regions=[region_info(region) for region in geometry.regions],
         offers=list(offers),
         total_kv_heads=geometry.total_kv_heads,
     )

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.handshake import PlaneChoice
 from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo
-from kvferry.protocol.planning import Geometry, Pieces
+from kvferry.protocol.planning import Pieces
 from kvferry.types import PeerId, RequestId
 
 __all__ = ["Action", "ClosePeer", "HangUp", "OpenPeer", "Send", "StartRead", "StopRead"]

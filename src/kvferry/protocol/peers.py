@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
+from kvferry.protocol.geometry import Geometry, check_geometry, geometry_from_layout
 from kvferry.protocol.handshake import candidate_planes, check_reply
 from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
-from kvferry.protocol.planning import Geometry, check_geometry, geometry_from_layout
 from kvferry.protocol.ranks import Visit, visits
 from kvferry.types import Address, EngineLife, PeerId
 

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.utils import tensor_data
@@ -25,7 +26,22 @@ from kvferry.vllm.weights import sample_adapter, sample_weights
 __all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "keep_from_workers", "without_null"]
 
 NULL_BLOCK = 0
-LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD"}
+LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
+TOKEN_ROWS = frozenset(
+    [
+        "FLASH_ATTN",
+        "FLASHINFER",
+        "TRITON_ATTN",
+        "FLEX_ATTENTION",
+        "FLASHMLA",
+        "FLASH_ATTN_MLA",
+        "CUTLASS_MLA",
+        "FLASHINFER_MLA",
+        "TRITON_MLA",
+    ]
+)
+"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a block together, as the CPU's does with its
+keys: their blocks are cut by heads only."""
 _HANDED_OVER = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -124,7 +140,8 @@ def keep_from_workers(request: Any) -> None:
     request.sampling_params.extra_args = {name: value for name, value in extra.items() if name != "kv_transfer_params"}
 
 
-def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
+def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str = "") -> KVCacheConfig:
+    """`attention_backends`: their names; known in workers only."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     return KVCacheConfig(
@@ -135,6 +152,7 @@ def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_dim=model.get_head_size(),
         cache_dtype=_cache_dtype(vllm_config),
+        has_token_rows=current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(",")),
     )
 
 
