@@ -28,20 +28,20 @@ __all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "kee
 NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
 TOKEN_ROWS = frozenset(
-    [
+    {
         "FLASH_ATTN",
         "FLASHINFER",
         "TRITON_ATTN",
         "FLEX_ATTENTION",
-        "FLASHMLA",
         "FLASH_ATTN_MLA",
-        "CUTLASS_MLA",
         "FLASHINFER_MLA",
+        "FLASHMLA",
+        "CUTLASS_MLA",
         "TRITON_MLA",
-    ]
+    }
 )
-"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a block together, as the CPU's does with its
-keys: their blocks are cut by heads only."""
+"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a block together, as the CPU's does with
+its keys: their blocks are cut by heads only."""
 _HANDED_OVER = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
