@@ -40,7 +40,7 @@ from kvferry.engine.worker import Worker, connector_config
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.types import FailurePolicy
 
-__all__ = ["EngineCore", "run_core"]
+__all__ = ["EngineCore", "limits_of", "run_core"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EngineCore:
         with contextlib.ExitStack() as undo:
             executor = Executor.start(setup, wakeup.ring, api.say)
             undo.callback(executor.close)
-            limits = _limits_of(setup, executor.worker)
+            limits = limits_of(setup, executor.worker)
             connector = None
             if setup.options.kv_transfer is not None:
                 api.say("starting the connector")
@@ -219,7 +219,8 @@ def _end_orderly(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
-def _limits_of(setup: EngineSetup, worker: Worker) -> Limits:
+def limits_of(setup: EngineSetup, worker: Worker) -> Limits:
+    """What the scheduler of an engine must respect, known once its first rank has its cache."""
     options, config = setup.options, worker.runner.config
     policy = FailurePolicy.FAIL if options.kv_transfer is None else options.kv_transfer.kv_load_failure_policy
     return Limits(
