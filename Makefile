@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-vllm docs constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-vllm docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -58,6 +58,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real 
 
 docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py
+
+compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md anew
+	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest tests/compatibility $(PYTEST_FLAGS)
 
 constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \

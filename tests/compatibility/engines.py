@@ -34,8 +34,8 @@ DEADLINE_S = 60.0
 
 
 class LocalEngine:
-    def __init__(self, options: EngineOptions, name: str, extra: dict[str, Any] | None, meeting: Path) -> None:
-        """`extra`: the connector's extra configuration; None for an engine that moves nothing."""
+    def __init__(self, options: EngineOptions, name: str, extra: dict[str, Any] | None, meeting: Path, faults: str = "") -> None:
+        """`extra`: the connector's extra configuration; None for an engine that moves nothing. `faults`: what its planes do wrong."""
         self.name = name
         self.finished: dict[str, RequestOutput] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -43,7 +43,7 @@ class LocalEngine:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._totals = TransferTotals()
         transfer = None if extra is None else _transfer(name, extra)
-        setup = _setup(options, transfer)
+        setup = _setup(options, transfer, faults)
         size = options.tensor_parallel_size
         self._threads = [self._closing.enter_context(ThreadPoolExecutor(1, f"{name}-{rank}")) for rank in range(size)]
         rendezvous = f"file://{meeting / secrets.token_hex(8)}"
@@ -125,9 +125,12 @@ def _transfer(name: str, extra: dict[str, Any]) -> KVTransferConfig:
     )
 
 
-def _setup(options: EngineOptions, transfer: KVTransferConfig | None) -> EngineSetup:
+def _setup(options: EngineOptions, transfer: KVTransferConfig | None, faults: str) -> EngineSetup:
     side_channel = SideChannelConfig(port=0)
-    kit = Kit.from_settings(side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, {})
+    environment = {"KVFERRY_FAULTS": faults} if faults else {}
+    kit = Kit.from_settings(
+        side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, {"KVFERRY_FAULTS": faults} if faults else {}
+    )
     return EngineSetup(replace(options, kv_transfer=transfer), kit, SECRET, side_channel if transfer else None)
 
 

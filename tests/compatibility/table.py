@@ -21,7 +21,7 @@ class Form:
         return f"{self.block_size} {self.layout}"
 
     def __str__(self) -> str:
-        return f"TP {self.tp_size}, blocks of {self.block_size}, {self.layout}"
+        return f"tp{self.tp_size}-{self.block_size}-{self.layout}"
 
 
 class Outcomes:

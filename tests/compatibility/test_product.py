@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.compatibility.engines import LocalEngine, run_all
-from tests.compatibility.table import Outcome, record
+from tests.compatibility.table import Form, Outcomes
 
 from kvferry.engine.make_model import make_model
 from kvferry.engine.options import EngineOptions
@@ -20,7 +20,7 @@ from kvferry.types import KVLayout
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-FAMILIES = {"GQA": "llama", "MLA": "mla", "hybrid": "window"}
+FAMILIES = {"GQA": "qwen3", "MLA": "mla", "hybrid": "window"}
 PLANES = ("shm", "nixl")
 TP_SIZES = (1, 2)
 BLOCK_SIZES = (16, 32, 64)
@@ -85,6 +85,7 @@ def start(directory: Path, form: Form, name: str, plane: str | None) -> LocalEng
         num_blocks=3 * CAPACITY_TOKENS // form.block_size,
         kv_cache_layout=KVLayout.NHD if form.layout == "NHD" else KVLayout.HND,
         tensor_parallel_size=form.tp_size,
+        cross_layer_blocks=form.layout == "cross-layer",
         # The same prompt goes to many pairs; each has to fetch it.
         enable_prefix_caching=False,
     )
@@ -100,7 +101,7 @@ def start(directory: Path, form: Form, name: str, plane: str | None) -> LocalEng
 @pytest.fixture
 def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
     """An engine of the same form as the consumer; nobody reads from himself."""
-    engine = start(house.directory, d, f"twin of {d}", house.plane)
+    engine = start(house.directory, d, f"twin-of-{d}", house.plane)
     yield engine
     engine.close()
 
