@@ -128,9 +128,7 @@ def _transfer(name: str, extra: dict[str, Any]) -> KVTransferConfig:
 def _setup(options: EngineOptions, transfer: KVTransferConfig | None, faults: str) -> EngineSetup:
     side_channel = SideChannelConfig(port=0)
     environment = {"KVFERRY_FAULTS": faults} if faults else {}
-    kit = Kit.from_settings(
-        side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, {"KVFERRY_FAULTS": faults} if faults else {}
-    )
+    kit = Kit.from_settings(side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, environment)
     return EngineSetup(replace(options, kv_transfer=transfer), kit, SECRET, side_channel if transfer else None)
 
 

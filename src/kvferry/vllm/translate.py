@@ -23,7 +23,7 @@ from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
 
-__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "keep_from_workers", "without_null"]
+__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "has_token_rows", "keep_from_workers", "without_null"]
 
 NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
@@ -142,18 +142,24 @@ def keep_from_workers(request: Any) -> None:
 
 def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str = "") -> KVCacheConfig:
     """`attention_backends`: their names; known in workers only."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model = vllm_config.model_config
+    spec = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     return KVCacheConfig(
         num_blocks=kv_cache_config.num_blocks,
-        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        block_size=spec.block_size,
         groups=groups,
         layout=_layout(kv_cache_config),
-        num_kv_heads=model.get_num_kv_heads(parallel),
+        num_kv_heads=spec.num_kv_heads,
         head_dim=model.get_head_size(),
         cache_dtype=_cache_dtype(vllm_config),
-        has_token_rows=current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(",")),
+        has_token_rows=has_token_rows(attention_backends),
     )
+
+
+def has_token_rows(attention_backends: str) -> bool:
+    """Whether all of these kernels keep each token's KV where the layout says."""
+    return current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(","))
 
 
 def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_backends: str) -> ConnectorConfig:
