@@ -99,9 +99,8 @@ class PullScheduler:
 
     def _warn_of_unused_settings(self) -> None:
         """Settings of later features are accepted, because known commands carry them; nobody shall believe they are in effect."""
-        for name in ("bidirectional_kv_xfer", "enable_cross_layers_blocks", "enable_permute_local_kv"):
-            if getattr(self._extra, name) or getattr(self._config.kv_transfer, name, False):
-                _log.warning("setting has no effect yet setting=%s", name)
+        if self._extra.bidirectional_kv_xfer:
+            _log.warning("setting has no effect yet setting=bidirectional_kv_xfer")
 
     def close(self) -> None:
         if self._side_channel is not None:
