@@ -4,7 +4,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
-    3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`
+    3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
 """
 
 from typing import Annotated
@@ -28,6 +28,7 @@ __all__ = [
     "Message",
     "OfferInfo",
     "RankLayout",
+    "Ready",
     "Refused",
     "RegionInfo",
     "Release",
@@ -81,6 +82,13 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """The data plane the reader will use; some need our help while they are read."""
     companions: Annotated[list[Name], msgspec.Meta(max_length=MAX_COMPANIONS)] = []
     """Readers of the other ranks that come here for the same request: the lease is theirs too, though they may come later."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The lease is granted and its blocks are where readers read them. Said only by producers whose layout `is_staged`."""
+
+    lease: Name
+    reader: Name
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -171,6 +179,8 @@ class RankLayout(msgspec.Struct, frozen=True):
     regions: list[RegionInfo]
     offers: list[OfferInfo]
     total_kv_heads: int = 0
+    is_staged: bool = False
+    """Readers read a copy that is made for each lease: they wait for `Ready`."""
 
 
 Message = (
@@ -178,6 +188,7 @@ Message = (
     | HandshakeReply
     | HandshakeRefused
     | Attach
+    | Ready
     | Heartbeat
     | HeartbeatReply
     | Confirm
