@@ -203,7 +203,7 @@ class Consumer:
                     part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
                     message = Heartbeat(beat.peer.epoch, beat.number, part)
                     self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
-        self._peers.evict_idle(now, set(self._by_life))
+        self._peers.evict_idle(now, self._by_life)
 
     def next_deadline(self) -> float | None:
         deadlines = [pull.deadline for pull in self._pulls.values() if pull.deadline is not None]
@@ -328,12 +328,12 @@ class Consumer:
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
-        peer_id = self._peer_at(address)
+        peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
         self._beats.answered(peer_id, message.beat)
         gone = set(message.gone)
-        for pull in self._pulls_of(peer_id.life):
+        for pull in self._pulls_of(peer_id.life) if gone else ():
             # While confirming, Confirmed or Refused is on its way and is the better answer.
             if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
@@ -358,10 +358,6 @@ class Consumer:
     def _reader(self, reader: str) -> _Pull | None:
         request = self._by_reader.get(reader)
         return None if request is None else self._pulls[request]
-
-    def _peer_at(self, address: str) -> PeerId | None:
-        peers = [peer for life in self._by_life if (peer := self._peers.get(life)) is not None]
-        return next((peer.peer_id(rank) for peer in peers for rank in peer.layouts if peer.control_address(rank) == address), None)
 
     def _pulls_of(self, life: EngineLife) -> list[_Pull]:
         return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
