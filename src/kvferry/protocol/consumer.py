@@ -195,7 +195,7 @@ class Consumer:
         overdue = [pull for pull in self._pulls.values() if pull.deadline is not None and pull.deadline <= now]
         for pull in overdue:
             pull.deadline = None
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull, now))
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer.life)
             if peer is not None and peer.is_ready:
@@ -365,12 +365,12 @@ class Consumer:
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
 
-    def _overdue_reason(self, pull: _Pull) -> str:
+    def _overdue_reason(self, pull: _Pull, now: float) -> str:
         settings = self._settings
         match pull.state:
-            case TransferState.MOVING:
+            case TransferState.MOVING if now < pull.give_up_at:
                 return f"the read did not end within {settings.read_timeout_s:g} s"
-            case TransferState.CONFIRMING:
+            case TransferState.CONFIRMING if now < pull.give_up_at:
                 return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
