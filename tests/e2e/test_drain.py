@@ -11,11 +11,13 @@ import aiohttp
 import psutil
 import pytest
 from tests.e2e.conftest import PATIENT, SHORT
-from tests.e2e.harness import Cluster, Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill, until
+from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 EXIT_S = 30.0
+LONG = 4000
+"""Tokens: as many as the model takes, nearly."""
 FAR_S = "600"
 """A bound no test waits for."""
 
@@ -63,21 +65,18 @@ async def assert_refused(session: aiohttp.ClientSession, engine: Engine) -> None
         assert "the server is stopping" in (await response.json())["error"]["message"]
 
 
-async def occupied(session: aiohttp.ClientSession, engine: Engine, max_tokens: int = 6000) -> "asyncio.Task[Any]":
-    """A request that keeps a narrow engine from all others until it is cancelled."""
-    task = asyncio.create_task(ask(session, engine, Prompt((11, 12, 13), max_tokens=max_tokens)))
-
-    async def is_running() -> bool:
-        return (await metrics(session, engine))["vllm:num_requests_running"] > 0
-
-    await until("it runs", is_running)
-    return task
+async def occupied(session: aiohttp.ClientSession, engine: Engine) -> "list[asyncio.Task[Answer]]":
+    """Requests that keep a narrow engine from all later ones until they are cancelled."""
+    tasks = [asyncio.create_task(ask(session, engine, Prompt((11, 12, number), max_tokens=LONG))) for number in range(13, 21)]
+    await until("they are queued", lambda: _is_busy(session, engine, len(tasks)))
+    return tasks
 
 
-async def release(task: "asyncio.Task[Any]") -> None:
-    assert not task.done(), "the queue was not held up for long enough for this test to show anything"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+async def release(tasks: "list[asyncio.Task[Answer]]") -> None:
+    assert not tasks[-1].done(), "the queue was not held up for long enough for this test to show anything"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_a_draining_prefill_side_serves_its_leases_to_their_end(cluster: Cluster, narrow: Engine, plain: Engine) -> None:
@@ -89,7 +88,7 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(cluster: Cluster
         async with new_session() as session:
             right = [await ask(session, plain, prompt) for prompt in prompts]
             before = (await metrics(session, narrow)).get("kvferry:finished_pulls_total", 0)
-            occupant = await occupied(session, narrow)
+            occupants = await occupied(session, narrow)
             params = [await prefill(session, p, prompt) for prompt in prompts]
             early = asyncio.create_task(ask(session, narrow, prompts[0], kv_transfer_params=params[0]))
             family = tell(p)
@@ -101,7 +100,7 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(cluster: Cluster
                 assert await health(session, p) == {"status": "draining", "requests": 0, "leases": 2, "blocks": 16}
                 assert (await metrics(session, p))["kvferry:num_delayed_frees"] == 2
                 await asyncio.sleep(0.2)
-            await release(occupant)
+            await release(occupants)
             assert [await early, await late] == right
             assert right[0] != right[1], "different prompts must differ, or equality proves nothing"
             assert (await metrics(session, narrow))["kvferry:finished_pulls_total"] == before + 2
@@ -117,14 +116,14 @@ def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(cluster: Cluster, nar
 
     async def check() -> None:
         async with new_session() as session:
-            occupant = await occupied(session, narrow)
+            occupants = await occupied(session, narrow)
             fetched, unfetched = prompt_of("fetched too late"), prompt_of("never fetched")
             params = await prefill(session, p, fetched)
             await prefill(session, p, unfetched)
             waiting = asyncio.create_task(ask(session, narrow, fetched, kv_transfer_params=params))
             await ended(p, tell(p))
             assert any("stopping with blocks that peers have not fetched leases=2" in line for line in p.process.tail())
-            await release(occupant)
+            await release(occupants)
             answer = await waiting
             assert answer.status == 502
             assert "lost" in answer.message
@@ -172,7 +171,7 @@ def test_streams_that_are_left_at_the_bound_end_with_the_reason(cluster: Cluster
 
     async def check() -> None:
         async with new_session() as session:
-            body = prompt_of("endless", max_tokens=6000).body() | {"stream": True}
+            body = prompt_of("endless", max_tokens=3900).body() | {"stream": True}
             async with session.post(f"{d.url}/v1/completions", json=body) as response:
                 await response.content.readuntil(b"\n\n")
                 family = tell(d)

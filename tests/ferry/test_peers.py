@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.ferry.world import NUM_BLOCKS, Side
+from tests.ferry.world import NUM_BLOCKS, SECRET, Side
 
 from kvferry.planes.memory import MemoryNetwork
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
@@ -175,11 +175,17 @@ def black_hole(stack: ExitStack) -> int:
     return int(listener.getsockname()[1])
 
 
+def dead_ticket(port: int) -> str:
+    """A genuine one, of an engine that is not there."""
+    tokens = fingerprint(range(4), 4, "")
+    return TicketKey(SECRET).sign(Ticket("dead", "e9", "lost", 1, "127.0.0.1", port, 1, 4, [runs_from_blocks([0])], tokens, 30.0))
+
+
 @pytest.mark.parametrize("death", [refused, silent, black_hole])
 def test_one_dead_producer_delays_nobody(yard: Yard, death: Callable[[ExitStack], int]) -> None:
     with ExitStack() as stack:
-        dead = Ticket("dead", "e9", "lost", 1, "127.0.0.1", death(stack), 1, 4, [runs_from_blocks([0])], fingerprint(range(4), 4, ""), 30.0)
-        yard.d.track("lost", TicketKey(b"the ferries' secret").sign(dead))
+        port = death(stack)
+        yard.d.track("lost", dead_ticket(port))
         yard.d.start("lost", [31], range(0, 4))
         yard.run(lambda: yard.wire.sent == 1, "the dead one is greeted")
         living = [yard.producer(f"p{number}") for number in range(10)]
@@ -191,8 +197,23 @@ def test_one_dead_producer_delays_nobody(yard: Yard, death: Callable[[ExitStack]
             assert (yard.d.memory[:, number] == side.memory[:, number]).all()
         yard.clock.advance(5)
         yard.run(lambda: bool(yard.d.failed()), "the dead one's deadline")
-        assert f"no answer to the handshake within 5 s (tcp://127.0.0.1:{dead.port})" in yard.d.failed()[0]
+        assert f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})" in yard.d.failed()[0]
         assert not yard.d.memory[:, 31].any()
+
+
+def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(yard: Yard) -> None:
+    with ExitStack() as stack:
+        files, text = num_files(), dead_ticket(refused(stack))
+        for turn in range(50):
+            yard.d.track(f"r{turn}", text)
+            yard.d.start(f"r{turn}", [31], range(0, 4))
+            yard.d.step()
+            yard.clock.advance(5)
+            yard.d.step()
+            assert len(yard.d.failed()) == turn + 1
+            yard.clock.advance(11)
+        assert yard.wire.sent == 50
+        yard.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
 # -- those that come back ----------------------------------------------------------------------------------------------
