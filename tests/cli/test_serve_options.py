@@ -46,6 +46,7 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
     flags += " --max-model-len 8k --max-num-seqs 3 --max-num-batched-tokens 512 -tp 2 --no-enable-prefix-caching --enforce-eager"
     flags += (
         " --no-enable-chunked-prefill --served-model-name x --seed 9 --gpu-memory-utilization 0.5 --num-threads 2 --compute-dtype float64"
+        " --shutdown-timeout 1.5 --drain-timeout 0"
     )
     assert options(str(model), *flags.split()) == EngineOptions(
         model=model,
@@ -64,6 +65,8 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
         enable_chunked_prefill=False,
         num_threads=2,
         seed=9,
+        shutdown_timeout_s=1.5,
+        drain_timeout_s=0,
     )
 
 
@@ -93,6 +96,9 @@ def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:
         ("--block-size 0", "--block-size must be at least 1, got 0"),
         ("-tp 0", "--tensor-parallel-size must be at least 1, got 0"),
         ("--num-gpu-blocks-override -1", "--num-gpu-blocks-override must not be negative, got -1"),
+        ("--drain-timeout -1", "--drain-timeout must be from 0 to 86400 seconds, got -1.0"),
+        ("--drain-timeout nan", "--drain-timeout must be from 0 to 86400 seconds, got nan"),
+        ("--shutdown-timeout inf", "--shutdown-timeout must be from 0 to 86400 seconds, got inf"),
     ],
 )
 def test_a_wrong_option_is_named_by_its_flag(model: Path, flags: str, sentence: str) -> None:

@@ -169,7 +169,8 @@ class Cluster(Household):
         if engine_id:
             transfer["engine_id"] = engine_id
         command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(64 << 20), *flags]
+        # Tests of draining say so; the others are through with an engine when they end it.
+        command += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(64 << 20), "--drain-timeout", "0", *flags]
         if not is_plain:
             command += ["--kv-transfer-config", json.dumps(transfer)]
         return self._start(name, command, environment or {})

@@ -12,7 +12,7 @@ from kvferry.ferry.ferry import Ferry, FerrySettings
 from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
 from kvferry.planes.mirror import HostMirror
-from kvferry.ports.control import Received
+from kvferry.ports.control import ControlPlane, Received
 from kvferry.ports.data import DataPlane
 from kvferry.protocol import codec
 from kvferry.protocol.arrangement import dense_axes
@@ -63,7 +63,9 @@ class Side:
         clock: ManualClock,
         plane: DataPlane | None = None,
         place: Place = DEFAULT_PLACE,
+        channels: tuple[ControlPlane, ControlPlane] | None = None,
     ) -> None:
+        """`channels`: the worker's control channel and the side channel, where they are to be real."""
         self.name, self.epoch, self.place = name, epoch, place
         size = BLOCK_BYTES * len(place.heads)
         by_head, by_token = (AxisKind.HEAD, len(place.heads)), (AxisKind.TOKEN, BLOCK_SIZE)
@@ -78,8 +80,7 @@ class Side:
         )
         self.plane = plane or MemoryDataPlane(network)
         assert self.plane.register(regions)
-        self.control = MemoryControlPlane(network)
-        self.side_channel = MemoryControlPlane(network)
+        self.control, self.side_channel = channels or (MemoryControlPlane(network), MemoryControlPlane(network))
         made = self.plane.offer()
         offers = (OfferInfo(made.plane, made.reach, made.blob),)
         geometry = Geometry(

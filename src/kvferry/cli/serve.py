@@ -71,7 +71,14 @@ def _add_model_arguments(parser: Parser) -> None:
         type=float,
         default=DEFAULTS["shutdown_timeout_s"],
         metavar="SECONDS",
-        help="for requests to finish after a signal to stop (default: %(default)s)",
+        help="for requests to finish after Ctrl-C (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=DEFAULTS["drain_timeout_s"],
+        metavar="SECONDS",
+        help="after SIGTERM, for requests to finish and peers to fetch what is kept for them; 0: none (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="of sampling without a seed (default: %(default)s)")
     parser.add_argument(
@@ -140,6 +147,7 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         num_threads=arguments.num_threads,
         seed=arguments.seed,
         shutdown_timeout_s=arguments.shutdown_timeout,
+        drain_timeout_s=arguments.drain_timeout,
         kv_transfer=transfer,
     )
 

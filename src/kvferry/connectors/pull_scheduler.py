@@ -117,6 +117,9 @@ class PullScheduler:
                 self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
             case PullFromPeer(ticket):
                 self._take_ticket(request, ticket)
+            case PrefillForPeer() if not self._config.kv_transfer.is_kv_producer:
+                # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
+                self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
             case BadParams(reason):
                 self._refuse(request, reason)
 

@@ -177,7 +177,7 @@ class Consumer:
         overdue = [pull for pull in self._pulls if pull.deadline is not None and pull.deadline <= now]
         for pull in overdue:
             pull.deadline = None
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull, now))
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer.life)
             if peer is not None and peer.is_ready:
@@ -332,12 +332,12 @@ class Consumer:
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
-        peer_id = self._peer_at(address)
+        peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
         self._beats.answered(peer_id, message.beat)
         gone = set(message.gone)
-        for pull in self._pulls.of_life(peer_id.life):
+        for pull in self._pulls.of_life(peer_id.life) if gone else ():
             # While confirming, Confirmed or Refused is on its way and is the better answer.
             if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
@@ -373,19 +373,15 @@ class Consumer:
         peer = self._peers.get(pull.life)
         return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
 
-    def _peer_at(self, address: str) -> PeerId | None:
-        peers = [peer for life in self._pulls.lives() if (peer := self._peers.get(life)) is not None]
-        return next((peer.peer_id(rank) for peer in peers for rank in peer.layouts if peer.control_address(rank) == address), None)
-
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
 
-    def _overdue_reason(self, pull: Pull) -> str:
+    def _overdue_reason(self, pull: Pull, now: float) -> str:
         settings = self._settings
         match pull.state:
-            case TransferState.MOVING:
+            case TransferState.MOVING if now < pull.to.give_up_at:
                 return f"the read did not end within {settings.read_timeout_s:g} s"
-            case TransferState.CONFIRMING:
+            case TransferState.CONFIRMING if now < pull.to.give_up_at:
                 return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
