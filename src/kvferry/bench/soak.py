@@ -7,6 +7,7 @@ at every point where a client may leave. At the end all blocks must be free.
 import argparse
 import asyncio
 import json
+import logging
 import math
 import os
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 from kvferry.bench.flatness import MIN_SAMPLES, Tolerance, Verdict, judge
 from kvferry.bench.process_probe import Holdings, family_of, look_at
-from kvferry.bench.soak_pair import SoakPair, Tally, start_pair
+from kvferry.bench.soak_pair import BROKEN_OFF, SoakPair, Tally, start_pair
 from kvferry.bench.vllm_pairs import model_directory, say
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
@@ -88,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--abort-share must be from 0 to below 1, got {arguments.abort_share:g}")
     if not (arguments.transfers and arguments.concurrency):
         raise ConfigError("--transfers and --concurrency must be at least 1")
+    # Engines take over our level; every request that is broken off would be a line.
+    logging.getLogger().setLevel(logging.ERROR)
     with stop_signals(), model_directory(arguments.model) as model:
         results = [asyncio.run(soak(model, plane, arguments)) for plane in arguments.planes]
     if arguments.json:
@@ -171,7 +174,7 @@ def _as_json(result: SoakResult) -> dict[str, Any]:
     return {
         "plane": result.plane,
         "transfers": result.tally.done,
-        "broken_off": dict(result.tally.endings),
+        "broken_off": {ending: count for ending, count in result.tally.endings.items() if ending in BROKEN_OFF},
         "wrong_tokens": result.tally.wrong_tokens,
         "errors": dict(result.tally.errors),
         "seconds": round(result.seconds, 1),

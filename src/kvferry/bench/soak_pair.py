@@ -23,10 +23,10 @@ from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SamplingParams
 from kvferry.errors import KVFerryError
 
-__all__ = ["BLOCK_SIZE", "Ending", "SoakPair", "Tally", "start_pair"]
+__all__ = ["BLOCK_SIZE", "BROKEN_OFF", "Ending", "SoakPair", "Tally", "start_pair"]
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 2048
+NUM_BLOCKS = 512
 LEG_S = 120.0
 SETTLE_S = 60.0
 LEASE_S = 20.0
