@@ -137,7 +137,8 @@ async def start_pair(model: Path, plane: str, abort_share: float, seed: int) -> 
         for engine in engines:
             if isinstance(engine, BaseException):
                 raise engine
-        yield SoakPair(*started, abort_share, random.Random(seed))
+        prefill, decode = started
+        yield SoakPair(prefill, decode, abort_share, random.Random(seed))
     finally:
         for client in started:
             await client.close()

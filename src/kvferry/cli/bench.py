@@ -24,7 +24,9 @@ class BenchmarkEntry:
 
 
 BENCHMARKS = {
-    "soak": BenchmarkEntry("kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"),
+    "soak": BenchmarkEntry(
+        "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
+    ),
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
     ),
