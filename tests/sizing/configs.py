@@ -12,12 +12,12 @@ LLAMA_70B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }
-LLAMA_8B = {**LLAMA_70B, "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
-LLAMA_8B_FP8_CACHE = {
+LLAMA_8B: dict[str, Any] = {**LLAMA_70B, "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32}
+LLAMA_8B_FP8_CACHE: dict[str, Any] = {
     **LLAMA_8B,
     "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
 }
-MISTRAL_V01 = {
+MISTRAL_V01: dict[str, Any] = {
     "model_type": "mistral",
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -26,8 +26,8 @@ MISTRAL_V01 = {
     "sliding_window": 4096,
     "torch_dtype": "bfloat16",
 }
-MISTRAL_V03 = {**MISTRAL_V01, "sliding_window": None}
-MISTRAL_SMALL_3 = {
+MISTRAL_V03: dict[str, Any] = {**MISTRAL_V01, "sliding_window": None}
+MISTRAL_SMALL_3: dict[str, Any] = {
     "model_type": "mistral3",
     "text_config": {
         "model_type": "mistral",
@@ -40,8 +40,8 @@ MISTRAL_SMALL_3 = {
     },
     "torch_dtype": "bfloat16",
 }
-MIXTRAL = {**MISTRAL_V03, "model_type": "mixtral", "num_local_experts": 8}
-QWEN2_7B = {
+MIXTRAL: dict[str, Any] = {**MISTRAL_V03, "model_type": "mixtral", "num_local_experts": 8}
+QWEN2_7B: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 3584,
     "num_attention_heads": 28,
@@ -52,8 +52,8 @@ QWEN2_7B = {
     "use_sliding_window": False,
     "torch_dtype": "bfloat16",
 }
-QWEN2_WINDOWED = {**QWEN2_7B, "sliding_window": 4096, "max_window_layers": 20, "use_sliding_window": True}
-QWEN3_32B = {
+QWEN2_WINDOWED: dict[str, Any] = {**QWEN2_7B, "sliding_window": 4096, "max_window_layers": 20, "use_sliding_window": True}
+QWEN3_32B: dict[str, Any] = {
     "model_type": "qwen3",
     "head_dim": 128,
     "hidden_size": 5120,
@@ -64,7 +64,7 @@ QWEN3_32B = {
     "use_sliding_window": False,
     "torch_dtype": "bfloat16",
 }
-QWEN3_NEXT = {
+QWEN3_NEXT: dict[str, Any] = {
     "model_type": "qwen3_next",
     "head_dim": 256,
     "hidden_size": 2048,
@@ -74,7 +74,7 @@ QWEN3_NEXT = {
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
     "dtype": "bfloat16",
 }
-GEMMA2_9B = {
+GEMMA2_9B: dict[str, Any] = {
     "model_type": "gemma2",
     "head_dim": 256,
     "hidden_size": 3584,
@@ -84,14 +84,14 @@ GEMMA2_9B = {
     "sliding_window": 4096,
     "torch_dtype": "float32",
 }
-GEMMA3_4B = {
+GEMMA3_4B: dict[str, Any] = {
     "architectures": ["Gemma3ForConditionalGeneration"],
     "model_type": "gemma3",
     "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "sliding_window": 1024},
     "vision_config": {"hidden_size": 1152, "num_attention_heads": 16, "num_hidden_layers": 27},
     "torch_dtype": "bfloat16",
 }
-GEMMA3_27B = {
+GEMMA3_27B: dict[str, Any] = {
     "model_type": "gemma3",
     "text_config": {
         "head_dim": 128,
@@ -104,7 +104,7 @@ GEMMA3_27B = {
     },
     "torch_dtype": "bfloat16",
 }
-GEMMA3N = {
+GEMMA3N: dict[str, Any] = {
     "model_type": "gemma3n",
     "text_config": {
         "model_type": "gemma3n_text",
@@ -119,7 +119,7 @@ GEMMA3N = {
         "torch_dtype": "bfloat16",
     },
 }
-DEEPSEEK_V2_LITE = {
+DEEPSEEK_V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "hidden_size": 2048,
     "kv_lora_rank": 512,
@@ -132,7 +132,7 @@ DEEPSEEK_V2_LITE = {
     "v_head_dim": 128,
     "torch_dtype": "bfloat16",
 }
-DEEPSEEK_V3 = {
+DEEPSEEK_V3: dict[str, Any] = {
     **DEEPSEEK_V2_LITE,
     "model_type": "deepseek_v3",
     "hidden_size": 7168,
@@ -141,8 +141,8 @@ DEEPSEEK_V3 = {
     "num_key_value_heads": 128,
     "num_nextn_predict_layers": 1,
 }
-DEEPSEEK_V32 = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
-GPT_OSS_20B = {
+DEEPSEEK_V32: dict[str, Any] = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
     "head_dim": 64,
     "hidden_size": 2880,
@@ -153,7 +153,7 @@ GPT_OSS_20B = {
     "sliding_window": 128,
     "torch_dtype": "bfloat16",
 }
-LLAMA4_SCOUT = {
+LLAMA4_SCOUT: dict[str, Any] = {
     "model_type": "llama4",
     "text_config": {
         "attention_chunk_size": 8192,
@@ -167,7 +167,7 @@ LLAMA4_SCOUT = {
         "torch_dtype": "bfloat16",
     },
 }
-PHI3_MINI = {
+PHI3_MINI: dict[str, Any] = {
     "model_type": "phi3",
     "hidden_size": 3072,
     "num_attention_heads": 32,
@@ -176,7 +176,7 @@ PHI3_MINI = {
     "sliding_window": 2047,
     "torch_dtype": "bfloat16",
 }
-PHI4 = {
+PHI4: dict[str, Any] = {
     "model_type": "phi3",
     "hidden_size": 5120,
     "num_attention_heads": 40,
@@ -185,8 +185,8 @@ PHI4 = {
     "sliding_window": None,
     "torch_dtype": "bfloat16",
 }
-GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12}
-FALCON_7B = {
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12}
+FALCON_7B: dict[str, Any] = {
     "model_type": "falcon",
     "hidden_size": 4544,
     "multi_query": True,
@@ -196,7 +196,7 @@ FALCON_7B = {
     "num_kv_heads": 71,
     "torch_dtype": "bfloat16",
 }
-FALCON_40B = {
+FALCON_40B: dict[str, Any] = {
     **FALCON_7B,
     "hidden_size": 8192,
     "new_decoder_architecture": True,
@@ -204,7 +204,7 @@ FALCON_40B = {
     "num_hidden_layers": 60,
     "num_kv_heads": 8,
 }
-DBRX = {
+DBRX: dict[str, Any] = {
     "model_type": "dbrx",
     "attn_config": {"kv_n_heads": 8, "rope_theta": 500000},
     "d_model": 6144,
@@ -212,7 +212,7 @@ DBRX = {
     "n_layers": 40,
     "torch_dtype": "bfloat16",
 }
-CHATGLM3 = {
+CHATGLM3: dict[str, Any] = {
     "model_type": "chatglm",
     "hidden_size": 4096,
     "kv_channels": 128,
@@ -222,7 +222,7 @@ CHATGLM3 = {
     "num_layers": 28,
     "torch_dtype": "float16",
 }
-COMMAND_R7B = {
+COMMAND_R7B: dict[str, Any] = {
     "model_type": "cohere2",
     "head_dim": 128,
     "hidden_size": 4096,
@@ -233,7 +233,7 @@ COMMAND_R7B = {
     "sliding_window_pattern": 4,
     "torch_dtype": "bfloat16",
 }
-JAMBA = {
+JAMBA: dict[str, Any] = {
     "model_type": "jamba",
     "attn_layer_offset": 4,
     "attn_layer_period": 8,
@@ -243,7 +243,7 @@ JAMBA = {
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
 }
-NEMOTRON_H = {
+NEMOTRON_H: dict[str, Any] = {
     "model_type": "nemotron_h",
     "attention_head_dim": 128,
     "hidden_size": 4096,
@@ -253,7 +253,7 @@ NEMOTRON_H = {
     "num_key_value_heads": 8,
     "torch_dtype": "bfloat16",
 }
-NEMOTRON_NAS = {
+NEMOTRON_NAS: dict[str, Any] = {
     "model_type": "nemotron-nas",
     "hidden_size": 8192,
     "num_attention_heads": 64,
@@ -267,4 +267,4 @@ NEMOTRON_NAS = {
     ],
     "torch_dtype": "bfloat16",
 }
-T5 = {"model_type": "t5", "is_encoder_decoder": True, "num_layers": 6, "num_heads": 8, "d_model": 512, "d_kv": 64}
+T5: dict[str, Any] = {"model_type": "t5", "is_encoder_decoder": True, "num_layers": 6, "num_heads": 8, "d_model": 512, "d_kv": 64}

@@ -106,7 +106,7 @@ def _kv_heads_of_layers(config: Mapping[str, Any], layers: int) -> Sequence[int]
     if listed is not None:
         if len(listed) != layers or not all(isinstance(count, int) and count >= 0 for count in listed):
             raise ConfigError(f"config.json has {layers} layers, but lists another number of KV heads; correct one of them")
-        return listed
+        return [int(count) for count in listed]
     return [_kv_heads(config)] * layers
 
 
@@ -138,8 +138,8 @@ def _pruned_heads(config: Mapping[str, Any], blocks: list[Any], layers: int) -> 
     for block in blocks:
         attention = block.get("attention", {}) if isinstance(block, Mapping) else {}
         shared = attention.get("n_heads_in_group")
-        is_gone = attention.get("no_op") or attention.get("replace_with_linear") or not shared
-        found.append(0 if is_gone else heads // shared)
+        is_there = isinstance(shared, int) and shared > 0 and not (attention.get("no_op") or attention.get("replace_with_linear"))
+        found.append(heads // shared if is_there else 0)
     return found
 
 
