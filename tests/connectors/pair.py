@@ -22,10 +22,13 @@ from kvferry.connectors.contract import (
     SupportsHMA,
 )
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
+from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.types import Region
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 32
 DEADLINE_S = 10.0
@@ -99,6 +102,9 @@ class MemoryKit:
 
     def data_planes(self, memory: CacheMemory | None) -> list[DataPlane]:
         return [MemoryDataPlane(self.network)]
+
+    def block_store(self, regions: Sequence[Region]) -> BlockStore:
+        return HostBlockStore(regions)
 
     def control_plane(self) -> ControlPlane:
         return MemoryControlPlane(self.network)

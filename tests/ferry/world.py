@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kvferry.events import Event, LeaseEnded, PullFailed, PullFinished
 from kvferry.ferry.commands import Command, Grant, Start, Track
 from kvferry.ferry.ferry import Ferry, FerrySettings
+from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
 from kvferry.ports.control import Received
 from kvferry.ports.data import DataPlane
@@ -97,7 +98,7 @@ class Side:
             ConsumerSettings(EngineId(name), PeerSettings(factors, geometry, offers, (), 5, 3600), 30, 5, 100),
             SECRET,
         )
-        self.ferry = Ferry(settings, [self.plane], self.control, clock)
+        self.ferry = Ferry(settings, [self.plane], self.control, HostBlockStore(regions), clock)
         self.inbox: list[Command] = []
         self.events: list[Event] = []
         self.serial = 0

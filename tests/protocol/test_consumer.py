@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol import codec
-from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send, StartRead, StopRead
+from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
@@ -413,6 +413,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.count = 0
         self.started: set[RequestId] = set()
         self.reads: set[RequestId] = set()
+        self.places: set[RequestId] = set()
         self.ended: set[RequestId] = set()
         self.asked: list[int] = []
         self.opening = False
@@ -482,6 +483,8 @@ class ConsumerMachine(RuleBasedStateMachine):
             match action:
                 case StartRead(request=request):
                     self.reads.add(request)
+                case Place(request=request):
+                    self.places.add(request)
                 case Send(message=HandshakeRequest(nonce=nonce)):
                     self.asked.append(nonce)
                 case OpenPeer():
@@ -492,8 +495,11 @@ class ConsumerMachine(RuleBasedStateMachine):
             assert isinstance(event, PullFinished | PullFailed)
             assert event.request in self.started
             assert event.request not in self.ended
-            assert event.request not in self.reads
+            assert event.request not in self.reads | self.places
             self.ended.add(event.request)
+
+    def finish(self) -> None:
+        """Let what is still under way come to its end."""
 
     def teardown(self) -> None:
         for number in range(1, self.count + 1):
@@ -502,6 +508,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         for request in sorted(self.reads):
             self.end_read(request, "cancelled")
             self.every_request_with_blocks_ends_once()
+        self.finish()
         assert self.consumer.num_pulls == 0
         assert self.ended == self.started
         self.now += 1000

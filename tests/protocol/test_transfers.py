@@ -35,16 +35,27 @@ def test_only_a_confirmed_transfer_is_done(events: list[TransferEvent]) -> None:
             state = next_state(state, event)
             seen.append(event)
     if state is TransferState.DONE:
-        assert seen[-2:] == [TransferEvent.BYTES_MOVED, TransferEvent.CONFIRMED]
-        assert not set(seen) & set(TROUBLE)
+        confirmed = seen.index(TransferEvent.CONFIRMED)
+        assert seen[confirmed - 1] is TransferEvent.BYTES_MOVED
+        assert not set(seen[:confirmed]) & set(TROUBLE)
+        assert seen[-1] is TransferEvent.PLACED
+        assert TransferEvent.ABORTED not in seen
+
+
+def test_what_is_confirmed_is_not_lost_with_the_producer() -> None:
+    for event in set(TROUBLE) - {TransferEvent.ABORTED}:
+        assert next_state(TransferState.PLACING, event) is TransferState.PLACING
 
 
 def test_a_moving_transfer_stops_before_it_fails() -> None:
     for event in TROUBLE:
         assert next_state(TransferState.MOVING, event) is TransferState.STOPPING
+    assert next_state(TransferState.PLACING, TransferEvent.ABORTED) is TransferState.STOPPING
     assert {event for state, event in TRANSITIONS if state is TransferState.STOPPING and TRANSITIONS[state, event] in FINAL} == {
         TransferEvent.BYTES_MOVED,
         TransferEvent.MOVE_FAILED,
+        TransferEvent.PLACED,
+        TransferEvent.PLACING_FAILED,
     }
 
 

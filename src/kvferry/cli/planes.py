@@ -17,12 +17,15 @@ from kvferry.config import (
     is_loopback,
 )
 from kvferry.errors import ConfigError
+from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shm import SharedMemory, ShmDataPlane
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.types import Region
 
 __all__ = ["Kit", "nixl_settings"]
 
@@ -84,6 +87,9 @@ class Kit:
             elif isinstance(memory, SharedMemory):
                 made.append(ShmDataPlane(memory))
         return _with_faults(made, self.faults) if self.faults else made
+
+    def block_store(self, regions: Sequence[Region]) -> BlockStore:
+        return HostBlockStore(regions)
 
     def control_plane(self) -> ControlPlane:
         return self._listening_on(0)

@@ -147,7 +147,9 @@ class PullScheduler:
             return
         table = tuple(tuple(group) for group in blocks.get_block_ids())
         # Engines may take less than was offered, never other tokens.
-        self._commands.append(Start(request_id, table, first, min(first + num_external_tokens, offer.num_tokens)))
+        end = min(first + num_external_tokens, offer.num_tokens)
+        needed_from = tuple(group.first_seen(end) for group in self._cache.groups)
+        self._commands.append(Start(request_id, table, first, end, needed_from))
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """What has ended on every rank."""

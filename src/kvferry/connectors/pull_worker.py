@@ -61,7 +61,8 @@ class PullWorker:
         factors = compatibility_factors(self._config, self._cache, "pull")
         layout = encode_layout(_layout(geometry, control, offers))
         self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch)
-        ferry = Ferry(self._ferry_settings(geometry, offers, factors), planes, control, time.monotonic)
+        store = self._config.kit.block_store(geometry.regions)
+        ferry = Ferry(self._ferry_settings(geometry, offers, factors), planes, control, store, time.monotonic)
         self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)

@@ -23,6 +23,8 @@ class Start:
     blocks: tuple[tuple[int, ...], ...]
     first_token: int
     end_token: int
+    needed_from: tuple[int, ...] = ()
+    """By group: the first token that is ever looked at; empty: token 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
 from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
+from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.protocol import codec
-from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send, StartRead, StopRead
+from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
 from kvferry.protocol.messages import (
     Attach,
@@ -53,14 +54,23 @@ class FerrySnapshot:
 
 
 class Ferry:
-    def __init__(self, settings: FerrySettings, planes: Sequence[DataPlane], control: ControlPlane, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: FerrySettings,
+        planes: Sequence[DataPlane],
+        control: ControlPlane,
+        store: BlockStore,
+        clock: Callable[[], float],
+    ) -> None:
         self._key = TicketKey(settings.secret)
         self._producer = Producer(settings.producer, self._key)
         self._consumer = Consumer(settings.consumer)
         self._planes = {plane.name: plane for plane in planes}
         self._control = control
+        self._store = store
         self._clock = clock
         self._reads: dict[tuple[str, Handle], tuple[RequestId, PeerId]] = {}
+        self._placing: dict[StoreHandle, RequestId] = {}
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
@@ -80,6 +90,8 @@ class Ferry:
         for plane in self._planes.values():
             for completion in plane.poll():
                 self._take_completion(plane.name, completion, now)
+        for stored in self._store.poll():
+            self._consumer.placed(self._placing.pop(stored.handle), stored.error, now)
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
@@ -91,6 +103,7 @@ class Ferry:
         """How long nothing needs to be done, unless news comes in."""
         now = self._clock()
         waits = [at - now for at in (self._producer.next_deadline(), self._consumer.next_deadline()) if at is not None]
+        waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
         for plane in self._planes.values():
             intervals = [plane.poll_interval_s()]
             if self._producer.num_readers(plane.name):
@@ -101,6 +114,7 @@ class Ferry:
     def close(self) -> None:
         for plane in self._planes.values():
             plane.close()
+        self._store.close()
         self._control.close()
 
     # -- inputs ----------------------------------------------------------------------------------------------------
@@ -133,8 +147,8 @@ class Ferry:
                 self._producer.hand_back(request, serial)
             case Track(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
-            case Start(request, blocks, first_token, end_token):
-                self._consumer.start(request, blocks, range(first_token, end_token), now)
+            case Start(request, blocks, first_token, end_token, needed_from):
+                self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
             case Settle(request):
                 self._consumer.settle(request, now)
             case Abort(request):
@@ -179,6 +193,8 @@ class Ferry:
                 for (name, handle), read in self._reads.items():
                     if read == (request, peer):
                         self._planes[name].cancel(handle)
+            case Place():
+                self._place(action, now)
 
     def _send(self, address: str, frame: bytes, now: float) -> None:
         try:
@@ -212,6 +228,14 @@ class Ferry:
             self._consumer.read_ended(action.request, action.peer, _described(error), now)
             return
         self._reads[action.plane, handle] = (action.request, action.peer)
+
+    def _place(self, action: Place, now: float) -> None:
+        try:
+            handle = self._store.place(action.placements)
+        except Exception as error:  # top of a transfer, likewise
+            self._consumer.placed(action.request, _described(error), now)
+            return
+        self._placing[handle] = action.request
 
 
 def _described(error: Exception) -> str:

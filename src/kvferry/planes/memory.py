@@ -4,18 +4,16 @@ Deterministic: frames arrive in the order they were sent, bytes move only in `po
 planes of one network may belong to different threads.
 """
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from kvferry.errors import ConfigError, LocalProtocolError, TransportError
+from kvferry.errors import ConfigError, TransportError
 from kvferry.planes.bounds import check_pieces
 from kvferry.planes.copying import CopyQueue
 from kvferry.planes.gather import Bytes, Direction
+from kvferry.planes.views import view_of
 from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
@@ -67,7 +65,7 @@ class MemoryDataPlane:
         if any(region.memory is not MemoryKind.DRAM for region in regions):
             return False
         self._regions = tuple(regions)
-        self._views = [_view(region) for region in regions]
+        self._views = [view_of(region) for region in regions]
         self._network.data[self._number] = self
         return True
 
@@ -271,9 +269,3 @@ def _deliver(connection: _Connection, newcomer: MemoryControlPlane | None = None
         newcomer.accept(connection)
     while connection.listener is not None and connection.unsent:
         connection.listener.receive(Received(Route(connection.identity), connection.unsent.popleft()))
-
-
-def _view(region: Region) -> Bytes:
-    if region.size_bytes <= 0:
-        raise LocalProtocolError(f"region {region.name!r} is empty")
-    return np.ctypeslib.as_array((ctypes.c_uint8 * region.size_bytes).from_address(region.address))

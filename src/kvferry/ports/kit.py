@@ -6,9 +6,11 @@ Engines and connectors never import a plane; they get this. It must be picklable
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.types import Region
 
 __all__ = ["PlaneKit"]
 
@@ -19,6 +21,9 @@ class PlaneKit(Protocol):
 
     def data_planes(self, memory: CacheMemory | None) -> Sequence[DataPlane]:
         """Fresh, unregistered data planes in order of preference."""
+
+    def block_store(self, regions: Sequence[Region]) -> BlockStore:
+        """What rearranges the blocks of a worker's registered regions."""
 
     def control_plane(self) -> ControlPlane:
         """A worker's control plane, bound to a free port of the advertised interface."""

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from kvferry.protocol.handshake import PlaneChoice
 from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo
+from kvferry.protocol.placement import Placement
 from kvferry.protocol.planning import Geometry, Pieces
 from kvferry.types import PeerId, RequestId
 
-__all__ = ["Action", "ClosePeer", "HangUp", "OpenPeer", "Send", "StartRead", "StopRead"]
+__all__ = ["Action", "ClosePeer", "HangUp", "OpenPeer", "Place", "Send", "StartRead", "StopRead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +56,12 @@ class StopRead:
     peer: PeerId
 
 
-Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Put blocks whose bytes are confirmed into our own order, then tell `placed`. It is never stopped halfway."""
+
+    request: RequestId
+    placements: tuple[Placement, ...]
+
+
+Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Place

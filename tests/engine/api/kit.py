@@ -5,9 +5,11 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.types import Region
 
 __all__ = ["PrivateMemoryKit"]
 
@@ -30,6 +32,9 @@ class PrivateMemoryKit:
 
     def data_planes(self, memory: CacheMemory | None) -> Sequence[DataPlane]:
         return ()
+
+    def block_store(self, regions: Sequence[Region]) -> BlockStore:
+        raise NotImplementedError
 
     def control_plane(self) -> ControlPlane:
         raise NotImplementedError

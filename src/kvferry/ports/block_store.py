@@ -1,0 +1,43 @@
+"""The block store: our own cache memory, as the ferry may rearrange it.
+
+Contract, checked by `tests/planes/test_block_store.py`:
+
+- One thread owns a store and makes every call. Nothing here blocks for longer than one bounded slice of work, about a millisecond.
+- `place` returns at once with a handle; `poll` does the work and yields each handle exactly once, done or failed.
+- Regions, offsets and strides are checked before any address is computed: LocalProtocolError, with nothing begun.
+- Once begun, errors are values: `StoredBlocks.error`. Blocks of a failed job are no longer touched, and what is in them is worthless.
+- A job is never stopped halfway: whoever wants the blocks back waits for its handle.
+- Jobs do not order each other. No two that are under way may name the same block.
+- `close` is complete and idempotent; what was under way is dropped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from kvferry.protocol.placement import Placement
+
+__all__ = ["BlockStore", "Placement", "StoreHandle", "StoredBlocks"]
+
+StoreHandle = NewType("StoreHandle", int)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A job has ended: its blocks are as they were asked for, or worthless."""
+
+    handle: StoreHandle
+    error: str | None
+
+
+class BlockStore(Protocol):
+    def place(self, placements: Sequence[Placement]) -> StoreHandle:
+        """Put blocks that have arrived into our own order, in place."""
+
+    def poll(self) -> list[StoredBlocks]:
+        """Work for a bounded time and return what has ended since the last call."""
+
+    def poll_interval_s(self) -> float | None:
+        """How soon `poll` wants to be called again: 0 for at once, None when there is nothing to do."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,111 @@
+"""Requests whose KV is on its way here, and by which names they are found. Plain data; pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from kvferry.protocol.messages import MAX_NAME_CHARS
+from kvferry.protocol.placement import Placement
+from kvferry.protocol.tickets import Ticket
+from kvferry.protocol.transfers import TransferState
+from kvferry.types import EngineId, EngineLife, RequestId
+
+__all__ = ["Destination", "Outstanding", "Pull", "PullTable", "reader_name"]
+
+
+@dataclass(slots=True)
+class Destination:
+    """The blocks a pull fills."""
+
+    blocks: Sequence[Sequence[int]] = ()
+    """Each group's table from token 0."""
+    tokens: range = range(0)
+    needed_from: Sequence[int] = ()
+    """By group: no token before this one is ever looked at. Empty: all are."""
+    give_up_at: float = 0.0
+    placements: tuple[Placement, ...] = ()
+    """What is left to do with the blocks once their bytes are confirmed."""
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """Ranks of the producer that we wait for."""
+
+    reads: set[int] = field(default_factory=set)
+    """Bytes of these are on their way."""
+    confirmations: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Pull:
+    """One request's KV on its way here."""
+
+    request: RequestId
+    ticket: Ticket
+    ticket_text: str
+    reader: str
+    state: TransferState = TransferState.TRACKED
+    is_attached: bool = False
+    is_confirmed: bool = False
+    to: Destination = field(default_factory=Destination)
+    outstanding: Outstanding = field(default_factory=Outstanding)
+    broken: str = ""
+    """What made a read fail on its own."""
+    deadline: float | None = None
+    reason: str = ""
+
+    @property
+    def life(self) -> EngineLife:
+        return EngineLife(self.ticket.engine_id, self.ticket.epoch_id)
+
+    @property
+    def has_blocks(self) -> bool:
+        return len(self.to.blocks) > 0
+
+
+class PullTable:
+    """Every pull that is not over, by its request, its producer's life and its name as a reader."""
+
+    def __init__(self) -> None:
+        self._pulls: dict[RequestId, Pull] = {}
+        self._by_life: dict[EngineLife, set[RequestId]] = {}
+        self._by_reader: dict[str, RequestId] = {}
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def __iter__(self) -> Iterator[Pull]:
+        return iter(self._pulls.values())
+
+    def get(self, request: RequestId) -> Pull | None:
+        return self._pulls.get(request)
+
+    def of_reader(self, reader: str) -> Pull | None:
+        request = self._by_reader.get(reader)
+        return None if request is None else self._pulls[request]
+
+    def of_life(self, life: EngineLife) -> list[Pull]:
+        return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
+
+    def lives(self) -> set[EngineLife]:
+        return set(self._by_life)
+
+    def add(self, pull: Pull) -> None:
+        self._pulls[pull.request] = pull
+        self._by_reader[pull.reader] = pull.request
+        self._by_life.setdefault(pull.life, set()).add(pull.request)
+
+    def remove(self, pull: Pull) -> None:
+        del self._pulls[pull.request], self._by_reader[pull.reader]
+        mates = self._by_life[pull.life]
+        mates.discard(pull.request)
+        if not mates:
+            del self._by_life[pull.life]
+
+
+def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:
+    """A request on one of our ranks as the producer knows it: readable, and never longer than a name may be on the wire."""
+    name = f"{engine}/{request}/{tp_rank}"
+    if len(name) <= MAX_NAME_CHARS:
+        return name
+    return f"{engine[:64]}/{blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
