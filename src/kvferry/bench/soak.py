@@ -77,6 +77,13 @@ class SoakResult:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--transfers", type=parse_size, default=100_000, metavar="N", help="on each plane (default: %(default)s)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="M",
+        help="end each run after so long, with what is done by then (default: no limit)",
+    )
     parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl)")
     parser.add_argument("--concurrency", type=parse_size, default=64, metavar="N", help="requests in flight (default: %(default)s)")
     parser.add_argument("--abort-share", type=float, default=0.05, metavar="SHARE", help="of requests broken off (default: %(default)s)")
@@ -105,7 +112,7 @@ async def soak(model: Path, plane: str, arguments: argparse.Namespace) -> SoakRe
     say(f"{arguments.transfers:,} transfers by {plane}, {arguments.concurrency} at a time")
     async with start_pair(model, plane, arguments.abort_share, arguments.seed) as pair:
         started = time.monotonic()
-        samples = await _drive(pair, arguments.transfers, arguments.concurrency)
+        samples = await _drive(pair, arguments.transfers, arguments.concurrency, started + 60 * arguments.minutes)
         prefill, decode = await pair.settle()
         return SoakResult(
             plane,
@@ -118,8 +125,8 @@ async def soak(model: Path, plane: str, arguments: argparse.Namespace) -> SoakRe
         )
 
 
-async def _drive(pair: SoakPair, transfers: int, concurrency: int) -> dict[str, list[Holdings]]:
-    """Keep that many in flight until so many are done; look at every process at equal distances."""
+async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: float) -> dict[str, list[Holdings]]:
+    """Keep that many in flight until so many are done or time is up; look at every process at equal distances."""
     pids = _processes(pair)
     samples: dict[str, list[Holdings]] = {name: [] for name in pids}
     every = max(1, transfers // SAMPLES)
@@ -127,7 +134,7 @@ async def _drive(pair: SoakPair, transfers: int, concurrency: int) -> dict[str, 
 
     async def keep_going() -> None:
         nonlocal said
-        while pair.tally.done < transfers and pair.tally.errors.total() < MAX_ERRORS:
+        while pair.tally.done < transfers and pair.tally.errors.total() < MAX_ERRORS and time.monotonic() < deadline:
             await pair.transfer()
             if pair.tally.done >= every * (1 + len(samples["driver"])):
                 for name, pid in pids.items():

@@ -89,7 +89,7 @@ class Consumer:
             self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
             return
         pull.to = Destination(blocks, tokens, needed_from, now + self._settings.receive_timeout_s)
-        pull.deadline = pull.to.give_up_at
+        self._pulls.set_deadline(pull, pull.to.give_up_at)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
 
     def settle(self, request: RequestId, now: float) -> None:
@@ -167,9 +167,7 @@ class Consumer:
             self._lost(lost, now)
         for peer_id in self._beats.lost(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
-        overdue = [pull for pull in self._pulls if pull.deadline is not None and pull.deadline <= now]
-        for pull in overdue:
-            pull.deadline = None
+        for pull in self._pulls.take_overdue(now):
             self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer.life)
@@ -181,9 +179,8 @@ class Consumer:
         self._peers.evict_idle(now, self._pulls.lives())
 
     def next_deadline(self) -> float | None:
-        deadlines = [pull.deadline for pull in self._pulls if pull.deadline is not None]
-        others = (self._peers.next_deadline(), self._beats.next_deadline())
-        return min([*deadlines, *(at for at in others if at is not None)], default=None)
+        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._beats.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
         """In the order they are to be performed. The peers' own are among them."""
@@ -234,7 +231,7 @@ class Consumer:
     def _start_reads(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
-        pull.deadline = min(pull.to.give_up_at, now + self._settings.read_timeout_s)
+        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
         ours, theirs = self._settings.peers.geometry, pull.ticket.block_ids()
         try:
             plans = {
@@ -253,7 +250,7 @@ class Consumer:
     def _stop_reads(self, pull: Pull) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
         # somebody else's.
-        pull.deadline = None
+        self._pulls.set_deadline(pull, None)
         self._events.append(PullGivenUp(pull.request, pull.reason))
         for rank in pull.outstanding.reads:
             self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
@@ -261,14 +258,15 @@ class Consumer:
     def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
-        pull.deadline = min(pull.to.give_up_at, now + self._settings.confirm_timeout_s)
+        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.confirm_timeout_s))
         pull.outstanding.confirmations = set(peer.visits)
         self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
 
     def _place(self, pull: Pull, now: float) -> None:
         # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
         # back when nothing writes into them.
-        pull.is_confirmed, pull.deadline = True, None
+        pull.is_confirmed = True
+        self._pulls.set_deadline(pull, None)
         self._stop_beats(pull)
         if pull.to.placements:
             self._actions.append(Place(pull.request, pull.to.placements))
@@ -317,10 +315,9 @@ class Consumer:
         if peer_id is None or peer_id.epoch != message.epoch:
             return
         self._beats.answered(peer_id, message.beat)
-        gone = set(message.gone)
-        for pull in self._pulls.of_life(peer_id.life):
+        for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
             # While confirming, Confirmed or Refused is on its way and is the better answer.
-            if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
+            if pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
 
     def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:

@@ -5,12 +5,13 @@ reader with a genuine ticket whose grant has not arrived is served, for what the
 no more of them is believed. Pure: feed it, then take what it wants done.
 """
 
-import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.errors import InvalidTicket
+from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
 from kvferry.protocol.tickets import Ticket, TicketKey
@@ -40,7 +41,6 @@ class Reply:
 class _Claim:
     """Readers that came before the grant."""
 
-    deadline: float
     readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
     """Reader -> what it said, and where it is answered."""
     ends: dict[str, Confirm | Detach] = field(default_factory=dict)
@@ -54,6 +54,9 @@ class Producer:
         self._key = key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
         self._claims: dict[RequestId, _Claim] = {}
+        self._claim_deadlines: Deadlines[RequestId] = Deadlines()
+        self._ahead: Counter[str] | None = None
+        """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
 
@@ -63,8 +66,10 @@ class Producer:
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
-        ahead = ((claim, attach) for claim in self._claims.values() for _, attach in claim.readers.values())
-        return self._leases.num_readers(plane) + sum(attach.plane == plane and attach.reader not in claim.ends for claim, attach in ahead)
+        if self._ahead is None:
+            ahead = ((claim, attach) for claim in self._claims.values() for _, attach in claim.readers.values())
+            self._ahead = Counter(attach.plane for claim, attach in ahead if attach.reader not in claim.ends)
+        return self._leases.num_readers(plane) + self._ahead[plane]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
         """The engine keeps this request's blocks for readers from now on."""
@@ -72,6 +77,8 @@ class Producer:
         claim = self._claims.pop(request, None)
         if claim is None:
             return
+        self._claim_deadlines.drop(request)
+        self._ahead = None
         for route, attach in claim.readers.values():
             self._attach(request, attach, route, now)
         for end in claim.ends.values():
@@ -108,10 +115,8 @@ class Producer:
     def advance(self, now: float) -> None:
         """Expire what has run out."""
         self._ended.extend(self._leases.expire(now))
-        overdue = [request for request, claim in self._claims.items() if claim.deadline <= now]
-        for request in overdue:
-            claim = self._claims[request]
-            claim.deadline = math.inf
+        for request in self._claim_deadlines.take_due(now):
+            claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
                 route, _ = claim.readers.pop(reader)
                 self._refuse(route, request, reader, f"no lease was granted within {self._settings.grant_wait_s:g} s")
@@ -119,9 +124,7 @@ class Producer:
                 del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        deadlines = [claim.deadline for claim in self._claims.values() if claim.deadline < math.inf]
-        leases = self._leases.next_deadline()
-        return min([*deadlines, leases] if leases is not None else deadlines, default=None)
+        return min((at for at in (self._claim_deadlines.next(), self._leases.next_deadline()) if at is not None), default=None)
 
     def take_replies(self) -> list[Reply]:
         replies, self._replies = self._replies, []
@@ -153,7 +156,10 @@ class Producer:
         if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
             self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
-        claim = self._claims.setdefault(ticket.lease, _Claim(now + self._settings.grant_wait_s))
+        if ticket.lease not in self._claims:
+            self._claims[ticket.lease] = _Claim()
+            self._claim_deadlines.set(ticket.lease, now + self._settings.grant_wait_s)
+        claim, self._ahead = self._claims[ticket.lease], None
         claim.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
         claim.ends.pop(message.reader, None)
 
@@ -172,6 +178,7 @@ class Producer:
                 self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
         elif claim is not None and message.reader in claim.readers:
             claim.ends[message.reader] = message
+            self._ahead = None
             if isinstance(message, Confirm):
                 # Blocks are freed after their lease has ended, and this one has not even begun.
                 self._replies.append(Reply(route, Confirmed(request, message.reader)))

@@ -138,8 +138,8 @@ def _pruned_heads(config: Mapping[str, Any], blocks: list[Any], layers: int) -> 
     for block in blocks:
         attention = block.get("attention", {}) if isinstance(block, Mapping) else {}
         shared = attention.get("n_heads_in_group")
-        is_there = isinstance(shared, int) and shared > 0 and not (attention.get("no_op") or attention.get("replace_with_linear"))
-        found.append(heads // shared if is_there else 0)
+        is_gone = attention.get("no_op") or attention.get("replace_with_linear")
+        found.append(heads // shared if isinstance(shared, int) and shared > 0 and not is_gone else 0)
     return found
 
 
