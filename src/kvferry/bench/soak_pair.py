@@ -34,7 +34,7 @@ LEASE_S = 20.0
 VOCABULARY = range(10, 500)
 KNOWN_PROMPTS = 64
 FRESH_SHARE = 0.25
-"""Of prompts that nobody has seen before. The others cost P little, for it keeps what begins alike; D keeps nothing, so all of them move."""
+"""Of prompts that nobody has seen before. The others cost P little, for it keeps what begins alike; D keeps nothing, so all move."""
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
