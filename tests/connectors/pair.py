@@ -24,10 +24,12 @@ from kvferry.connectors.contract import (
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
+from kvferry.planes.mirror import HostMirror
 from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.testing.local_kit import LocalMemory
 from kvferry.types import Region
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 32
@@ -98,13 +100,16 @@ class MemoryKit:
     network: MemoryNetwork
 
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
-        raise NotImplementedError
+        return LocalMemory(size_bytes)
 
     def data_planes(self, memory: CacheMemory | None) -> list[DataPlane]:
         return [MemoryDataPlane(self.network)]
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
+
+    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        return HostBlockStore(mirror, HostMirror(engine, mirror))
 
     def control_plane(self) -> ControlPlane:
         return MemoryControlPlane(self.network)
@@ -126,12 +131,14 @@ class EngineSide:
         policy: str = "fail",
         groups: Sequence[KVCacheGroup] = (ALL_LAYERS,),
         role: str = "kv_both",
+        buffer_device: str = "auto",
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
             {
                 "kv_connector": "NixlConnector",
                 "kv_role": role,
+                "kv_buffer_device": buffer_device,
                 "engine_id": name,
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": extra,

@@ -11,6 +11,7 @@ from kvferry.ferry.commands import Command, Grant, Start, Track
 from kvferry.ferry.ferry import Ferry, FerrySettings
 from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
+from kvferry.planes.mirror import HostMirror
 from kvferry.ports.control import Received
 from kvferry.ports.data import DataPlane
 from kvferry.protocol import codec
@@ -39,6 +40,8 @@ class Place:
     tp_size: int = 1
     total_heads: int = 1
     layout: KVLayout = KVLayout.HND
+    is_staged: bool = False
+    """Planes see a mirror of the cache."""
 
     @property
     def heads(self) -> range:
@@ -64,8 +67,11 @@ class Side:
         size = BLOCK_BYTES * len(place.heads)
         runs = 1 if place.layout is KVLayout.HND else BLOCK_SIZE
         self.memory: npt.NDArray[np.uint8] = np.zeros((LAYERS, NUM_BLOCKS, size), dtype=np.uint8)
-        regions = tuple(
-            Region(f"layer.{i}", int(self.memory[i].ctypes.data), size, size, NUM_BLOCKS, head_runs=runs) for i in range(LAYERS)
+        self.mirror: npt.NDArray[np.uint8] = np.zeros_like(self.memory) if place.is_staged else self.memory
+        """What planes see."""
+        own, regions = (
+            tuple(Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, head_runs=runs) for i in range(LAYERS))
+            for memory in (self.memory, self.mirror)
         )
         self.plane = plane or MemoryDataPlane(network)
         assert self.plane.register(regions)
@@ -88,20 +94,23 @@ class Side:
             [RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, "DRAM", 0, 0, r.head_runs) for r in regions],
             list(offers),
             place.total_heads,
+            place.is_staged,
         )
         factors = {"model": "tiny"}
         self.layouts = {place.tp_rank: codec.encode_layout(layout)}
         """What the side channel serves: a test adds those of the other ranks."""
         self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, self.layouts)
         settings = FerrySettings(
-            ProducerSettings(EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5),
-            ConsumerSettings(EngineId(name), PeerSettings(factors, geometry, offers, (), 5, 3600), 30, 5, 100),
+            ProducerSettings(EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=place.is_staged),
+            ConsumerSettings(EngineId(name), PeerSettings(factors, geometry, offers, (), 5, 3600), 30, 5, 100, place.is_staged),
             SECRET,
         )
-        self.ferry = Ferry(settings, [self.plane], self.control, HostBlockStore(regions), clock)
+        store = HostBlockStore(regions, HostMirror(own, regions) if place.is_staged else None)
+        self.ferry = Ferry(settings, [self.plane], self.control, store, clock)
         self.inbox: list[Command] = []
         self.events: list[Event] = []
         self.serial = 0
+        self.issued: dict[str, list[int]] = {}
 
     def step(self) -> None:
         for news in self.side_channel.poll(0):
@@ -121,6 +130,7 @@ class Side:
     def issue(self, request: str, blocks: list[int]) -> str:
         """A signed ticket; `grant` makes it good."""
         self.serial += 1
+        self.issued[request] = blocks
         host, port = self.side_channel.address.removeprefix("tcp://").split(":")
         address = Address(host, int(port))
         tokens = fingerprint(range(len(blocks) * BLOCK_SIZE), BLOCK_SIZE, "")
@@ -141,7 +151,8 @@ class Side:
         )
 
     def grant(self, request: str) -> None:
-        self.inbox.append(Grant(RequestId(request), self.serial))
+        copied = (tuple(self.issued[request]),) if self.place.is_staged else ()
+        self.inbox.append(Grant(RequestId(request), self.serial, copied))
 
     def freed(self) -> list[tuple[str, str]]:
         return [(event.request, str(event.end)) for event in self.events if isinstance(event, LeaseEnded)]
@@ -224,11 +235,17 @@ class RankedWorld:
 class World:
     """P and D. `run` lets messages and bytes settle without the clock moving."""
 
-    def __init__(self, plane_of_d: DataPlane | None = None, network: MemoryNetwork | None = None) -> None:
+    def __init__(
+        self,
+        plane_of_d: DataPlane | None = None,
+        network: MemoryNetwork | None = None,
+        place_of_p: Place = DEFAULT_PLACE,
+        place_of_d: Place = DEFAULT_PLACE,
+    ) -> None:
         self.clock = ManualClock()
         self.network = network or MemoryNetwork()
-        self.p = Side("p", "e1", self.network, self.clock)
-        self.d = Side("d", "f1", self.network, self.clock, plane_of_d)
+        self.p = Side("p", "e1", self.network, self.clock, place=place_of_p)
+        self.d = Side("d", "f1", self.network, self.clock, plane_of_d, place_of_d)
         rng = np.random.default_rng(0)
         self.p.memory[:] = rng.integers(1, 256, self.p.memory.shape, dtype=np.uint8)
 

@@ -438,11 +438,14 @@ class ConsumerMachine(RuleBasedStateMachine):
             self.started.add(request)
             self.ended.add(request)
 
+    def good_reply(self, nonce: int) -> HandshakeReply:
+        return reply(nonce)
+
     @rule(is_good=st.booleans())
     def answer_handshake(self, is_good: bool) -> None:
         if self.asked:
             nonce = self.asked.pop()
-            self.consumer.receive(SIDE, reply(nonce) if is_good else HandshakeRefused(nonce, "no"), self.now)
+            self.consumer.receive(SIDE, self.good_reply(nonce) if is_good else HandshakeRefused(nonce, "no"), self.now)
 
     @rule(is_good=st.booleans())
     def open_plane(self, is_good: bool) -> None:
@@ -478,6 +481,9 @@ class ConsumerMachine(RuleBasedStateMachine):
         self.consumer.advance(self.now)
 
     @invariant()
+    def holds(self) -> None:
+        self.every_request_with_blocks_ends_once()
+
     def every_request_with_blocks_ends_once(self) -> None:
         for action in self.consumer.take_actions():
             match action:

@@ -284,6 +284,9 @@ class ProducerMachine(RuleBasedStateMachine):
         self.producer.advance(self.now)
 
     @invariant()
+    def holds(self) -> None:
+        self.confirmations_come_before_the_end()
+
     def confirmations_come_before_the_end(self) -> None:
         for reply in self.producer.take_replies():
             assert not (isinstance(reply.message, Confirmed) and reply.message.lease in self.free)
@@ -291,9 +294,13 @@ class ProducerMachine(RuleBasedStateMachine):
             assert lease.request not in self.free
             self.free.add(lease.request)
 
+    def finish(self) -> None:
+        """Let what is still under way come to its end."""
+
     def teardown(self) -> None:
         while self.granted < self.issued:
             self.grant()
+        self.finish()
         self.producer.advance(self.now + 1000)
         self.confirmations_come_before_the_end()
         assert self.producer.num_leases == 0

@@ -18,6 +18,7 @@ from kvferry.config import (
 )
 from kvferry.errors import ConfigError
 from kvferry.planes.block_store import HostBlockStore
+from kvferry.planes.mirror import HostMirror
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shm import SharedMemory, ShmDataPlane
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
@@ -25,7 +26,7 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
-from kvferry.types import Region
+from kvferry.types import MemoryKind, Region
 
 __all__ = ["Kit", "nixl_settings"]
 
@@ -90,6 +91,14 @@ class Kit:
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
+
+    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        if all(region.memory is MemoryKind.DRAM for region in engine):
+            return HostBlockStore(mirror, HostMirror(engine, mirror))
+        # Imported only where there is a device: it takes torch with CUDA.
+        from kvferry.planes.cuda_mirror import CudaMirror
+
+        return HostBlockStore(mirror, CudaMirror(engine, mirror, (memory.address, memory.size_bytes)))
 
     def control_plane(self) -> ControlPlane:
         return self._listening_on(0)

@@ -15,9 +15,10 @@ from kvferry.config.extra import (
 )
 from kvferry.config.secret import ClusterSecret
 from kvferry.config.side_channel import SideChannelConfig, is_loopback
-from kvferry.config.transfer import KVRole, KVTransferConfig, MultiExtraConfig, kind_of_setting
+from kvferry.config.transfer import BufferDevice, KVRole, KVTransferConfig, MultiExtraConfig, kind_of_setting
 
 __all__ = [
+    "BufferDevice",
     "ClusterSecret",
     "ExampleExtraConfig",
     "ExtraConfig",

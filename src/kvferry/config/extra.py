@@ -95,6 +95,8 @@ class NixlExtraConfig(ExtraConfig):
     """Pins the data planes, in order of preference: shm, nixl; empty: all that work here."""
     peers: Texts = ()
     """No effect yet: addresses (host:port) that may be dialled without a ticket of ours, for push behind a foreign router."""
+    force_host_buffer: Flag = False
+    """Stage KV in host memory as with `kv_buffer_device: cpu`, also where the cache is host memory itself; for tests."""
     handshake_timeout: Seconds = 5.0
     """How long D waits for a peer's answer to its greeting."""
     read_timeout: Seconds = 30.0

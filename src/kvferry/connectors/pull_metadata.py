@@ -26,3 +26,5 @@ class PullHandshakeMetadata(KVConnectorHandshakeMetadata):
     factors: Mapping[str, Factor]
     epoch: str
     """The engine life the rank believes to be in."""
+    is_staged: bool = False
+    """Readers read a copy of granted blocks, so the rank must be told which blocks they are."""

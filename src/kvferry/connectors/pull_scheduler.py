@@ -63,6 +63,7 @@ class PullScheduler:
         self._commands: list[Command] = []
         self._side_channel: SideChannel | None = None
         self._address: Address | None = None
+        self._is_staged = False
         self._stats = TransferStats()
         self._wake_engine: Callable[[], None] = _nobody
         self._warn_of_unused_settings()
@@ -84,6 +85,7 @@ class PullScheduler:
                 f"ranks {strangers} were started apart from their scheduler and would refuse every ticket; "
                 "give all of them the same KVFERRY_VLLM_EPOCH, another one at each start"
             )
+        self._is_staged = any(part.is_staged for part in parts.values())
         served = ServedEngine(
             EngineId(self._config.kv_transfer.engine_id),
             Epoch(self._config.epoch),
@@ -196,7 +198,8 @@ class PullScheduler:
         assert self._address is not None
         self._serial += 1
         tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
-        self._commands.append(Grant(RequestId(request.request_id), self._serial))
+        copied = tuple(map(tuple, blocks)) if self._is_staged else ()
+        self._commands.append(Grant(RequestId(request.request_id), self._serial, copied))
         return Ticket(
             engine=self._config.kv_transfer.engine_id,
             epoch=self._config.epoch,

@@ -6,10 +6,12 @@ Runs on the worker's main thread and does nothing else there.
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from kvferry.config import NixlExtraConfig
+from kvferry.config import BufferDevice, NixlExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorTransferResults, KVTensor
 from kvferry.connectors.geometry import compatibility_factors, geometry_of
+from kvferry.connectors.host_buffer import mirror_bytes, mirrored
 from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError
@@ -26,15 +28,17 @@ from kvferry.events import (
 )
 from kvferry.ferry.ferry import Ferry, FerrySettings, FerrySnapshot
 from kvferry.ferry.thread import FerryThread
+from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
+from kvferry.ports.memory import CacheMemory
 from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.consumer import ConsumerSettings
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, RegionInfo
 from kvferry.protocol.peers import PeerSettings
 from kvferry.protocol.planning import Geometry
 from kvferry.protocol.producer import ProducerSettings
-from kvferry.types import EngineId, Epoch, LeaseEnd
+from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind
 
 __all__ = ["PullWorker"]
 
@@ -49,19 +53,22 @@ class PullWorker:
         self._thread: FerryThread | None = None
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
+        self._mirror: CacheMemory | None = None
         self._stats = TransferStats()
         self._reported = FerrySnapshot()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
-        """Register the cache with every plane that can carry it, and start the ferry."""
-        geometry = geometry_of(self._config, self._cache, kv_caches)
+        """Register the cache, or its mirror, with every plane that can carry it, and start the ferry."""
+        own = geometry_of(self._config, self._cache, kv_caches)
+        geometry = self._seen_by_planes(own)
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob) for o in (plane.offer() for plane in planes))
         factors = compatibility_factors(self._config, self._cache, "pull")
-        layout = encode_layout(_layout(geometry, control, offers))
-        self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch)
-        store = self._config.kit.block_store(geometry.regions)
+        is_staged = self._mirror is not None
+        layout = encode_layout(_layout(geometry, control, offers, is_staged))
+        self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, is_staged)
+        store = self._block_store(own, geometry)
         ferry = Ferry(self._ferry_settings(geometry, offers, factors), planes, control, store, time.monotonic)
         self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:
@@ -103,14 +110,30 @@ class PullWorker:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     def _ferry_thread(self) -> FerryThread:
         assert self._thread is not None, "register_kv_caches comes first"
         return self._thread
 
+    def _seen_by_planes(self, own: Geometry) -> Geometry:
+        """The engine's own cache, or a mirror of it in host memory, allocated now."""
+        is_elsewhere = any(region.memory is not MemoryKind.DRAM for region in own.regions)
+        is_staged = is_elsewhere and self._config.kv_transfer.kv_buffer_device is BufferDevice.CPU
+        if not is_staged and not self._extra.force_host_buffer:
+            return own
+        self._mirror = self._config.kit.allocate_cache(mirror_bytes(own.regions))
+        _log.info("host buffer allocated bytes=%d rank=%d", self._mirror.size_bytes, own.tp_rank)
+        return replace(own, regions=mirrored(own.regions, self._mirror.address))
+
+    def _block_store(self, own: Geometry, seen: Geometry) -> BlockStore:
+        kit = self._config.kit
+        return kit.block_store(own.regions) if self._mirror is None else kit.staged_block_store(own.regions, seen.regions, self._mirror)
+
     def _registered_planes(self, geometry: Geometry) -> list[DataPlane]:
         planes = []
-        for plane in self._config.kit.data_planes(self._config.cache_memory):
+        for plane in self._config.kit.data_planes(self._mirror or self._config.cache_memory):
             if plane.register(geometry.regions):
                 planes.append(plane)
             else:
@@ -122,12 +145,14 @@ class PullWorker:
 
     def _ferry_settings(self, geometry: Geometry, offers: tuple[OfferInfo, ...], factors: Mapping[str, Factor]) -> FerrySettings:
         extra = self._extra
-        engine = EngineId(self._config.kv_transfer.engine_id)
+        engine, is_staged = EngineId(self._config.kv_transfer.engine_id), self._mirror is not None
         demanded = factors if extra.enforce_handshake_compat else None
         peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
         return FerrySettings(
-            ProducerSettings(engine, Epoch(self._config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait),
-            ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout),
+            ProducerSettings(
+                engine, Epoch(self._config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait, is_staged
+            ),
+            ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout, is_staged),
             self._config.secret,
         )
 
@@ -162,7 +187,7 @@ class PullWorker:
                 _log.info("message dropped reason=%s", reason)
 
 
-def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, ...]) -> RankLayout:
+def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, ...], is_staged: bool) -> RankLayout:
     regions = [
         RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, str(r.memory), r.device, r.group, r.head_runs)
         for r in geometry.regions
@@ -179,4 +204,5 @@ def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, 
         regions=regions,
         offers=list(offers),
         total_kv_heads=geometry.total_kv_heads,
+        is_staged=is_staged,
     )

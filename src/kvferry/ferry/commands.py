@@ -55,6 +55,8 @@ class Grant:
 
     request: RequestId
     serial: int
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """Each group's table, where readers read a copy of them: they are copied first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.protocol import codec
-from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
+from kvferry.protocol.actions import Action, ClosePeer, Expose, HangUp, OpenPeer, Place, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
 from kvferry.protocol.messages import (
     Attach,
@@ -25,6 +25,7 @@ from kvferry.protocol.messages import (
     HandshakeReply,
     Heartbeat,
     HeartbeatReply,
+    Ready,
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
@@ -34,6 +35,8 @@ from kvferry.types import PeerId, RequestId
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
 MAX_WAIT_S = 1.0
+READ_WATCH_INTERVAL_S = 0.01
+"""How often planes that need our help are looked at while a read is likely to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Ferry:
         self._store = store
         self._clock = clock
         self._reads: dict[tuple[str, Handle], tuple[RequestId, PeerId]] = {}
-        self._placing: dict[StoreHandle, RequestId] = {}
+        self._stored: dict[StoreHandle, Place | Expose] = {}
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
@@ -91,7 +94,7 @@ class Ferry:
             for completion in plane.poll():
                 self._take_completion(plane.name, completion, now)
         for stored in self._store.poll():
-            self._consumer.placed(self._placing.pop(stored.handle), stored.error, now)
+            self._take_stored(self._stored.pop(stored.handle), stored.error, now)
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
@@ -107,9 +110,13 @@ class Ferry:
         for plane in self._planes.values():
             intervals = [plane.poll_interval_s()]
             if self._producer.num_readers(plane.name):
-                intervals.append(plane.serving_interval_s())
+                intervals.append(self._serving_interval_s(plane, now))
             waits += [interval for interval in intervals if interval is not None]
         return max(0.0, min([MAX_WAIT_S, *waits]))
+
+    def _serving_interval_s(self, plane: DataPlane, now: float) -> float | None:
+        interval = plane.serving_interval_s()
+        return interval if interval is None or not self._producer.is_reading_likely(now) else min(interval, READ_WATCH_INTERVAL_S)
 
     def close(self) -> None:
         for plane in self._planes.values():
@@ -132,15 +139,15 @@ class Ferry:
         match message:
             case Attach() | Heartbeat() | Confirm() | Detach() if is_inbound:
                 self._producer.receive(news.route, message, now)
-            case HandshakeReply() | HandshakeRefused() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
+            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
                 self._consumer.receive(news.route.dialled, message, now)
             case _:
                 self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
 
     def _obey(self, command: Command, now: float) -> None:
         match command:
-            case Grant(request, serial):
-                self._producer.grant(request, serial, now)
+            case Grant(request, serial, blocks):
+                self._producer.grant(request, serial, now, blocks)
             case Abandon(request):
                 self._producer.abandon(request)
             case HandBack(request, serial):
@@ -164,10 +171,16 @@ class Ferry:
         if read is not None:
             self._consumer.read_ended(*read, completion.error, now)
 
+    def _take_stored(self, action: Place | Expose, error: str | None, now: float) -> None:
+        if isinstance(action, Place):
+            self._consumer.placed(action.request, error, now)
+        else:
+            self._producer.exposed(action.request, error)
+
     # -- effects ---------------------------------------------------------------------------------------------------
 
     def _perform(self, now: float) -> None:
-        while actions := self._consumer.take_actions():
+        while actions := [*self._consumer.take_actions(), *self._producer.take_actions()]:
             for action in actions:
                 self._perform_one(action, now)
         for reply in self._producer.take_replies():
@@ -193,8 +206,8 @@ class Ferry:
                 for (name, handle), read in self._reads.items():
                     if read == (request, peer):
                         self._planes[name].cancel(handle)
-            case Place():
-                self._place(action, now)
+            case Place() | Expose():
+                self._store_blocks(action, now)
 
     def _send(self, address: str, frame: bytes, now: float) -> None:
         try:
@@ -229,13 +242,14 @@ class Ferry:
             return
         self._reads[action.plane, handle] = (action.request, action.peer)
 
-    def _place(self, action: Place, now: float) -> None:
+    def _store_blocks(self, action: Place | Expose, now: float) -> None:
+        store = self._store
         try:
-            handle = self._store.place(action.placements)
+            handle = store.place(action.placements, action.blocks) if isinstance(action, Place) else store.expose(action.blocks)
         except Exception as error:  # top of a transfer, likewise
-            self._consumer.placed(action.request, _described(error), now)
+            self._take_stored(action, _described(error), now)
             return
-        self._placing[handle] = action.request
+        self._stored[handle] = action
 
 
 def _described(error: Exception) -> str:

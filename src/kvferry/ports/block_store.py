@@ -1,13 +1,18 @@
-"""The block store: our own cache memory, as the ferry may rearrange it.
+"""The block store: our own cache memory, as the ferry may rearrange and copy it.
+
+Planes read and write the regions that were registered with them. Those are the engine's own cache, or a mirror of it in host memory with
+the same block numbers (a *staged* cache): then blocks are exposed in the mirror before peers read them, and brought from it when they have
+arrived.
 
 Contract, checked by `tests/planes/test_block_store.py`:
 
 - One thread owns a store and makes every call. Nothing here blocks for longer than one bounded slice of work, about a millisecond.
-- `place` returns at once with a handle; `poll` does the work and yields each handle exactly once, done or failed.
-- Regions, offsets and strides are checked before any address is computed: LocalProtocolError, with nothing begun.
+- `place` and `expose` return at once with a handle; `poll` does the work and yields each handle exactly once, done or failed.
+- Regions, offsets, strides and block numbers are checked before any address is computed: LocalProtocolError, with nothing begun.
 - Once begun, errors are values: `StoredBlocks.error`. Blocks of a failed job are no longer touched, and what is in them is worthless.
 - A job is never stopped halfway: whoever wants the blocks back waits for its handle.
-- Jobs do not order each other. No two that are under way may name the same block.
+- Jobs do not order each other. No two that are under way may write the same block, unless they write the same bytes.
+- The engine has finished writing the blocks that are exposed, and touches those that are placed only after the handle has come back.
 - `close` is complete and idempotent; what was under way is dropped.
 """
 
@@ -16,8 +21,9 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from kvferry.protocol.placement import Placement
+from kvferry.protocol.tickets import HOLE
 
-__all__ = ["BlockStore", "Placement", "StoreHandle", "StoredBlocks"]
+__all__ = ["HOLE", "BlockStore", "Placement", "StoreHandle", "StoredBlocks"]
 
 StoreHandle = NewType("StoreHandle", int)
 
@@ -31,8 +37,11 @@ class StoredBlocks:
 
 
 class BlockStore(Protocol):
-    def place(self, placements: Sequence[Placement]) -> StoreHandle:
-        """Put blocks that have arrived into our own order, in place."""
+    def place(self, placements: Sequence[Placement], blocks: Sequence[Sequence[int]] = ()) -> StoreHandle:
+        """Put what has arrived into our own order, in place. Then, of a staged cache, copy these blocks of each group to the engine."""
+
+    def expose(self, blocks: Sequence[Sequence[int]]) -> StoreHandle:
+        """Copy these blocks of each group from the engine to where planes see them. Holes are left out."""
 
     def poll(self) -> list[StoredBlocks]:
         """Work for a bounded time and return what has ended since the last call."""

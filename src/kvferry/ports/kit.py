@@ -25,6 +25,9 @@ class PlaneKit(Protocol):
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         """What rearranges the blocks of a worker's registered regions."""
 
+    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        """The same for a staged cache: planes see `mirror`, which lies in `memory` (of this kit) and follows the engine's regions."""
+
     def control_plane(self) -> ControlPlane:
         """A worker's control plane, bound to a free port of the advertised interface."""
 

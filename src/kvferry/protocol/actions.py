@@ -8,7 +8,7 @@ from kvferry.protocol.placement import Placement
 from kvferry.protocol.planning import Geometry, Pieces
 from kvferry.types import PeerId, RequestId
 
-__all__ = ["Action", "ClosePeer", "HangUp", "OpenPeer", "Place", "Send", "StartRead", "StopRead"]
+__all__ = ["Action", "ClosePeer", "Expose", "HangUp", "OpenPeer", "Place", "Send", "StartRead", "StopRead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,21 @@ class StopRead:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Put blocks whose bytes are confirmed into our own order, then tell `placed`. It is never stopped halfway."""
+    """Put blocks whose bytes are confirmed into our own order and into the engine's memory, then tell `placed`. It is never stopped
+    halfway."""
 
     request: RequestId
     placements: tuple[Placement, ...]
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """By group: those to be copied to the engine's memory, where planes see another."""
 
 
-Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Place
+@dataclass(frozen=True, slots=True)
+class Expose:
+    """Copy blocks of the engine's memory to where planes see them, then tell `exposed`. It is never stopped halfway."""
+
+    request: RequestId
+    blocks: tuple[tuple[int, ...], ...]
+
+
+Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Place | Expose

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, Place, Send, StartRead, StopRead
-from kvferry.protocol.heartbeats import HeartbeatSchedule, heartbeat_interval_s
+from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.messages import (
     MAX_LEASES_PER_BEAT,
     Attach,
@@ -23,6 +23,7 @@ from kvferry.protocol.messages import (
     HandshakeReply,
     Heartbeat,
     HeartbeatReply,
+    Ready,
     Refused,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
@@ -36,6 +37,8 @@ __all__ = ["Consumer", "ConsumerSettings"]
 
 _E = TransferEvent
 MAX_FAREWELLS = 10_000
+ANNOUNCE_AFTER_S = 0.5
+"""A read that begins so long after its reader has attached is announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class ConsumerSettings:
     read_timeout_s: float
     confirm_timeout_s: float
     receive_timeout_s: float
+    is_staged: bool = False
+    """Planes bring blocks to a copy of the engine's memory, and they are copied from there."""
 
 
 class Consumer:
@@ -107,10 +112,14 @@ class Consumer:
 
     # -- news from the world ---------------------------------------------------------------------------------------
 
-    def receive(self, address: str, message: HandshakeReply | HandshakeRefused | HeartbeatReply | Confirmed | Refused, now: float) -> None:
+    def receive(
+        self, address: str, message: HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused, now: float
+    ) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
                 self._lost(self._peers.receive(message, now), now)
+            case Ready():
+                self._receive_ready(address, message, now)
             case HeartbeatReply():
                 self._receive_heartbeat_reply(address, message, now)
             case Confirmed():
@@ -215,11 +224,13 @@ class Consumer:
                 self._end(pull)
 
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
-        pull.is_attached = True
+        pull.is_attached, pull.attached_at = True, now
         self._send_attach(pull, peer)
         for rank in peer.visits:
             self._beats.track(peer.peer_id(rank), pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
-        self._meet(pull, _E.PEER_READY, now, "")
+        pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
+        if not pull.outstanding.exposures:
+            self._meet(pull, _E.PEER_READY, now, "")
 
     def _send_attach(self, pull: Pull, peer: Peer) -> None:
         for rank, visit in peer.visits.items():
@@ -244,6 +255,10 @@ class Consumer:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
         pull.outstanding.reads = set(plans)
+        if now >= pull.attached_at + ANNOUNCE_AFTER_S:
+            # The producer may look at its planes rarely by now.
+            beat = Heartbeat(pull.life.epoch, READ_BEGINS, [pull.ticket.request])
+            self._actions += [Send(peer.control_address(rank), beat) for rank in plans]
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
 
@@ -268,8 +283,9 @@ class Consumer:
         pull.is_confirmed = True
         self._pulls.set_deadline(pull, None)
         self._stop_beats(pull)
-        if pull.to.placements:
-            self._actions.append(Place(pull.request, pull.to.placements))
+        if pull.to.placements or self._settings.is_staged:
+            blocks = pull.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.is_staged else ()
+            self._actions.append(Place(pull.request, pull.to.placements, blocks))
         else:
             self._meet(pull, _E.PLACED, now, "")
 
@@ -320,12 +336,22 @@ class Consumer:
             if pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
 
+    def _receive_ready(self, address: str, message: Ready, now: float) -> None:
+        pull = self._pulls.of_reader(message.reader)
+        if pull is None or pull.state not in (TransferState.TRACKED, TransferState.WAITING) or pull.ticket.request != message.lease:
+            return
+        rank = self._rank_at(pull, address, pull.outstanding.exposures)
+        if rank is None:
+            return
+        pull.outstanding.exposures.discard(rank)
+        if not pull.outstanding.exposures:
+            self._meet(pull, _E.PEER_READY, now, "")
+
     def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
         if pull is None or pull.state is not TransferState.CONFIRMING or pull.ticket.request != message.lease:
             return
-        peer = self._peers.get(pull.life)
-        rank = next((r for r in pull.outstanding.confirmations if peer is not None and peer.control_address(r) == address), None)
+        rank = self._rank_at(pull, address, pull.outstanding.confirmations)
         if rank is None:
             return
         pull.outstanding.confirmations.discard(rank)
@@ -336,6 +362,10 @@ class Consumer:
         pull = self._pulls.of_reader(message.reader)
         if pull is not None:
             self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+
+    def _rank_at(self, pull: Pull, address: str, ranks: set[int]) -> int | None:
+        peer = self._peers.get(pull.life)
+        return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
 
     def _peer_at(self, address: str) -> PeerId | None:
         peers = [peer for life in self._pulls.lives() if (peer := self._peers.get(life)) is not None]

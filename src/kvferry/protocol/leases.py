@@ -156,6 +156,15 @@ class LeaseTable:
         del self._leases[request]
         return EndedLease(request, lease.settled)
 
+    def revoke(self, request: RequestId) -> EndedLease | None:
+        """Remove and return a lease although readers may be attached: there is nothing for them to read."""
+        lease = self._leases.pop(request, None)
+        if lease is None:
+            return None
+        for reader in list(lease.readers):
+            self._drop_reader(lease, reader)
+        return EndedLease(request, lease.settled or LeaseEnd.RELEASED)
+
     def expire(self, now: float) -> list[EndedLease]:
         """Remove and return every lease that has run out, earliest first."""
         ended = []

@@ -4,6 +4,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
+    3  host buffers: Ready, `is_staged` in RankLayout
 """
 
 from typing import Annotated
@@ -27,12 +28,13 @@ __all__ = [
     "Message",
     "OfferInfo",
     "RankLayout",
+    "Ready",
     "Refused",
     "RegionInfo",
     "Release",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -81,8 +83,15 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """Readers of the other ranks that come here for the same request: the lease is theirs too, though they may come later."""
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The lease is granted and its blocks are where readers read them. Said only by producers whose layout `is_staged`."""
+
+    lease: Name
+    reader: Name
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Renews every lease named. `beat` is echoed in the reply."""
+    """Renews every lease named. `beat` is echoed in the reply; 0 is outside the rhythm and says that a read begins."""
 
     epoch: Name
     beat: int
@@ -166,6 +175,8 @@ class RankLayout(msgspec.Struct, frozen=True):
     regions: list[RegionInfo]
     offers: list[OfferInfo]
     total_kv_heads: int = 0
+    is_staged: bool = False
+    """Readers read a copy that is made for each lease: they wait for `Ready`."""
 
 
 Message = (
@@ -173,6 +184,7 @@ Message = (
     | HandshakeReply
     | HandshakeRefused
     | Attach
+    | Ready
     | Heartbeat
     | HeartbeatReply
     | Confirm

@@ -2,24 +2,33 @@
 
 The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake the grant on its way to the worker. A
 reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
-no more of them is believed. Pure: feed it, then take what it wants done.
+no more of them is believed.
+
+A staged producer's readers read a copy of the blocks, which is made when the lease is granted. It tells each of them when the copy is there
+(`Ready`), confirms nobody before, and does not report the end of a lease whose blocks are still being copied.
+Pure: feed it, then take what it wants done.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.errors import InvalidTicket
+from kvferry.protocol.actions import Expose
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
+from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, RequestId, Route
 
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
 MAX_CLAIMS = 10_000
+READ_WATCH_S = 1.0
+"""So long after a reader has stirred, planes that need our help are looked at more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +38,13 @@ class ProducerSettings:
     lease_ttl_s: float
     lease_extension_s: float
     grant_wait_s: float
+    is_staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     route: Route
-    message: Confirmed | Refused | HeartbeatReply
+    message: Ready | Confirmed | Refused | HeartbeatReply
 
 
 @dataclass(slots=True)
@@ -48,6 +58,16 @@ class _Claim:
     is_abandoned: bool = False
 
 
+@dataclass(slots=True)
+class _Copy:
+    """Blocks of a lease on their way to where they are read."""
+
+    waiting: dict[str, Route] = field(default_factory=dict)
+    """Readers to be told when they are there."""
+    end: EndedLease | None = None
+    """How the lease has ended meanwhile: the copy still reads the blocks, so it is not reported yet."""
+
+
 class Producer:
     def __init__(self, settings: ProducerSettings, key: TicketKey) -> None:
         self._settings = settings
@@ -57,12 +77,16 @@ class Producer:
         self._claim_deadlines: Deadlines[RequestId] = Deadlines()
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
+        self._copies: dict[RequestId, _Copy] = {}
+        self._actions: list[Expose] = []
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
+        self._stirred_at = -math.inf
 
     @property
     def num_leases(self) -> int:
-        return len(self._leases)
+        """Those included that have ended but are not reported yet."""
+        return len(self._leases) + sum(copy.end is not None for copy in self._copies.values())
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
@@ -71,9 +95,12 @@ class Producer:
             self._ahead = Counter(attach.plane for claim, attach in ahead if attach.reader not in claim.ends)
         return self._leases.num_readers(plane) + self._ahead[plane]
 
-    def grant(self, request: RequestId, serial: int, now: float) -> None:
-        """The engine keeps this request's blocks for readers from now on."""
+    def grant(self, request: RequestId, serial: int, now: float, blocks: tuple[tuple[int, ...], ...] = ()) -> None:
+        """The engine keeps this request's blocks for readers from now on. Which they are is asked only of a staged producer."""
         self._leases.grant(request, serial, now)
+        if self._settings.is_staged:
+            self._copies[request] = _Copy()
+            self._actions.append(Expose(request, blocks))
         claim = self._claims.pop(request, None)
         if claim is None:
             return
@@ -90,6 +117,20 @@ class Producer:
         if claim.is_abandoned:
             self.abandon(request)
 
+    def exposed(self, request: RequestId, error: str | None) -> None:
+        """The copy that `Expose` asked for has ended; it no longer reads the request's blocks."""
+        copy = self._copies.pop(request)
+        if copy.end is not None:
+            self._ended.append(copy.end)
+        elif error is None:
+            self._replies += [Reply(route, Ready(request, reader)) for reader, route in copy.waiting.items()]
+        else:
+            revoked = self._leases.revoke(request)
+            assert revoked is not None
+            self._ended.append(revoked)
+            for reader, route in copy.waiting.items():
+                self._refuse(route, request, reader, f"the blocks could not be copied to the host buffer: {error}")
+
     def hand_back(self, request: RequestId, serial: int) -> None:
         """Whoever held this ticket gives it up (a router, on behalf of a client that left)."""
         if self._leases.standing(request, serial) is not Standing.GONE:
@@ -103,7 +144,13 @@ class Producer:
         self._leases.abandon(request)
         self._collect(request)
 
+    def is_reading_likely(self, now: float) -> bool:
+        """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
+        return now < self._stirred_at + READ_WATCH_S
+
     def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach, now: float) -> None:
+        if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
+            self._stirred_at = now
         match message:
             case Attach():
                 self._receive_attach(route, message, now)
@@ -114,7 +161,8 @@ class Producer:
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
-        self._ended.extend(self._leases.expire(now))
+        for ended in self._leases.expire(now):
+            self._note_end(ended)
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
@@ -125,6 +173,10 @@ class Producer:
 
     def next_deadline(self) -> float | None:
         return min((at for at in (self._claim_deadlines.next(), self._leases.next_deadline()) if at is not None), default=None)
+
+    def take_actions(self) -> list[Expose]:
+        actions, self._actions = self._actions, []
+        return actions
 
     def take_replies(self) -> list[Reply]:
         replies, self._replies = self._replies, []
@@ -176,6 +228,8 @@ class Producer:
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
                 self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
+        elif isinstance(message, Confirm) and self._is_unready(request):
+            self._refuse(route, request, message.reader, "the blocks were not ready to be read")
         elif claim is not None and message.reader in claim.readers:
             claim.ends[message.reader] = message
             self._ahead = None
@@ -191,6 +245,10 @@ class Producer:
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
             self._refuse(route, request, message.reader, "too many readers share this lease")
+        elif request in self._copies:
+            self._copies[request].waiting[message.reader] = route
+        elif self._settings.is_staged:
+            self._replies.append(Reply(route, Ready(request, message.reader)))
 
     def _confirm(self, request: RequestId, reader: str, route: Route, now: float) -> None:
         if self._leases.confirm(request, reader, now):
@@ -202,7 +260,17 @@ class Producer:
     def _refuse(self, route: Route, request: RequestId, reader: str, reason: str) -> None:
         self._replies.append(Reply(route, Refused(request, reader, reason)))
 
+    def _is_unready(self, request: RequestId) -> bool:
+        return request in self._copies or (self._settings.is_staged and request in self._claims)
+
     def _collect(self, request: RequestId) -> None:
         ended = self._leases.take_if_ended(request)
         if ended is not None:
+            self._note_end(ended)
+
+    def _note_end(self, ended: EndedLease) -> None:
+        copy = self._copies.get(ended.request)
+        if copy is None:
             self._ended.append(ended)
+        else:
+            copy.end = ended

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.placement import Placement
-from kvferry.protocol.tickets import Ticket
+from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
 from kvferry.types import EngineId, EngineLife, RequestId
 
@@ -27,11 +27,18 @@ class Destination:
     placements: tuple[Placement, ...] = ()
     """What is left to do with the blocks once their bytes are confirmed."""
 
+    def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        """By group: the blocks that hold any of the tokens."""
+        first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
+        return tuple(tuple(block for block in group[first:end] if block != HOLE) for group in self.blocks)
+
 
 @dataclass(slots=True)
 class Outstanding:
     """Ranks of the producer that we wait for."""
 
+    exposures: set[int] = field(default_factory=set)
+    """These have yet to say that their blocks are there to be read."""
     reads: set[int] = field(default_factory=set)
     """Bytes of these are on their way."""
     confirmations: set[int] = field(default_factory=set)
@@ -47,6 +54,7 @@ class Pull:
     reader: str
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
+    attached_at: float = 0.0
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)

@@ -51,6 +51,9 @@ class LocalKit:
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         raise ConfigError("this engine was started without planes, so no blocks arrive here; start it with a full plane kit")
 
+    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        return self.block_store(mirror)
+
     def control_plane(self) -> ControlPlane:
         raise ConfigError("this engine was started without planes and cannot talk to others; start it with a full plane kit")
 

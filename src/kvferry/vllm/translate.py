@@ -147,6 +147,8 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_b
             "kv_connector": connector,
             "kv_role": theirs.kv_role,
             "engine_id": theirs.engine_id,
+            # vLLM names the device; for us every other than the CPU's memory is the engine's own.
+            "kv_buffer_device": "cpu" if theirs.kv_buffer_device == "cpu" else "auto",
             "kv_load_failure_policy": theirs.kv_load_failure_policy,
             "kv_connector_extra_config": dict(theirs.kv_connector_extra_config),
         }

@@ -36,6 +36,9 @@ class PrivateMemoryKit:
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         raise NotImplementedError
 
+    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        raise NotImplementedError
+
     def control_plane(self) -> ControlPlane:
         raise NotImplementedError
 

@@ -1,0 +1,104 @@
+"""Connectors of engines that stage their KV in host memory: the mirror's shape, and the same story as without it."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
+
+from kvferry.connectors.contract import KVCacheGroup, RequestStatus
+from kvferry.connectors.host_buffer import mirror_bytes, mirrored
+from kvferry.connectors.pull_metadata import PullHandshakeMetadata
+from kvferry.planes.memory import MemoryNetwork
+from kvferry.protocol import codec
+from kvferry.protocol.tickets import HOLE
+from kvferry.types import MemoryKind, Region
+
+TOKENS = list(range(100, 110))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 9)), min_size=1, max_size=6))
+def test_mirrored_regions_hold_every_block_and_lie_apart(shapes: list[tuple[int, int, int]]) -> None:
+    regions = [
+        Region(f"l{i}", 1 << 40, size, size + gap, blocks, MemoryKind.VRAM, 3, group=i) for i, (size, gap, blocks) in enumerate(shapes)
+    ]
+    found = mirrored(regions, 1 << 20)
+    ends = [1 << 20, *(region.address + region.num_blocks * region.stride_bytes for region in found)]
+    assert all(end <= region.address for end, region in zip(ends, found, strict=False))
+    assert ends[-1] <= (1 << 20) + mirror_bytes(regions)
+    for region, own in zip(found, regions, strict=True):
+        assert (region.name, region.group, region.block_bytes, region.num_blocks) == (own.name, own.group, own.block_bytes, own.num_blocks)
+        assert (region.memory, region.device, region.stride_bytes) == (MemoryKind.DRAM, 0, region.block_bytes)
+
+
+@pytest.fixture
+def network() -> Iterator[MemoryNetwork]:
+    yield MemoryNetwork()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+
+
+def is_staged(side: EngineSide) -> bool:
+    metadata = side.worker.get_handshake_metadata()
+    assert isinstance(metadata, PullHandshakeMetadata)
+    assert codec.decode_layout(metadata.layout).is_staged == metadata.is_staged
+    return metadata.is_staged
+
+
+@pytest.mark.parametrize(("of_p", "of_d"), [(True, False), (False, True), (True, True)])
+def test_a_prompt_is_handed_over_through_host_buffers(network: MemoryNetwork, of_p: bool, of_d: bool) -> None:
+    p, d = EngineSide("p", network, force_host_buffer=of_p), EngineSide("d", network, force_host_buffer=of_d)
+    assert (is_staged(p), is_staged(d)) == (of_p, of_d)
+    try:
+        p.fill([5, 6, 7], seed=1)
+        request = EngineRequest("r", TOKENS, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+        d.scheduler.on_new_request(request)
+        assert d.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
+        d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+        step_until(lambda: "r" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
+        assert d.seen.failed_recving == set()
+        for layer, array in d.memory.items():
+            assert (array[[1, 2, 3]] == p.memory[layer][[5, 6, 7]]).all()
+            assert not array[4:].any()
+    finally:
+        p.shutdown()
+        d.shutdown()
+
+
+def test_holes_of_a_window_are_not_copied(network: MemoryNetwork) -> None:
+    groups = (KVCacheGroup(("layer.0",)), KVCacheGroup(("layer.1",), sliding_window=4))
+    p, d = (EngineSide(name, network, groups=groups, force_host_buffer=True) for name in "pd")
+    try:
+        p.fill([5, 6, 7], seed=1)
+        tokens = list(range(100, 112))
+        request = EngineRequest("r", [*tokens, 1], p.prefill(EngineRequest("a", tokens), [5, 6, 7], [HOLE, HOLE, 7]))
+        d.scheduler.on_new_request(request)
+        assert d.scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
+        d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3], [HOLE, HOLE, 4])), 12)
+        step_until(lambda: "r" in d.seen.finished_recving and "a" in p.seen.finished_sending, p, d)
+        assert d.seen.failure_reasons == {}
+        assert (d.memory["layer.0"][[1, 2, 3]] == p.memory["layer.0"][[5, 6, 7]]).all()
+        assert (d.memory["layer.1"][4] == p.memory["layer.1"][7]).all()
+    finally:
+        p.shutdown()
+        d.shutdown()
+
+
+def test_the_memory_of_an_engine_on_the_cpu_is_its_own_host_buffer(network: MemoryNetwork) -> None:
+    side = EngineSide("p", network, buffer_device="cpu")
+    try:
+        assert not is_staged(side)
+    finally:
+        side.shutdown()
+
+
+def test_blocks_are_named_in_a_grant_only_where_they_are_copied(network: MemoryNetwork) -> None:
+    for is_forced in (False, True):
+        side = EngineSide(f"p{is_forced}", network, force_host_buffer=is_forced)
+        try:
+            side.prefill(EngineRequest("a", TOKENS, status=RequestStatus.RUNNING), [5, 6, 7])
+            [grant] = side.scheduler.build_connector_meta(None).commands  # type: ignore[attr-defined]
+            assert grant.blocks == (((5, 6, 7),) if is_forced else ())
+        finally:
+            side.shutdown()

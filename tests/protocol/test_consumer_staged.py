@@ -1,0 +1,181 @@
+"""A consumer of a producer whose readers read a copy reads only what it was told is there; a staged consumer's engine gets what it read."""
+
+import msgspec
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, ConsumerMachine, failures, make_consumer, of, reply, sent, ticket
+
+from kvferry.events import PullFailed, PullFinished
+from kvferry.protocol.actions import Place, StartRead
+from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.messages import (
+    Attach,
+    Confirmed,
+    Detach,
+    HandshakeReply,
+    HandshakeRequest,
+    HeartbeatReply,
+    OfferInfo,
+    Ready,
+    Refused,
+    RegionInfo,
+)
+from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.planning import Geometry
+from kvferry.protocol.tickets import HOLE
+from kvferry.types import EngineId, KVLayout, Region, RequestId
+
+READY = Ready("a", "d/r1/0")
+
+
+def meet(consumer: Consumer) -> None:
+    """Shake hands with a producer that is staged."""
+    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(request, HandshakeRequest)
+    consumer.receive(SIDE, reply(request.nonce, is_staged=True), now=0)
+    consumer.take_actions()
+    consumer.peer_opened(PEER, "memory", now=0)
+
+
+def waiting() -> Consumer:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    meet(consumer)
+    actions = consumer.take_actions()
+    assert len(sent(actions, Attach)) == 1
+    assert of(actions, StartRead) == []
+    return consumer
+
+
+def test_nothing_is_read_before_the_producer_says_that_it_is_there() -> None:
+    consumer = waiting()
+    consumer.receive(CONTROL, READY, now=1)
+    assert len(of(consumer.take_actions(), StartRead)) == 1
+
+
+def test_what_is_there_before_the_blocks_is_read_when_they_come() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    meet(consumer)
+    consumer.receive(CONTROL, READY, now=1)
+    consumer.receive(CONTROL, READY, now=1)
+    assert of(consumer.take_actions(), StartRead) == []
+    consumer.start(R1, [[5, 6]], range(0, 8), now=2)
+    assert len(of(consumer.take_actions(), StartRead)) == 1
+
+
+@pytest.mark.parametrize("message", [Ready("b", "d/r1/0"), Ready("a", "d/nobody/0")])
+def test_news_of_other_leases_or_readers_is_ignored(message: Ready) -> None:
+    consumer = waiting()
+    consumer.receive(CONTROL, message, now=1)
+    consumer.receive("tcp://elsewhere:1", READY, now=1)
+    assert of(consumer.take_actions(), StartRead) == []
+
+
+def test_news_that_comes_twice_or_late_changes_nothing() -> None:
+    consumer = waiting()
+    for _ in range(2):
+        consumer.receive(CONTROL, READY, now=1)
+    assert len(of(consumer.take_actions(), StartRead)) == 1
+    consumer.read_ended(R1, PEER, None, now=2)
+    consumer.receive(CONTROL, READY, now=2)
+    consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
+    assert consumer.take_events() == [PullFinished(R1)]
+    consumer.take_actions()
+    consumer.receive(CONTROL, READY, now=4)
+    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+
+
+def test_a_producer_that_never_says_so_is_given_up_in_time() -> None:
+    consumer = waiting()
+    for now in range(5, 100, 5):
+        consumer.advance(now)
+        consumer.receive(CONTROL, HeartbeatReply("e1", now // 5, []), now)
+    assert failures(consumer) == []
+    consumer.advance(now=100)
+    assert failures(consumer) == ["the KV did not arrive within 100 s"]
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+
+
+def test_one_that_refuses_or_is_lost_fails_the_request_as_ever() -> None:
+    consumer = waiting()
+    consumer.receive(CONTROL, Refused("a", "d/r1/0", "no memory"), now=1)
+    assert failures(consumer) == ["the producer refused: no memory"]
+    consumer = waiting()
+    consumer.disconnected(CONTROL, now=1)
+    assert len(failures(consumer)) == 1
+
+
+def make_staged() -> Consumer:
+    """Two groups."""
+    regions = tuple(Region(f"l{group}", 4096 * (group + 1), 64, 64, 8, group=group) for group in range(2))
+    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, regions, 1)
+    peers = PeerSettings({"dtype": "float32"}, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=3600)
+    return Consumer(ConsumerSettings(EngineId("d"), peers, 30, 5, 100, is_staged=True))
+
+
+def test_the_blocks_that_were_filled_and_no_others_go_to_a_staged_engine() -> None:
+    """The first block is a local prefix: the engine has it, and the mirror does not."""
+    consumer = staged_placing(range(4, 8), [[5, 6], [2, HOLE]])
+    [place] = of(consumer.take_actions(), Place)
+    assert isinstance(place, Place)
+    assert (place.request, place.placements, place.blocks) == (R1, (), ((6,), ()))
+    assert consumer.take_events() == []
+    consumer.placed(R1, None, now=4)
+    assert consumer.take_events() == [PullFinished(R1)]
+
+
+def test_a_staged_engine_whose_copy_fails_gets_nothing() -> None:
+    consumer = staged_placing(range(0, 8), [[5, 6], [2, 3]])
+    consumer.placed(R1, "no memory", now=4)
+    [failed] = consumer.take_events()
+    assert isinstance(failed, PullFailed)
+    assert "no memory" in failed.reason
+
+
+def staged_placing(tokens: range, blocks: list[list[int]]) -> Consumer:
+    consumer = make_staged()
+    consumer.track(R1, msgspec.structs.replace(ticket(), block_runs=[[(3, 2)], [(3, 2)]]), "T1", now=0)
+    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(request, HandshakeRequest)
+    regions = [RegionInfo(f"l{group}", 0, 64, 64, 16, "DRAM", 0, group) for group in range(2)]
+    consumer.receive(SIDE, reply(request.nonce, regions=regions), now=0)
+    consumer.peer_opened(PEER, "memory", now=0)
+    consumer.start(R1, blocks, tokens, now=1)
+    consumer.read_ended(R1, PEER, None, now=2)
+    consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
+    return consumer
+
+
+class StagedMachine(ConsumerMachine):
+    """Producers that are staged: nothing is read that was not told to be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: set[RequestId] = set()
+
+    def good_reply(self, nonce: int) -> HandshakeReply:
+        return reply(nonce, is_staged=True)
+
+    @rule(request=ConsumerMachine.requests)
+    def tell(self, request: RequestId) -> None:
+        self.told.add(request)
+        self.consumer.receive(CONTROL, Ready(f"a{request[1:]}", f"d/{request}/0"), self.now)
+
+    @rule()
+    def tell_all(self) -> None:
+        for number in range(1, self.count + 1):
+            self.tell(RequestId(f"r{number}"))
+
+    def every_request_with_blocks_ends_once(self) -> None:
+        super().every_request_with_blocks_ends_once()
+        assert self.reads <= self.told
+
+    @rule(seconds=st.floats(90, 120))
+    def wait_long(self, seconds: float) -> None:
+        self.wait(seconds)
+
+
+TestStagedMachine = StagedMachine.TestCase
