@@ -92,7 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Renews every lease named. `beat` is echoed in the reply."""
+    """Renews every lease named. `beat` is echoed in the reply; 0 is outside the rhythm and says that a read begins."""
 
     epoch: Name
     beat: int
