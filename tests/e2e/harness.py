@@ -144,7 +144,7 @@ class Household:
         return child
 
     def dismiss(self, child: ChildProcess) -> None:
-        """End one early."""
+        """End one early, or let go of one that has died."""
         self._children.remove(child)
         child.close(self._patience_s)
 
