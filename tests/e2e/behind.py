@@ -28,7 +28,7 @@ class Channels:
     @contextmanager
     def opened(cls, engine: Engine) -> Iterator["Channels"]:
         with ExitStack() as stack:
-            ports = sorted(listening_ports(engine) - {engine.address.port})
+            ports = sorted(listening_ports(engine))
             assert len(ports) == 2, f"a side channel and a control channel were expected, there is {ports}"
             yield cls([stack.enter_context(FaultProxy(Address(INNER, port), Address(OUTER, port))) for port in ports])
 
@@ -41,9 +41,9 @@ class Channels:
 
 
 def listening_ports(engine: Engine) -> set[int]:
-    """On the inner address, of the whole family."""
+    """Those of ZeroMQ, whose sockets speak IPv6 too: HTTP and UCX listen on the plain address."""
     found: set[int] = set()
     for member in engine.family():
         connections = member.net_connections("tcp")
-        found |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.ip == INNER}
+        found |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.ip == f"::ffff:{INNER}"}
     return found

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,12 @@ class Network:
 
     hosts: Hosts
     cluster: Cluster
-    p: Engine
     decoders: dict[str, Engine]
     """By policy."""
+    p: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.p = self.start_p()
 
     @contextmanager
     def cut(self, host: int = 0) -> Iterator[None]:
@@ -82,7 +85,9 @@ class Network:
         self.p = self.start_p(self.p.address.port)
 
     def start_p(self, port: int = 0) -> Engine:
-        return self.cluster.serve("prefill", extra=NETWORKED, engine_id="p", port=port, at=self.hosts[0]).ready()
+        """So small that a few prompts are enough to give every block to somebody else."""
+        small = ("--num-gpu-blocks-override", "160")
+        return self.cluster.serve("prefill", *small, extra=NETWORKED, engine_id="p", port=port, at=self.hosts[0]).ready()
 
 
 @pytest.fixture(scope="session")
@@ -93,9 +98,7 @@ def network(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[N
             policy: cluster.serve(f"decode {policy}", extra=NETWORKED, policy=policy, at=hosts[number])
             for number, policy in enumerate(("fail", "recompute"), 1)
         }
-        made = Network(hosts, cluster, cluster.serve("prefill", extra=NETWORKED, engine_id="p", at=hosts[0]).ready(), {})
-        made.decoders = {policy: process.ready() for policy, process in starting.items()}
-        yield made
+        yield Network(hosts, cluster, {policy: process.ready() for policy, process in starting.items()})
 
 
 @pytest.fixture(scope="session")

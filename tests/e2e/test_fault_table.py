@@ -53,7 +53,7 @@ def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: P
             expired = await count(session, patient.p, EXPIRED)
             patient.p.pause()
             try:
-                await leave(asyncio.create_task(ask(session, patient.router, fresh())), after=lambda: _is_up(session, patient.d))
+                await leave(asyncio.create_task(ask(session, patient.router, fresh())), after=lambda: _is_routing(session, patient.router))
             finally:
                 patient.p.resume()
             await assert_freed(session, patient, expired)
@@ -118,9 +118,8 @@ async def assert_freed(session: aiohttp.ClientSession, pair: Pair, expired: floa
     assert (await ask(session, pair.router, fresh())).is_ok
 
 
-async def _is_up(session: aiohttp.ClientSession, engine: Engine) -> bool:
-    """A round trip after the request was sent."""
-    return (await metrics(session, engine))["kvferry:num_blocks"] > 0
+async def _is_routing(session: aiohttp.ClientSession, router: Engine) -> bool:
+    return await count(session, router, "kvferry:router_active_requests") > 0
 
 
 async def _holds(session: aiohttp.ClientSession, engine: Engine) -> bool:

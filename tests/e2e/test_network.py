@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import pytest
 from tests.e2e.conftest import NETWORKED, Network
-from tests.e2e.handovers import FAILED, FINISHED, assert_ended_well, assert_recovers, count, fresh, hand_over, is_free
+from tests.e2e.handovers import FAILED, FINISHED, assert_ended_well, assert_recovers, count, fresh, hand_over, is_free, is_loading
 from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, assert_quiescent, new_session, prefill, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -42,17 +42,25 @@ async def warm(session: aiohttp.ClientSession, network: Network) -> None:
         assert (await hand_over(session, network.p, d, fresh())).is_ok
 
 
-def begin_reads(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
-    return {policy: asyncio.create_task(hand_over(session, network.p, d, prompts[policy])) for policy, d in network.decoders.items()}
+async def begin(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
+    """P holds everybody's blocks, and D begins."""
+    params = {policy: await prefill(session, network.p, prompt) for policy, prompt in prompts.items()}
+    return {
+        policy: asyncio.create_task(ask(session, d, prompts[policy], kv_transfer_params=params[policy]))
+        for policy, d in network.decoders.items()
+    }
 
 
-async def until_read(network: Network, since_bytes: int) -> None:
-    """So much has come from P that reads are under way."""
+async def begin_reads(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
+    """The same, until so much has come from P that reads are under way."""
+    sent = network.hosts[0].sent_bytes()
+    begun = await begin(session, network, prompts)
 
     async def has_moved() -> bool:
-        return network.hosts[0].sent_bytes() > since_bytes + SOME_BYTES
+        return network.hosts[0].sent_bytes() > sent + SOME_BYTES and await is_loading(session, network.decoders.values())
 
     await until("bytes are moving", has_moved)
+    return begun
 
 
 async def right_answers(plain: Engine, prompts: dict[str, Prompt]) -> dict[str, Answer]:
@@ -84,10 +92,8 @@ def test_a_cable_cut_during_the_read_frees_both_sides_while_it_is_cut(network: N
         await warm(session, network)
         prompts = {policy: fresh(LONG) for policy in network.decoders}
         right = await right_answers(plain, prompts)
-        sent = network.hosts[0].sent_bytes()
         with network.throttled("4mbit"):
-            reading = begin_reads(session, network, prompts)
-            await until_read(network, sent)
+            reading = await begin_reads(session, network, prompts)
             with network.cut():
                 for policy, task in reading.items():
                     assert_ended_well(await task, right[policy], policy, *SILENCE)
@@ -102,7 +108,7 @@ def test_a_cable_cut_after_the_read_disturbs_no_answer(network: Network, plain: 
         prompts = {policy: fresh(max_tokens=200) for policy in network.decoders}
         right = await right_answers(plain, prompts)
         before = {policy: await count(session, d, FINISHED) for policy, d in network.decoders.items()}
-        decoding = begin_reads(session, network, prompts)
+        decoding = await begin(session, network, prompts)
 
         async def is_read() -> bool:
             return all([await count(session, d, FINISHED) > before[policy] for policy, d in network.decoders.items()])
@@ -126,7 +132,7 @@ def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(network: Netwo
         failed = [await count(session, d, FAILED) for d in network.decoders.values()]
         sent = network.hosts[0].sent_bytes()
         with network.throttled("8mbit"):
-            reading = begin_reads(session, network, prompts)
+            reading = await begin(session, network, prompts)
             for policy, task in reading.items():
                 assert await task == right[policy]
         assert network.hosts[0].sent_bytes() - sent > 2 * LONG * 4096
@@ -142,7 +148,7 @@ def test_a_read_slower_than_its_deadline_ends_by_it(network: Network, plain: Eng
         prompts = {policy: fresh(LONG) for policy in network.decoders}
         right = await right_answers(plain, prompts)
         with network.throttled("1mbit"):
-            for policy, task in begin_reads(session, network, prompts).items():
+            for policy, task in (await begin(session, network, prompts)).items():
                 assert_ended_well(await task, right[policy], policy, f"did not end within {NETWORKED['read_timeout']} s")
 
     play(story, network, plain)
@@ -153,10 +159,8 @@ def test_p_killed_during_the_read_is_replaced_by_its_next_life(network: Network,
         await warm(session, network)
         prompts = {policy: fresh(LONG) for policy in network.decoders}
         right = await right_answers(plain, prompts)
-        sent = network.hosts[0].sent_bytes()
         with network.throttled("4mbit"):
-            reading = begin_reads(session, network, prompts)
-            await until_read(network, sent)
+            reading = await begin_reads(session, network, prompts)
             network.replace_p()
             for policy, task in reading.items():
                 assert_ended_well(await task, right[policy], policy, "reading from the producer failed", *SILENCE)
@@ -183,10 +187,8 @@ def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(netwo
         prompts = {policy: fresh(LONG) for policy in network.decoders}
         right = await right_answers(plain, prompts)
         expired = await count(session, network.p, EXPIRED)
-        sent = network.hosts[0].sent_bytes()
         with network.throttled("4mbit"):
-            reading = begin_reads(session, network, prompts)
-            await until_read(network, sent)
+            reading = await begin_reads(session, network, prompts)
             for d in network.decoders.values():
                 d.pause()
             try:
