@@ -28,9 +28,9 @@ class Question:
 
 @dataclass
 class Load:
-    """Asks `questions` at random through `urls` until told to stop. Counts outcomes; keeps what broke a promise."""
+    """Asks `questions` at random of the router at `url` until told to stop. Counts outcomes; keeps what broke a promise."""
 
-    urls: Sequence[str]
+    url: str
     questions: Sequence[Question]
     seed: int
     bound_s: float
@@ -42,30 +42,41 @@ class Load:
 
     async def run(self, streams: int) -> None:
         """Until `is_stopping`, and every request has ended."""
-        timeout = aiohttp.ClientTimeout(total=self.bound_s)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with self._session() as session:
             await asyncio.gather(*(self._client(session, number) for number in range(streams)))
+
+    async def ask_once(self, question: Question) -> Outcome:
+        """And stay to the end."""
+        async with self._session() as session:
+            attempt = Attempt()
+            await exchange(session, self.url, {**question.prompt.body(), "stream": False}, attempt)
+            return self._note(question, attempt)
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self.bound_s)
+        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
 
     async def _client(self, session: aiohttp.ClientSession, number: int) -> None:
         rng = random.Random(f"client {self.seed} {number}")
         while not self.is_stopping:
             question = rng.choice(self.questions)
-            attempt = await self._ask(session, question.prompt, rng)
-            outcome = judge(attempt, question.right)
-            self.outcomes[outcome] += 1
-            if attempt.error:
-                self.refusals[_gist(attempt.error)] += 1
-            if outcome in VIOLATIONS:
-                self.violations.append(f"{outcome}: prompt of {len(question.prompt.token_ids)} tokens, {attempt}, right: {question.right}")
-            if outcome is not Outcome.RIGHT:
+            if self._note(question, await self._ask(session, question.prompt, rng)) is not Outcome.RIGHT:
                 await asyncio.sleep(BREATH_S)
+
+    def _note(self, question: Question, attempt: Attempt) -> Outcome:
+        outcome = judge(attempt, question.right)
+        self.outcomes[outcome] += 1
+        if attempt.error:
+            self.refusals[_gist(attempt.error)] += 1
+        if outcome in VIOLATIONS:
+            self.violations.append(f"{outcome}: prompt of {len(question.prompt.token_ids)} tokens, {attempt}, right: {question.right}")
+        return outcome
 
     async def _ask(self, session: aiohttp.ClientSession, prompt: Prompt, rng: random.Random) -> Attempt:
         attempt = Attempt()
-        url = rng.choice(self.urls)
         stay_s = rng.random() * LONGEST_STAY_S if rng.random() < LEAVING else None
         is_streamed = rng.random() < STREAMED
-        asking = asyncio.create_task(exchange(session, url, {**prompt.body(), "stream": is_streamed}, attempt))
+        asking = asyncio.create_task(exchange(session, self.url, {**prompt.body(), "stream": is_streamed}, attempt))
         _, waiting = await asyncio.wait([asking], timeout=stay_s)
         if waiting:
             attempt.has_left = True

@@ -72,7 +72,7 @@ class Namespace(Host):
 
     def throttle(self, rate: str) -> None:
         """What it sends to others, for example `4mbit`."""
-        run("tc", "-n", self.name, "qdisc", "replace", "dev", "peers", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "300ms")
+        run("tc", "-n", self.name, "qdisc", "replace", "dev", "peers", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
 
     def hurry(self) -> None:
         """Undo `throttle`."""

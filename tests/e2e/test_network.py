@@ -122,7 +122,7 @@ def test_a_cable_cut_after_the_read_disturbs_no_answer(network: Network, plain: 
 
 
 def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(network: Network, plain: Engine) -> None:
-    """At this rate two reads of 3 MB take three times the lease, or more."""
+    """At this rate two reads of 3 MB take twice the lease, or more."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         await warm(session, network)
@@ -131,7 +131,7 @@ def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(network: Netwo
         expired = await count(session, network.p, EXPIRED)
         failed = [await count(session, d, FAILED) for d in network.decoders.values()]
         sent = network.hosts[0].sent_bytes()
-        with network.throttled("8mbit"):
+        with network.throttled("6mbit"):
             reading = await begin(session, network, prompts)
             for policy, task in reading.items():
                 assert await task == right[policy]
