@@ -247,6 +247,8 @@ class PullScheduler:
         return PullMetadata(commands)
 
     def take_stats(self) -> TransferStats | None:
+        if self._side_channel is not None and (dropped := self._side_channel.take_num_dropped()):
+            self._stats.count("dropped_messages", dropped)
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
 
