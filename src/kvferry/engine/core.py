@@ -234,6 +234,7 @@ def _limits_of(setup: EngineSetup, worker: Worker) -> Limits:
         enable_chunked_prefill=options.enable_chunked_prefill,
         seed=options.seed,
         load_failure_policy=policy,
+        groups=worker.kv_cache_config.groups,
     )
 
 
