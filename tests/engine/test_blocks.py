@@ -3,8 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.engine.blocks import BlockPool, BlockTable, hash_block, hash_root
+from kvferry.connectors.contract import KVCacheGroup
+from kvferry.engine.blocks import BlockPool, BlockTable, GroupTable, Want, hash_block, hash_root
+from kvferry.engine.prefix import find_prefix
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol.tickets import HOLE
 
 
 def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
@@ -15,9 +18,13 @@ def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
 
 
 def acquire(pool: BlockPool, count: int, shared: tuple[int, ...] = ()) -> list[int]:
-    blocks = pool.acquire(shared, count)
+    (blocks,) = pool.acquire(shared, [Want(shared[-1] if shared else HOLE, count)]) or [None]
     assert blocks is not None
     return blocks
+
+
+def find(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+    return find_prefix(pool.published, [KVCacheGroup(())], hashes, len(hashes) + 1, 1).tables[0]
 
 
 def test_a_hash_depends_on_tokens_parents_and_salt() -> None:
@@ -36,8 +43,8 @@ def test_too_few_free_blocks_change_nothing() -> None:
     pool = BlockPool(4)
     held = acquire(pool, 3)
     pool.publish(held[0], chain([1])[0])
-    assert pool.acquire((held[0],), 2) is None
-    assert pool.extend(held, 2) is None
+    assert pool.acquire((held[0],), [Want(held[0], 2)]) is None
+    assert pool.acquire((), [Want(held[2], 1), Want(HOLE, 1)]) is None
     pool.check([held])
 
 
@@ -49,10 +56,10 @@ def test_a_released_block_is_found_again_until_it_is_reused() -> None:
         pool.publish(block, block_hash)
     pool.release(held)
     assert pool.num_used == 0
-    assert pool.find_prefix(hashes) == held
+    assert find(pool, hashes) == held
     (reused,) = acquire(pool, 1)
     assert reused == held[1], "the tail goes first: it is worth less than the prefix"
-    assert pool.find_prefix(hashes) == held[:1]
+    assert find(pool, hashes) == held[:1]
 
 
 def test_blank_blocks_are_used_before_cached_ones() -> None:
@@ -62,7 +69,7 @@ def test_blank_blocks_are_used_before_cached_ones() -> None:
     pool.release([cached])
     assert cached not in acquire(pool, 2)
     assert acquire(pool, 1) == [cached]
-    assert pool.find_prefix(chain([1])) == []
+    assert find(pool, chain([1])) == []
 
 
 def test_the_least_recently_freed_cached_block_is_reused_first() -> None:
@@ -94,7 +101,7 @@ def test_only_a_run_of_leading_hashes_counts_as_a_prefix() -> None:
     held = acquire(pool, 3)
     pool.publish(held[0], hashes[0])
     pool.publish(held[2], hashes[2])
-    assert pool.find_prefix(hashes) == held[:1]
+    assert find(pool, hashes) == held[:1]
 
 
 def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
@@ -102,8 +109,8 @@ def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
     held = acquire(pool, 2)
     other = acquire(pool, 1)
     pool.release(other)
-    assert pool.extend(held, 2) == [2, 3]
-    assert BlockTable([0, 1, 2, 3]).get_block_ids() == ([0, 1, 2, 3],)
+    assert pool.acquire((), [Want(held[-1], 2)]) == [[2, 3]]
+    assert BlockTable([GroupTable([0, 1]), GroupTable([HOLE, 2], 1)]).get_block_ids() == ([0, 1], [HOLE, 2])
 
 
 def test_fragments_come_in_ascending_order() -> None:
@@ -119,7 +126,7 @@ def test_the_first_block_of_a_hash_stays_its_block() -> None:
     first, second = acquire(pool, 2)
     for block in (first, second):
         pool.publish(block, chain([1])[0])
-    assert pool.find_prefix(chain([1])) == [first]
+    assert find(pool, chain([1])) == [first]
     pool.release([first, second])
     pool.check([])
 
@@ -131,7 +138,7 @@ def test_a_forgotten_block_is_never_found_again() -> None:
     pool.release(held)
     pool.forget(held[0])
     pool.forget(held[0])
-    assert pool.find_prefix(chain([1])) == []
+    assert find(pool, chain([1])) == []
     pool.check([])
 
 
@@ -152,19 +159,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(1, 12))
     def build(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, num_groups=2)
         self.held: list[list[int]] = []
         self.names = 0
 
-    @rule(count=st.integers(0, 5), data=st.data())
-    def acquire(self, count: int, data: st.DataObject) -> None:
+    @rule(count=st.integers(0, 5), others=st.lists(st.integers(0, 3), max_size=2), data=st.data())
+    def acquire(self, count: int, others: list[int], data: st.DataObject) -> None:
         shared = data.draw(st.sampled_from([[], *self.held]))
         before = self.pool.num_free
-        fresh = self.pool.acquire(shared, count)
-        assert (fresh is None) == (before < count)
+        wants = [Want(shared[-1] if shared else HOLE, count), *(Want(HOLE, other) for other in others)]
+        fresh = self.pool.acquire(shared, wants)
+        assert (fresh is None) == (before < count + sum(others))
         if fresh is not None:
-            assert len({*fresh, *shared}) == count + len(set(shared))
-            self.held.append([*shared, *fresh])
+            assert [len(blocks) for blocks in fresh] == [count, *others]
+            blocks = [block for blocks in fresh for block in blocks]
+            assert len({*blocks, *shared}) == len(blocks) + len(set(shared))
+            self.held.append([*shared, *blocks])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -172,7 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from(self.held))
         if blocks:
             self.names += data.draw(st.integers(0, 1))
-            self.pool.publish(data.draw(st.sampled_from(blocks)), b"%d" % self.names)
+            self.pool.publish(data.draw(st.sampled_from(blocks)), b"%d" % self.names, data.draw(st.integers(0, 1)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
