@@ -16,7 +16,7 @@ from kvferry.types import FailurePolicy
 
 PROMPTS = st.builds(
     lambda stem, tail: [*range(stem), *tail],
-    st.integers(0, 9),
+    st.integers(0, 14),
     st.lists(st.integers(40, 42), min_size=1, max_size=6),
 )
 WINDOWS = st.builds(window, st.integers(1, 12))
@@ -31,7 +31,7 @@ HYBRIDS = st.one_of(
 
 class EngineLife(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(5, 12),
+        num_blocks=st.integers(6, 12),
         budget=st.integers(1, 16),
         seqs=st.integers(1, 4),
         policy=st.sampled_from(FailurePolicy),
@@ -147,7 +147,7 @@ class HybridLife(EngineLife):
         chunked=st.booleans(),
         groups=HYBRIDS,
         block_size=st.integers(1, 6),
-        producer_block_size=st.integers(1, 8),
+        producer_block_size=st.sampled_from([1, 1, 1, 2, 3, 8]),
     )
     def build(  # type: ignore[override]
         self,
