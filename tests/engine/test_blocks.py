@@ -1,3 +1,8 @@
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -152,6 +157,80 @@ def test_the_check_notices_a_hold_nobody_accounts_for() -> None:
     acquire(pool, 1)
     with pytest.raises(LocalProtocolError):
         pool.check([])
+
+
+def test_each_group_of_a_sequence_gets_a_run_of_its_own() -> None:
+    pool = BlockPool(12, num_groups=2)
+    assert pool.acquire((), [Want(HOLE, 3), Want(HOLE, 2)]) == [[0, 1, 2], [3, 4]]
+    assert pool.acquire((), [Want(2, 1), Want(4, 2)]) == [[7], [5, 6]], "what lies behind a run is left to the one who can continue it"
+
+
+def test_the_stock_of_blank_blocks_comes_from_the_least_recently_freed() -> None:
+    pool = BlockPool(32)
+    hashes = chain(*([number] for number in range(32)))
+    held = acquire(pool, 32)
+    for block, block_hash in zip(held, hashes, strict=True):
+        pool.publish(block, block_hash)
+    for block in held:
+        pool.release([block])
+    acquire(pool, 3)
+    assert sorted(pool.published[0].values()) == held[6:], "three are used, and an eighth of the rest is kept blank"
+
+
+@dataclass
+class OldestFirst:
+    """The control: who was freed first is reused first, whatever lies beside it."""
+
+    free: OrderedDict[int, None]
+
+    def acquire(self, wants: list[Want]) -> list[list[int]]:
+        return [[self.free.popitem(last=False)[0] for _ in range(want.num_blocks)] for want in wants]
+
+    def release(self, blocks: list[int]) -> None:
+        self.free.update(dict.fromkeys(reversed(blocks)))
+
+
+def count_runs(tables: list[list[int]]) -> int:
+    return sum(index == 0 or block != table[index - 1] + 1 for table in tables for index, block in enumerate(table))
+
+
+def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
+    """How many runs the prompts of two-group sequences were given, by the pool and by the control, while others grow and end at random."""
+    rng, num_blocks = Random(seed), 1000
+    pool, control = BlockPool(num_blocks, 2), OldestFirst(OrderedDict.fromkeys(range(num_blocks)))
+    live: list[tuple[list[list[int]], list[list[int]]]] = []
+    runs, control_runs, names = 0, 0, count()
+    for _ in range(400):
+        for ours, theirs in rng.sample(live, min(len(live), 6)):
+            for tables, more in (
+                (ours, pool.acquire((), [Want(table[-1], 1) for table in ours])),
+                (theirs, control.acquire([Want(0, 1)] * 2)),
+            ):
+                assert more is not None
+                for table, blocks in zip(tables, more, strict=True):
+                    table += blocks
+        wants = [Want(HOLE, rng.randint(20, 60)), Want(HOLE, rng.randint(4, 12))]
+        while pool.num_free < sum(want.num_blocks for want in wants) + 200:
+            ours, theirs = live.pop(rng.randrange(len(live)))
+            for group, table in enumerate(ours):
+                for block in table[: -1 if is_caching else 0]:
+                    pool.publish(block, b"%d" % next(names), group)
+                pool.release(table)
+            for table in theirs:
+                control.release(table)
+        given = pool.acquire((), wants)
+        assert given is not None
+        live.append((given, control.acquire(wants)))
+        runs, control_runs = runs + count_runs(live[-1][0]), control_runs + count_runs(live[-1][1])
+    pool.check([table for ours, _ in live for table in ours])
+    return runs, control_runs
+
+
+@pytest.mark.parametrize(("is_caching", "factor"), [(False, 10), (True, 5)])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_after_a_long_life_prompts_still_get_few_runs(seed: int, is_caching: bool, factor: int) -> None:
+    runs, control_runs = runs_after_a_long_life(seed, is_caching)
+    assert runs * factor < control_runs, f"{runs} runs; oldest first makes {control_runs}"
 
 
 class PoolMachine(RuleBasedStateMachine):
