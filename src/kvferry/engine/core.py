@@ -254,6 +254,7 @@ def limits_of(setup: EngineSetup, worker: Worker) -> Limits:
         enable_chunked_prefill=options.enable_chunked_prefill,
         seed=options.seed,
         load_failure_policy=policy,
+        groups=worker.kv_cache_config.groups,
     )
 
 

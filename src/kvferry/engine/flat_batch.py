@@ -81,7 +81,7 @@ def make_flat_batch(slices: Sequence[SequenceSlice], block_size: int, num_blocks
     for part in slices:
         _check(part, block_size, num_blocks, vocab_size)
         first_row, count, length = len(token_ids), len(part.token_ids), part.start + len(part.token_ids)
-        block_ids = part.block_ids[: -(-length // block_size)]
+        block_ids = part.block_ids[0][: -(-length // block_size)]
         if count == 1:
             decodes.append(_Query(first_row, length, block_ids))
         else:
@@ -118,9 +118,9 @@ def _check(part: SequenceSlice, block_size: int, num_blocks: int, vocab_size: in
     problem = None
     if not part.token_ids or part.start < 0:
         problem = f"{len(part.token_ids)} tokens at {part.start}"
-    elif length > len(part.block_ids) * block_size:
-        problem = f"{len(part.block_ids)} blocks for {length} tokens"
-    elif min(part.block_ids) < 0 or max(part.block_ids) >= num_blocks:
+    elif length > len(part.block_ids[0]) * block_size:
+        problem = f"{len(part.block_ids[0])} blocks for {length} tokens"
+    elif min(part.block_ids[0]) < 0 or max(part.block_ids[0]) >= num_blocks:
         problem = f"a block outside the cache's {num_blocks}"
     elif min(part.token_ids) < 0 or max(part.token_ids) >= vocab_size:
         problem = f"a token outside the vocabulary's {vocab_size}"
