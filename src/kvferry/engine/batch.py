@@ -49,7 +49,7 @@ class Batch:
                 request_id=seq.request_id,
                 token_ids=tuple(seq.token_ids[seq.num_computed_tokens : end]),
                 start=seq.num_computed_tokens,
-                block_ids=tuple(seq.block_ids),
+                block_ids=(tuple(seq.block_ids),),
                 sampling=seq.sampling if is_last else None,
                 draw_seed=seq.draw_seed,
                 draw_index=seq.num_output_tokens,
