@@ -82,7 +82,7 @@ class NixlExtraConfig(ExtraConfig):
     kv_recompute_threshold: Natural = 64
     """No effect yet: fewer tokens than this will be computed again rather than fetched back from D."""
     enable_cross_layers_blocks: Flag = False
-    """No effect yet: one piece of memory per block for all layers."""
+    """The embedded engine keeps all layers of a block together in memory, so that they can move as one piece."""
     enable_permute_local_kv: Flag = False
     """No effect yet. The same as the setting of that name at the top level; either switches it on."""
     engine_ttl: Number = 3600.0

@@ -28,8 +28,6 @@ class Family:
     model_type: str
     kind: AttentionKind
     has_qk_norm: bool
-    meaning: str
-    """Half a sentence for the help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +65,10 @@ class Size:
 
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", AttentionKind.HEADS, has_qk_norm=True, meaning="with norms of queries and keys"),
-    "llama": Family("LlamaForCausalLM", "llama", AttentionKind.HEADS, has_qk_norm=False, meaning="plain"),
-    "mla": Family("DeepseekV2ForCausalLM", "deepseek_v2", AttentionKind.LATENT, has_qk_norm=False, meaning="DeepSeek-V2, latent cache"),
-    "window": Family(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
-        AttentionKind.WINDOWS,
-        has_qk_norm=True,
-        meaning=f"Gemma 3, two of three layers look back over {WINDOW} tokens only",
-    ),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", AttentionKind.HEADS, has_qk_norm=True),
+    "llama": Family("LlamaForCausalLM", "llama", AttentionKind.HEADS, has_qk_norm=False),
+    "mla": Family("DeepseekV2ForCausalLM", "deepseek_v2", AttentionKind.LATENT, has_qk_norm=False),
+    "window": Family("Gemma3ForCausalLM", "gemma3_text", AttentionKind.WINDOWS, has_qk_norm=True),
 }
 SIZES = {"tiny": Size(4, 256, 256, 4, 2, 64, 4096)}
 
