@@ -94,7 +94,8 @@ def test_a_hole_where_the_window_looks_is_refused_before_anything_is_written(opt
 
 def test_groups_are_cut_to_the_size_of_the_scarcest_kind(tmp_path: Path) -> None:
     def sizes(**settings: Any) -> list[tuple[int | None, list[int]]]:
-        transformers.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], **settings).save_pretrained(tmp_path)
+        library: Any = transformers
+        library.Gemma3TextConfig(architectures=["Gemma3ForCausalLM"], **settings).save_pretrained(tmp_path)
         groups = form_groups(read_model_config(tmp_path))
         return [(group.sliding_window, [int(name.split(".")[2]) for name in group.layer_names]) for group in groups]
 
@@ -137,36 +138,40 @@ SMALL = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-WINDOWED = {
-    "mistral": (transformers.MistralConfig(num_hidden_layers=2, sliding_window=20, **SMALL), transformers.MistralForCausalLM, 1),
-    "qwen2": (
-        transformers.Qwen2Config(num_hidden_layers=4, sliding_window=20, use_sliding_window=True, max_window_layers=1, **SMALL),
-        transformers.Qwen2ForCausalLM,
-        4,
-    ),
-    "qwen3": (
-        transformers.Qwen3Config(
-            num_hidden_layers=4, sliding_window=33, use_sliding_window=True,
-            layer_types=["full_attention", "sliding_attention"] * 2, **SMALL,
-        ),
-        transformers.Qwen3ForCausalLM,
+WINDOWED: dict[str, tuple[dict[str, Any], int]] = {
+    "Mistral": ({"num_hidden_layers": 2, "sliding_window": 20}, 1),
+    "Qwen2": ({"num_hidden_layers": 4, "sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}, 4),
+    "Qwen3": (
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 33,
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
         2,
     ),
-    "gemma3": (
-        transformers.Gemma3TextConfig(
-            num_hidden_layers=5, sliding_window=20, sliding_window_pattern=2, attention_bias=True, query_pre_attn_scalar=40,
-            tie_word_embeddings=False, rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_theta=50000.0, **SMALL,
-        ),
-        transformers.Gemma3ForCausalLM,
+    "Gemma3": (
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 20,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "query_pre_attn_scalar": 40,
+            "tie_word_embeddings": False,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_theta": 50000.0,
+        },
         3,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", list(WINDOWED))
 def test_every_family_that_has_windows_equals_transformers(tmp_path: Path, family: str) -> None:
-    config, kind, num_groups = WINDOWED[family]
-    reference = kind(config).float()
+    settings, num_groups = WINDOWED[family]
+    library: Any = transformers
+    config_class = getattr(library, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    reference = getattr(library, f"{family}ForCausalLM")(config_class(**SMALL, **settings)).float()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in reference.parameters():

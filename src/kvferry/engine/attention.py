@@ -48,7 +48,7 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
     keys, values = cache.keys_and_values(context)
     kv_heads, group = len(keys), queries.shape[1] // len(keys)
     # [kv_heads, rows * group, width]: all queries that share a KV head are one matrix.
-    grouped = queries.unflatten(1, (kv_heads, group)).transpose(0, 1).flatten(1, 2)
+    grouped = queries.view(part.num_rows, kv_heads, group, -1).transpose(0, 1).flatten(1, 2)
     result = queries.new_empty((kv_heads, part.num_rows * group, cache.value_width))
     own = part.first_row_slot - part.first_slot
     for first in range(0, part.num_rows, QUERY_TILE_ROWS):
@@ -58,7 +58,7 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
         scores = torch.bmm(grouped[:, rows], keys[:, seen].transpose(1, 2))
         _hide(scores, own + first - seen.start, group, part.window)
         torch.bmm(torch.softmax(scores, dim=-1), values[:, seen], out=result[:, rows])
-    return result.unflatten(1, (part.num_rows, group)).transpose(0, 1).flatten(1, 2)
+    return result.view(kv_heads, part.num_rows, group, -1).transpose(0, 1).flatten(1, 2)
 
 
 def _hide(scores: torch.Tensor, own: int, group: int, window: int | None) -> None:

@@ -89,6 +89,7 @@ def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOp
     """ConfigError when the memory allowed holds no block."""
     attention, block_size = config.attention, options.block_size
     num_kv_heads = len(heads_of(parallel.tp_rank, parallel.tp_size, attention.num_kv_heads))
+    layer_block: tuple[int, ...]
     if attention.latent is not None:
         # Of one head both layouts are the same bytes; one name for them lets engines with either meet.
         layout, layer_block, value_width = KVLayout.HND, (block_size, attention.head_dim), attention.latent.kv_lora_rank

@@ -112,8 +112,9 @@ def _window_config(size: Size) -> dict[str, Any]:
         "query_pre_attn_scalar": size.head_dim,
         "sliding_window": WINDOW,
         "layer_types": ["full_attention" if full else "sliding_attention" for full in is_full],
-        "rope_theta": 100000.0,
-        "rope_local_base_freq": 10000.0,
+        # Fast rotation: where position counts for little, greedy text soon repeats itself.
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 300.0,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "tie_word_embeddings": True,
@@ -131,4 +132,6 @@ def _latent_config(size: Size) -> dict[str, Any]:
         "qk_rope_head_dim": latent.qk_rope_head_dim,
         "v_head_dim": latent.v_head_dim,
         "first_k_dense_replace": size.num_layers,
+        # Only part of a key is rotated, so that part turns faster: where position counts for little, greedy text soon repeats itself.
+        "rope_theta": 500.0,
     }

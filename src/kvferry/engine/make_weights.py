@@ -49,13 +49,16 @@ class WeightScales:
 
 def scales_of(family: Family) -> WeightScales:
     """Norms behind both halves of a layer, and half as many layers more, amplify rounding errors further."""
-    return WeightScales(attention_logits=2.0, mlp_share=0.6) if family.kind is AttentionKind.WINDOWS else WeightScales()
+    return WeightScales(attention_logits=2.0, last_layer=1.5) if family.kind is AttentionKind.WINDOWS else WeightScales()
 
 
 LONG_CONTEXT_MEAN = 0.4
 """Standard deviation of attention's weighted mean of unit values over about 1,500 tokens at sharpness 2.5."""
 PRODUCT_DEVIATION = 0.5
 """About the standard deviation of silu(x) * y for independent unit x and y."""
+TIED_EMBEDDING = 0.25
+"""Length of embeddings that are output weights too. A token's own embedding in the hidden state speaks for itself there: at length 1
+greedy text repeats two tokens."""
 
 
 Array = npt.NDArray[np.float32]
@@ -71,7 +74,7 @@ def make_tensors(family: Family, size: Size, seed: int) -> Tensors:
         for name, tensor in _layer_tensors(numbers, family, size, scales.attention_logits**0.5, gains):
             yield f"model.layers.{layer}.{name}", tensor
     if is_tied:
-        yield "model.norm.weight", np.full(size.hidden_size, scales.output_logits - 1, np.float32)
+        yield "model.norm.weight", np.full(size.hidden_size, scales.output_logits / TIED_EMBEDDING - 1, np.float32)
         return
     yield "model.norm.weight", np.ones(size.hidden_size, np.float32)
     head = _matrix(numbers, (VOCAB_SIZE, size.hidden_size), scales.output_logits * size.hidden_size**-0.5)
@@ -81,8 +84,8 @@ def make_tensors(family: Family, size: Size, seed: int) -> Tensors:
 
 
 def _tied_embedding(numbers: np.random.Generator, size: Size) -> Array:
-    """Rows serve as output weights too: of unit length, and shorter where a token shall not be chosen. The input norm evens that out."""
-    return _matrix(numbers, (VOCAB_SIZE, size.hidden_size), size.hidden_size**-0.5) * _readable(0.25)
+    """Shorter rows where a token shall not be chosen; the input norm evens that out."""
+    return _matrix(numbers, (VOCAB_SIZE, size.hidden_size), TIED_EMBEDDING * size.hidden_size**-0.5) * _readable(0.25)
 
 
 def _readable(otherwise: float) -> Array:
