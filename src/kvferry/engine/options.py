@@ -24,7 +24,7 @@ class EngineOptions:
     dtype: str = "auto"
     """Of weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     kv_cache_dtype: str = "auto"
-    """Of the cache: auto (as `dtype`), float32, bfloat16, float16."""
+    """Of the cache: auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3, fp8_e5m2."""
     compute_dtype: str = "auto"
     """Of arithmetic. auto: float64 for small float32 models on CPUs, so that greedy tokens do not depend on batching; else `dtype`."""
     device: str = "cpu"
@@ -33,6 +33,8 @@ class EngineOptions:
     """Blocks in the cache; 0: as many as fit into `kv_cache_memory_bytes`."""
     kv_cache_memory_bytes: int = 256 * 1024 * 1024
     kv_cache_layout: KVLayout = KVLayout.HND
+    cross_layer_blocks: bool = False
+    """Whether all layers of a block lie together in memory, so that a transfer moves them as one piece."""
     max_model_len: int = 0
     """0: the checkpoint's own limit."""
     max_num_seqs: int = 128
