@@ -1,6 +1,7 @@
 """Flags of `kvferry serve` become engine options."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -82,6 +83,23 @@ def test_the_commands_of_the_seeds_are_understood(model: Path) -> None:
 
 def test_the_layout_comes_from_the_environment(model: Path) -> None:
     assert engine_options(parsed(str(model)), {"VLLM_KV_CACHE_LAYOUT": "NHD"}).kv_cache_layout is KVLayout.NHD
+
+
+def test_cross_layer_blocks_are_asked_for_by_the_connector_s_setting(model: Path) -> None:
+    setting = "--kv-transfer-config.kv_connector_extra_config.enable_cross_layers_blocks"
+    assert not options(str(model), "--kv-transfer-config", PULL).cross_layer_blocks
+    assert not options(str(model), "--kv-transfer-config", PULL, setting, "false").cross_layer_blocks
+    assert options(str(model), "--kv-transfer-config", PULL, setting, "true").cross_layer_blocks
+    child = json.loads(PULL) | {"kv_connector_extra_config": {"enable_cross_layers_blocks": True}}
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [json.loads(PULL), child]}}
+    assert options(str(model), "--kv-transfer-config", json.dumps(both)).cross_layer_blocks
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_the_cache_may_be_kept_in_eight_bits_but_not_the_weights(model: Path, name: str) -> None:
+    assert options(str(model), "--kv-cache-dtype", name).kv_cache_dtype == name
+    with pytest.raises(ConfigError, match="--dtype"):
+        options(str(model), "--dtype", name)
 
 
 def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:

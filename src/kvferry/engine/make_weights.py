@@ -49,7 +49,9 @@ class WeightScales:
 
 def scales_of(family: Family) -> WeightScales:
     """Norms behind both halves of a layer, and half as many layers more, amplify rounding errors further."""
-    return WeightScales(attention_logits=2.0, last_layer=1.5) if family.kind is AttentionKind.WINDOWS else WeightScales()
+    if family.kind is AttentionKind.WINDOWS:
+        return WeightScales(attention_logits=1.8, mlp_share=0.9, last_layer=1.5, output_logits=1.4)
+    return WeightScales()
 
 
 LONG_CONTEXT_MEAN = 0.4
