@@ -126,7 +126,7 @@ def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(cluster: Cluster, nar
             await release(occupants)
             answer = await waiting
             assert answer.status == 502
-            assert "lost" in answer.message
+            assert "the KV cache of this request could not be fetched" in answer.message
             await assert_quiescent(session, narrow)
 
     asyncio.run(check())
