@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.planes.gather import Bytes, Direction, RegionCopy, Stage
+from kvferry.planes.copiers import Copier, fastest_copier
+from kvferry.planes.gather import Direction, RegionCopy
+from kvferry.planes.runs import Bytes
 from kvferry.ports.data import Completion, Handle, Pieces
 from kvferry.types import PeerId
 
@@ -35,9 +37,9 @@ class CopyTransfer:
 class CopyQueue:
     """Transfers in turn, one slice each, so that a long one does not hold up a short one."""
 
+    copier: Copier = field(default_factory=fastest_copier)
     _active: deque[CopyTransfer] = field(default_factory=deque)
     _ended: list[Completion] = field(default_factory=list)
-    _stage: Stage = field(default_factory=Stage)
     _last_handle: int = 0
 
     def __len__(self) -> int:
@@ -48,7 +50,7 @@ class CopyQueue:
     ) -> Handle:
         started = time.perf_counter()
         self._last_handle += 1
-        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction, self._stage) for part in pieces]
+        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction, self.copier) for part in pieces]
         handle = Handle(self._last_handle)
         self._active.append(CopyTransfer(handle, peer, started, _all_slices(copies), time.perf_counter() - started))
         return handle

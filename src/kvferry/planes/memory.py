@@ -15,7 +15,8 @@ import numpy as np
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes.bounds import check_pieces
 from kvferry.planes.copying import CopyQueue
-from kvferry.planes.gather import Bytes, Direction
+from kvferry.planes.gather import Direction
+from kvferry.planes.runs import Bytes
 from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
