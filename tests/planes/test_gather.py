@@ -24,9 +24,7 @@ def expected_after(part: Pieces, local: np.ndarray, remote: np.ndarray, directio
 @copiers
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(Direction), st.sampled_from([1, 3, 64, 200, 4096]), st.integers(0, 3))
-def test_exactly_the_named_bytes_are_copied(
-    copier: Copier, data: st.DataObject, direction: Direction, piece_bytes: int, skew: int
-) -> None:
+def test_exactly_the_named_bytes_are_copied(copier: Copier, data: st.DataObject, direction: Direction, piece_bytes: int, skew: int) -> None:
     slots = 60
     size = (slots + 1) * piece_bytes + 3
     local, remote = (np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8) for seed in (1, 2))

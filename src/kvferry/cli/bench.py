@@ -24,6 +24,7 @@ class BenchmarkEntry:
 
 
 BENCHMARKS = {
+    "transfer": BenchmarkEntry("kvferry.bench.transfer", "KV moved between two processes on every plane, beside memcpy and raw NIXL"),
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
     ),
@@ -37,6 +38,7 @@ DESCRIPTION = "\n".join(
     ["Measure something on this machine. Benchmarks:", "", *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items())]
 )
 EXAMPLES = """\
+  kvferry bench transfer --plot transfer.svg
   kvferry bench vllm-handover
   kvferry bench vllm-steps --json
   kvferry bench vllm-handover --help"""

@@ -47,6 +47,4 @@ class RegionCopy:
         pieces = self.pieces
         if self.direction is Direction.WRITE:
             return coalesce(pieces)
-        return coalesce(
-            Pieces(pieces.remote_region, pieces.local_region, pieces.piece_bytes, pieces.remote_offsets, pieces.local_offsets)
-        )
+        return coalesce(Pieces(pieces.remote_region, pieces.local_region, pieces.piece_bytes, pieces.remote_offsets, pieces.local_offsets))
