@@ -37,8 +37,19 @@ def test_the_bytes_arrive_in_the_right_blocks_and_no_others(world: World) -> Non
     assert world.p.freed() == [("a", "confirmed")]
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
     assert (moved.plane, moved.total_bytes, moved.is_ok) == ("memory", 3 * LAYERS * BLOCK_BYTES, True)
+    assert (moved.planned_pieces, moved.pieces) == (3 * LAYERS, 3 * LAYERS)
     assert [event.plane for event in world.d.events if isinstance(event, PeerConnected)] == ["memory"]
     world.assert_quiescent()
+
+
+def test_joined_neighbours_are_told_beside_what_was_asked_for(world: World) -> None:
+    ticket = world.p.issue("a", [3, 4, 9])
+    world.p.grant("a")
+    world.d.track("r", ticket)
+    world.d.start("r", [7, 8, 20], range(0, 12))
+    world.run()
+    [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
+    assert (moved.planned_pieces, moved.pieces) == (3 * LAYERS, 2 * LAYERS)
 
 
 def test_a_local_prefix_leaves_only_the_suffix_to_move(world: World) -> None:

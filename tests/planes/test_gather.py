@@ -83,7 +83,7 @@ def test_the_compiled_loop_copies_all_runs_or_none() -> None:
         ([0], [0, 0], [20, 100]),
     ):
         target = np.zeros(256, np.uint8)
-        with pytest.raises(ValueError, match="run leaves|equally many"):
+        with pytest.raises(ValueError, match=r"run leaves|equally many"):
             compiled.copy_runs(target, source, *(np.array(each, np.int64) for each in wrong))
         assert not target.any()
     target = np.zeros(256, np.uint8)

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ __all__ = ["DESCRIPTION", "EXAMPLES", "MEMCPY", "RAW_NIXL", "add_arguments", "ma
 
 DESCRIPTION = (
     "Move KV between two processes on every data plane of this machine, in pieces of 4 KiB to 1 MiB, scattered and in runs of\n"
-    f"{RUN_BLOCKS} adjacent blocks, beside plain memcpy of the same bytes and raw NIXL with a descriptor for each block. Run it on an idle machine."
+    f"{RUN_BLOCKS} adjacent blocks, beside plain memcpy of the same bytes and raw NIXL with a descriptor for each block.\n"
+    "Let nothing else run meanwhile."
 )
 EXAMPLES = """\
   kvferry bench transfer
@@ -196,7 +198,7 @@ def _measure_cell(consumer: Consumer, move: Move, pattern: Pattern, rounds: int)
     if consumer.has_raw_nixl:
         ways[RAW_NIXL] = consumer.read_raw
     for plane in consumer.planes:
-        ways[plane] = lambda plane=plane: copies.update({plane: consumer.read(plane, move).pieces})
+        ways[plane] = partial(_read, consumer, plane, move, copies)
     for name, way in ways.items():  # warm, and seen to bring the right bytes
         consumer.forget()
         way()
@@ -210,6 +212,10 @@ def _measure_cell(consumer: Consumer, move: Move, pattern: Pattern, rounds: int)
             ways[name]()
             seconds[name].append(time.perf_counter() - began)
     return Cell(move, pattern, seconds, copies)
+
+
+def _read(consumer: Consumer, plane: str, move: Move, copies: dict[str, int]) -> None:
+    copies[plane] = consumer.read(plane, move).pieces
 
 
 def _processor() -> str:

@@ -1,7 +1,7 @@
 """NIXL without kvferry: what somebody gets who asks it for every block by a descriptor of its own.
 
-As its own examples use it: descriptor lists of all blocks are prepared beforehand, a move names indices in them. Only the progress thread is
-off, because it would take one of the cores that everything else is measured on; both sides make progress by calling in.
+As its own examples use it: descriptor lists of all blocks are prepared beforehand, a move names indices in them. Only the progress
+thread is off, because it would take one of the cores that everything else is measured on; both sides make progress by calling in.
 """
 
 import contextlib

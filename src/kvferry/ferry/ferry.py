@@ -60,7 +60,7 @@ class Ferry:
         self._planes = {plane.name: plane for plane in planes}
         self._control = control
         self._clock = clock
-        self._reads: dict[tuple[str, Handle], tuple[RequestId, PeerId]] = {}
+        self._reads: dict[tuple[str, Handle], _Read] = {}
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
@@ -143,12 +143,12 @@ class Ferry:
                 self._events.append(PullFailed(request, reason))
 
     def _take_completion(self, plane: str, completion: Completion, now: float) -> None:
-        self._events.append(
-            BytesMoved(plane, completion.total_bytes, completion.pieces, completion.post_s, completion.transfer_s, completion.ok)
-        )
         read = self._reads.pop((plane, completion.handle), None)
+        moved, used = completion.total_bytes, completion.pieces
+        planned = used if read is None else read.planned_pieces
+        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok))
         if read is not None:
-            self._consumer.read_ended(*read, completion.error, now)
+            self._consumer.read_ended(read.request, read.peer, completion.error, now)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,17 @@ class Ferry:
         except Exception as error:  # top of a transfer, likewise
             self._consumer.read_ended(action.request, action.peer, _described(error), now)
             return
-        self._reads[action.plane, handle] = (action.request, action.peer)
+        planned = sum(len(part.local_offsets) for part in action.pieces)
+        self._reads[action.plane, handle] = _Read(action.request, action.peer, planned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Who wants a read that is under way, and of how many pieces it is."""
+
+    request: RequestId
+    peer: PeerId
+    planned_pieces: int
 
 
 def _described(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Copying pieces between two mapped regions, in slices, at the speed of memory.
 
 Called by the thread that owns the plane. Neighbours on both sides are joined first. What is left is copied in the order of its source:
-reading ahead is what memory is slow at, and a processor reads ahead well only where addresses ascend; where they are written hardly matters.
+a processor reads ahead well only where addresses ascend; where the bytes are written hardly matters.
 `kvferry bench transfer` shows what comes of it, beside memcpy.
 """
 

@@ -20,7 +20,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A shared file that could shrink would kill, with SIGBUS, whoever has mapped it."""
 
 MADV_POPULATE_WRITE = 23
-"""Not in Python's mmap yet. Else the first write to every page would cost a fault, which makes the first read into a block several times slower."""
+"""Not in Python's mmap yet. Without it the first write to every page costs a fault, and the first read into a block several times more."""
 MAX_SHARE = 0.9
 """Of the available memory, for one cache."""
 CGROUP_FILES = (
