@@ -173,6 +173,23 @@ def test_an_abort_at_any_moment_frees_both_sides(world: World, turns: int) -> No
     world.assert_quiescent()
 
 
+def test_an_abort_stops_a_read_that_is_under_way(world: World) -> None:
+    ticket = world.p.issue("a", [3])
+    world.p.grant("a")
+    world.d.track("r", ticket)
+    world.d.start("r", [5], range(0, 4))
+    for _ in range(20):
+        if world.d.ferry.snapshot().reads:
+            break
+        world.run(1)
+    world.d.inbox.append(Abort(RequestId("r")))
+    world.run()
+    [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
+    assert not moved.is_ok
+    assert moved.total_bytes < LAYERS * BLOCK_BYTES
+    world.assert_quiescent()
+
+
 @pytest.mark.parametrize("turns", range(1, 10))
 def test_the_death_of_the_producer_at_any_moment_is_a_failure_or_a_confirmed_read(world: World, turns: int) -> None:
     ticket = world.p.issue("a", [3])

@@ -177,7 +177,7 @@ class Ferry:
                 self._start_read(action, now)
             case StopRead(request, peer):
                 for (name, handle), read in self._reads.items():
-                    if read == (request, peer):
+                    if (read.request, read.peer) == (request, peer):
                         self._planes[name].cancel(handle)
 
     def _send(self, address: str, frame: bytes, now: float) -> None:
