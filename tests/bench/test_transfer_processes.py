@@ -103,6 +103,13 @@ def test_a_producer_that_dies_ends_the_benchmark_with_a_reason() -> None:
         assert_all_end(started)
 
 
+def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
+    ran = subprocess.run([*QUICK, "--spread", "99999"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ran.returncode != 0
+    assert "--spread 99999" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_bytes_that_went_astray_are_noticed() -> None:
     shape = Shape(2, 1 << 20)
     move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)

@@ -24,6 +24,7 @@ from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 from kvferry.errors import ConfigError
 from kvferry.planes.copiers import copy_by_numpy, fastest_copier
+from kvferry.planes.shared_memory import available_bytes, check_fits
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "MEMCPY", "RAW_NIXL", "add_arguments", "make_rows", "run"]
 
@@ -91,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     regions, moved_mib = (QUICK_REGIONS, QUICK_MIB) if arguments.quick else (REGIONS, MOVED_MIB)
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     shape = Shape(regions, moved_mib * MIB * arguments.spread // regions)
+    _check_fits(shape, arguments.spread)
     with stop_signals():
         cells = measure(shape, rounds, arguments.spread)
     rows = make_rows(cells)
@@ -212,6 +214,15 @@ def _measure_cell(consumer: Consumer, move: Move, pattern: Pattern, rounds: int)
             ways[name]()
             seconds[name].append(time.perf_counter() - began)
     return Cell(move, pattern, seconds, copies)
+
+
+def _check_fits(shape: Shape, spread: int) -> None:
+    try:
+        check_fits(2 * shape.total_bytes, available_bytes())
+    except ConfigError as error:
+        raise ConfigError(
+            f"--spread {spread} takes {2 * shape.total_bytes // MIB} MiB for two caches, which are not there; give less"
+        ) from error
 
 
 def _read(consumer: Consumer, plane: str, move: Move, copies: dict[str, int]) -> None:

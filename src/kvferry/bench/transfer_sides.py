@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -76,12 +77,13 @@ def make_planes(memory: SharedMemory, regions: Sequence[Region]) -> tuple[dict[s
 
 def serve(pipe: Connection, shape: Shape) -> None:
     """The producer's whole life: every 8 bytes say where they are, so that a reader can tell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the pipe's end is enough
     memory = SharedMemory.allocate(shape.total_bytes)
     np.frombuffer(memory.buffer, np.uint64)[:] = np.arange(1, shape.total_bytes // 8 + 1, dtype=np.uint64)
     regions = shape.registered(memory.address)
     planes, raw = make_planes(memory, regions)
     offers = {name: plane.offer() for name, plane in planes.items()}
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):  # the other side has ended, or both are told to
+    with contextlib.suppress(EOFError, OSError):  # the other side has ended
         pipe.send(Producer(os.getpid(), memory.fd, regions, offers, raw.metadata() if raw else None))
         while not pipe.poll(SERVING_S):
             for plane in planes.values():
