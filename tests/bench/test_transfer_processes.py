@@ -116,10 +116,12 @@ def test_bytes_that_went_astray_are_noticed() -> None:
     with start_producer(shape) as producer, Consumer.connected(shape, producer) as consumer:
         with pytest.raises(KVFerryError, match="other bytes"):
             consumer.check(move)
-        consumer.read("shm", move)
+        consumer.prepare(move)
+        consumer.read("shm")
         consumer.check(move)
         consumer.forget()
-        consumer.read("shm", plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 1))
+        consumer.prepare(plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 1))
+        consumer.read("shm")
         with pytest.raises(KVFerryError, match="other bytes"):
             consumer.check(move)
         assert np.count_nonzero(move.local_blocks >= 256) == 128

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.planes.copiers import Copier, copy_by_numpy, fastest_copier
-from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy
+from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, copy_in_slices
 from kvferry.ports.data import Pieces
 
 COPIERS = {"numpy": copy_by_numpy, "fastest": fastest_copier()}
@@ -35,7 +35,7 @@ def test_exactly_the_named_bytes_are_copied(copier: Copier, data: st.DataObject,
         near, far = np.sort(near), np.sort(far)
     part = Pieces(0, 0, piece_bytes, near, far)
     expected = expected_after(part, local, remote, direction)
-    moved = list(RegionCopy(part, local, remote, direction, copier).slices())
+    moved = list(copy_in_slices([RegionCopy(part, local, remote, direction)], copier))
     assert np.array_equal(local if direction is Direction.READ else remote, expected)
     assert sum(size for size, _ in moved) == part.total_bytes
     assert sum(copies for _, copies in moved) <= count
@@ -52,7 +52,7 @@ def test_every_slice_is_bounded(copier: Copier, piece_bytes: int, shape: str) ->
     near = random.permutation(near) if shape == "scattered" else near
     local, remote = np.zeros(slots * piece_bytes, np.uint8), random.integers(0, 256, slots * piece_bytes, dtype=np.uint8)
     part = Pieces(0, 0, piece_bytes, near, far)
-    sizes = [size for size, _ in RegionCopy(part, local, remote, Direction.READ, copier).slices()]
+    sizes = [size for size, _ in copy_in_slices([RegionCopy(part, local, remote, Direction.READ)], copier)]
     assert max(sizes) <= SLICE_BYTES
     assert len(sizes) >= 3
     rows = local.reshape(slots, piece_bytes)
@@ -63,9 +63,21 @@ def test_every_slice_is_bounded(copier: Copier, piece_bytes: int, shape: str) ->
 def test_neighbours_are_one_copy_whichever_side_is_sorted(copier: Copier) -> None:
     offsets = np.array([30, 10, 20, 0], np.int64)
     local, remote = np.zeros(40, np.uint8), np.arange(50, dtype=np.uint8)
-    moved = list(RegionCopy(Pieces(0, 0, 10, offsets, offsets + 5), local, remote, Direction.READ, copier).slices())
+    moved = list(copy_in_slices([RegionCopy(Pieces(0, 0, 10, offsets, offsets + 5), local, remote, Direction.READ)], copier))
     assert moved == [(40, 1)]
     assert np.array_equal(local, remote[5:45])
+
+
+@copiers
+def test_regions_with_the_same_and_other_blocks_are_each_copied_as_asked(copier: Copier) -> None:
+    random = np.random.default_rng(0)
+    here, there = (random.integers(0, 256, (4, 100), dtype=np.uint8) for _ in range(2))
+    first, second = np.array([30, 0], np.int64), np.array([50, 80], np.int64)
+    plan = [(first, second), (first, second), (second, first), (first, first)]
+    copies = [RegionCopy(Pieces(n, n, 10, *sides), here[n], there[n], Direction.READ) for n, sides in enumerate(plan)]
+    expected = [expected_after(copy.pieces, copy.local, copy.remote, Direction.READ) for copy in copies]
+    assert [moved for moved, _ in copy_in_slices(copies, copier)] == [20] * 4
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(here, expected, strict=True))
 
 
 def test_the_compiled_loop_copies_all_runs_or_none() -> None:

@@ -200,7 +200,7 @@ def _measure_cell(consumer: Consumer, move: Move, pattern: Pattern, rounds: int)
     if consumer.has_raw_nixl:
         ways[RAW_NIXL] = consumer.read_raw
     for plane in consumer.planes:
-        ways[plane] = partial(_read, consumer, plane, move, copies)
+        ways[plane] = partial(_read, consumer, plane, copies)
     for name, way in ways.items():  # warm, and seen to bring the right bytes
         consumer.forget()
         way()
@@ -225,8 +225,8 @@ def _check_fits(shape: Shape, spread: int) -> None:
         ) from error
 
 
-def _read(consumer: Consumer, plane: str, move: Move, copies: dict[str, int]) -> None:
-    copies[plane] = consumer.read(plane, move).pieces
+def _read(consumer: Consumer, plane: str, copies: dict[str, int]) -> None:
+    copies[plane] = consumer.read(plane).pieces
 
 
 def _processor() -> str:

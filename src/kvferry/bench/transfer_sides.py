@@ -23,7 +23,7 @@ from kvferry.errors import KVFerryError, MissingDependency
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shared_memory import SharedMemory
 from kvferry.planes.shm import ShmDataPlane
-from kvferry.ports.data import Completion, DataPlane, PlaneOffer
+from kvferry.ports.data import Completion, DataPlane, Pieces, PlaneOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 __all__ = ["Consumer", "Producer", "Shape", "make_planes", "start_producer"]
@@ -128,6 +128,7 @@ class Consumer:
         self._source_address = np.frombuffer(source, np.uint8).ctypes.data
         self._planes = planes
         self._raw = raw
+        self._pieces: list[Pieces] = []
 
     @classmethod
     @contextlib.contextmanager
@@ -155,6 +156,8 @@ class Consumer:
         return self._raw is not None
 
     def prepare(self, move: Move) -> None:
+        """Not timed: what was planned, as planes and raw NIXL take it."""
+        self._pieces = move.pieces()
         if self._raw is not None:
             self._raw.prepare(move.blocks, move)
 
@@ -166,11 +169,11 @@ class Consumer:
         assert self._raw is not None
         self._raw.read(time.monotonic() + MOVE_S)
 
-    def read(self, plane_name: str, move: Move) -> Completion:
-        """As a ferry does it: ask, then poll as often as the plane wants to be polled."""
+    def read(self, plane_name: str) -> Completion:
+        """The move that was prepared, as a ferry does it: ask, then poll as often as the plane wants to be polled."""
         plane = self._planes[plane_name]
         deadline = time.monotonic() + MOVE_S
-        plane.read(PRODUCER, move.pieces())
+        plane.read(PRODUCER, self._pieces)
         while not (ended := plane.poll()):
             if time.monotonic() > deadline:
                 raise KVFerryError(f"a read over {plane_name} did not end within {MOVE_S:.0f} s; is the machine overloaded?")
