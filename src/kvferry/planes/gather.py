@@ -18,8 +18,8 @@ from kvferry.ports.data import Pieces
 __all__ = ["SLICE_BYTES", "Direction", "RegionCopy", "copy_in_slices"]
 
 SLICE_BYTES = 16 * 1024 * 1024
-"""What one slice copies at most: about a millisecond, so that no message waits for a transfer. It also empties the caches, so that
-whatever the interpreter does between two slices is slow: 8 MiB cost 3 %."""
+"""What one slice copies at most: about a millisecond, so that no message waits for a transfer. Each empties the caches, so that whatever
+the interpreter does between two slices is slow; there should be few."""
 
 
 class Direction(Enum):
