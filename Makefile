@@ -76,8 +76,9 @@ constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 clean:  ## remove the environment and what tools left
 	rm -rf $(VENV) $(VLLM_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	find src -name '*.so' -delete
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt src/kvferry/planes/_copy.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvferry needs Python 3.11 or newer; name one with make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \

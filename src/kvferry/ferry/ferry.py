@@ -72,7 +72,7 @@ class Ferry:
         self._control = control
         self._store = store
         self._clock = clock
-        self._reads: dict[tuple[str, Handle], tuple[RequestId, PeerId]] = {}
+        self._reads: dict[tuple[str, Handle], _Read] = {}
         self._stored: dict[StoreHandle, Place | Expose] = {}
         self._events: deque[Event] = deque()
 
@@ -164,12 +164,12 @@ class Ferry:
                 self._events.append(PullFailed(request, reason))
 
     def _take_completion(self, plane: str, completion: Completion, now: float) -> None:
-        self._events.append(
-            BytesMoved(plane, completion.total_bytes, completion.pieces, completion.post_s, completion.transfer_s, completion.ok)
-        )
         read = self._reads.pop((plane, completion.handle), None)
+        moved, used = completion.total_bytes, completion.pieces
+        planned = used if read is None else read.planned_pieces
+        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok))
         if read is not None:
-            self._consumer.read_ended(*read, completion.error, now)
+            self._consumer.read_ended(read.request, read.peer, completion.error, now)
 
     def _take_stored(self, action: Place | Expose, error: str | None, now: float) -> None:
         if isinstance(action, Place):
@@ -204,7 +204,7 @@ class Ferry:
                 self._start_read(action, now)
             case StopRead(request, peer):
                 for (name, handle), read in self._reads.items():
-                    if read == (request, peer):
+                    if (read.request, read.peer) == (request, peer):
                         self._planes[name].cancel(handle)
             case Place() | Expose():
                 self._store_blocks(action, now)
@@ -240,7 +240,8 @@ class Ferry:
         except Exception as error:  # top of a transfer, likewise
             self._consumer.read_ended(action.request, action.peer, _described(error), now)
             return
-        self._reads[action.plane, handle] = (action.request, action.peer)
+        planned = sum(len(part.local_offsets) for part in action.pieces)
+        self._reads[action.plane, handle] = _Read(action.request, action.peer, planned)
 
     def _store_blocks(self, action: Place | Expose, now: float) -> None:
         store = self._store
@@ -250,6 +251,15 @@ class Ferry:
             self._take_stored(action, _described(error), now)
             return
         self._stored[handle] = action
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Who wants a read that is under way, and of how many pieces it is."""
+
+    request: RequestId
+    peer: PeerId
+    planned_pieces: int
 
 
 def _described(error: Exception) -> str:
