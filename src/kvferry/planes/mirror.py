@@ -11,13 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.gather import Direction, RegionCopy, Stage
+from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, Stage
+from kvferry.planes.pacing import paced
 from kvferry.planes.views import view_of
 from kvferry.ports.block_store import HOLE
 from kvferry.ports.data import Pieces
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["HostMirror", "Mirror", "blocks_by_region"]
+
+
+SLICE_COST = 128 * 1024
+"""A region's slice takes some ten microseconds, however little it copies: as long as so many bytes."""
 
 
 class Mirror(Protocol):
@@ -58,7 +63,7 @@ class HostMirror:
             pieces = Pieces(index, index, engine.block_bytes, chosen * mirror.stride_bytes, chosen * engine.stride_bytes)
             theirs, ours = self._views[index]
             copies.append(RegionCopy(pieces, ours, theirs, direction, self._stage))
-        return (0.0 for copy in copies for _ in copy.slices())
+        return paced((copied + SLICE_COST for copy in copies for copied, _ in copy.slices()), SLICE_BYTES)
 
 
 def blocks_by_region(blocks: Sequence[Sequence[int]], regions: Sequence[Region]) -> list[tuple[int, npt.NDArray[np.int64]]]:
