@@ -15,6 +15,9 @@ ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
+# Of `make chaos`; without a seed it takes a new one and shows it.
+SEED ?=
+DURATION_S ?= 300
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
 TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP))
 
@@ -23,7 +26,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-vllm docs constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-vllm chaos soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,8 +59,14 @@ setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in i
 test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
 	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
 
+chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=
+	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED))
+
 docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py
+
+compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md anew
+	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest tests/compatibility $(PYTEST_FLAGS)
 
 constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \

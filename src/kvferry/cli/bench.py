@@ -24,6 +24,10 @@ class BenchmarkEntry:
 
 
 BENCHMARKS = {
+    "leases": BenchmarkEntry("kvferry.bench.leases", "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process"),
+    "soak": BenchmarkEntry(
+        "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
+    ),
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
     ),

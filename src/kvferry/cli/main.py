@@ -37,6 +37,7 @@ COMMANDS = {
     "proxy": CommandEntry("kvferry.cli.proxy", "the router in front of prefill and decode instances"),
     "make-model": CommandEntry("kvferry.cli.make_model", "writes a tiny checkpoint"),
     "doctor": CommandEntry("kvferry.cli.doctor", "what this machine can do, and what to set"),
+    "plan": CommandEntry("kvferry.cli.plan", "how large a model's KV cache is, how long it takes to move, what to set"),
     "bench": CommandEntry("kvferry.cli.bench", "measurements, beside what others do"),
 }
 

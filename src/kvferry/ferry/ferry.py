@@ -35,6 +35,8 @@ from kvferry.types import PeerId, RequestId
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
 MAX_WAIT_S = 1.0
+READ_WATCH_INTERVAL_S = 0.01
+"""How often planes that need our help are looked at while a read is likely to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,13 @@ class Ferry:
         for plane in self._planes.values():
             intervals = [plane.poll_interval_s()]
             if self._producer.num_readers(plane.name):
-                intervals.append(plane.serving_interval_s())
+                intervals.append(self._serving_interval_s(plane, now))
             waits += [interval for interval in intervals if interval is not None]
         return max(0.0, min([MAX_WAIT_S, *waits]))
+
+    def _serving_interval_s(self, plane: DataPlane, now: float) -> float | None:
+        interval = plane.serving_interval_s()
+        return interval if interval is None or not self._producer.is_reading_likely(now) else min(interval, READ_WATCH_INTERVAL_S)
 
     def close(self) -> None:
         for plane in self._planes.values():

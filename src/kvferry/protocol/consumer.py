@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, Place, Send, StartRead, StopRead
-from kvferry.protocol.heartbeats import HeartbeatSchedule, heartbeat_interval_s
+from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.messages import (
     MAX_LEASES_PER_BEAT,
     Attach,
@@ -27,7 +27,7 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
-from kvferry.protocol.planning import plan_placement, plan_read
+from kvferry.protocol.planning import Pieces, plan_placement, plan_read
 from kvferry.protocol.pulls import Destination, Pull, PullTable, reader_name
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TROUBLE, TransferEvent, TransferState, next_state
@@ -37,6 +37,8 @@ __all__ = ["Consumer", "ConsumerSettings"]
 
 _E = TransferEvent
 MAX_FAREWELLS = 10_000
+ANNOUNCE_AFTER_S = 0.5
+"""A read that begins so long after its reader has attached is announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Consumer:
             self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
             return
         pull.to = Destination(blocks, tokens, needed_from, now + self._settings.receive_timeout_s)
-        pull.deadline = pull.to.give_up_at
+        self._pulls.set_deadline(pull, pull.to.give_up_at)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
 
     def settle(self, request: RequestId, now: float) -> None:
@@ -174,10 +176,8 @@ class Consumer:
             self._lost(lost, now)
         for peer_id in self._beats.lost(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
-        overdue = [pull for pull in self._pulls if pull.deadline is not None and pull.deadline <= now]
-        for pull in overdue:
-            pull.deadline = None
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
+        for pull in self._pulls.take_overdue(now):
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull, now))
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer.life)
             if peer is not None and peer.is_ready:
@@ -188,9 +188,8 @@ class Consumer:
         self._peers.evict_idle(now, self._pulls.lives())
 
     def next_deadline(self) -> float | None:
-        deadlines = [pull.deadline for pull in self._pulls if pull.deadline is not None]
-        others = (self._peers.next_deadline(), self._beats.next_deadline())
-        return min([*deadlines, *(at for at in others if at is not None)], default=None)
+        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._beats.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
         """In the order they are to be performed. The peers' own are among them."""
@@ -225,7 +224,7 @@ class Consumer:
                 self._end(pull)
 
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
-        pull.is_attached = True
+        pull.is_attached, pull.attached_at = True, now
         self._send_attach(pull, peer)
         for rank in peer.visits:
             self._beats.track(peer.peer_id(rank), pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
@@ -243,26 +242,39 @@ class Consumer:
     def _start_reads(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
-        pull.deadline = min(pull.to.give_up_at, now + self._settings.read_timeout_s)
-        ours, theirs = self._settings.peers.geometry, pull.ticket.block_ids()
+        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
         try:
-            plans = {
-                rank: plan_read(ours, peer.geometries[rank], visit.heads, pull.to.blocks, theirs, pull.to.tokens)
-                for rank, visit in peer.visits.items()
-            }
-            visited = [peer.geometries[rank] for rank in peer.visits]
-            pull.to.placements = tuple(plan_placement(ours, visited, pull.to.blocks, pull.to.tokens, pull.to.needed_from))
+            plans = self._plan(pull, peer)
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
         pull.outstanding.reads = set(plans)
+        if now >= pull.attached_at + ANNOUNCE_AFTER_S:
+            # The producer may look at its planes rarely by now.
+            beat = Heartbeat(pull.life.epoch, READ_BEGINS, [pull.ticket.request])
+            self._actions += [Send(peer.control_address(rank), beat) for rank in plans]
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
+
+    def _plan(self, pull: Pull, peer: Peer) -> dict[int, list[Pieces]]:
+        """What to read from each rank; the pull is told what is to be put in order afterwards."""
+        ours, to, ticket = self._settings.peers.geometry, pull.to, pull.ticket
+        visited = {rank: peer.geometries[rank] for rank in peer.visits}
+        for geometry in visited.values():
+            if geometry.block_size != ticket.block_size:
+                raise RemoteProtocolError(
+                    f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold {geometry.block_size}"
+                )
+        to.placements = tuple(plan_placement(ours, list(visited.values()), to.blocks, to.tokens))
+        return {
+            rank: plan_read(ours, geometry, peer.visits[rank].heads, to.blocks, ticket.block_ids(), to.tokens, to.needed_from)
+            for rank, geometry in visited.items()
+        }
 
     def _stop_reads(self, pull: Pull) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
         # somebody else's.
-        pull.deadline = None
+        self._pulls.set_deadline(pull, None)
         self._events.append(PullGivenUp(pull.request, pull.reason))
         for rank in pull.outstanding.reads:
             self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
@@ -270,14 +282,15 @@ class Consumer:
     def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
-        pull.deadline = min(pull.to.give_up_at, now + self._settings.confirm_timeout_s)
+        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.confirm_timeout_s))
         pull.outstanding.confirmations = set(peer.visits)
         self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
 
     def _place(self, pull: Pull, now: float) -> None:
         # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
         # back when nothing writes into them.
-        pull.is_confirmed, pull.deadline = True, None
+        pull.is_confirmed = True
+        self._pulls.set_deadline(pull, None)
         self._stop_beats(pull)
         if pull.to.placements or self._settings.is_staged:
             blocks = pull.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.is_staged else ()
@@ -323,14 +336,13 @@ class Consumer:
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
-        peer_id = self._peer_at(address)
+        peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
         self._beats.answered(peer_id, message.beat)
-        gone = set(message.gone)
-        for pull in self._pulls.of_life(peer_id.life):
+        for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
             # While confirming, Confirmed or Refused is on its way and is the better answer.
-            if pull.ticket.lease in gone and pull.state is not TransferState.CONFIRMING:
+            if pull.state is not TransferState.CONFIRMING:
                 self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
@@ -364,19 +376,15 @@ class Consumer:
         peer = self._peers.get(pull.life)
         return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
 
-    def _peer_at(self, address: str) -> PeerId | None:
-        peers = [peer for life in self._pulls.lives() if (peer := self._peers.get(life)) is not None]
-        return next((peer.peer_id(rank) for peer in peers for rank in peer.layouts if peer.control_address(rank) == address), None)
-
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
 
-    def _overdue_reason(self, pull: Pull) -> str:
+    def _overdue_reason(self, pull: Pull, now: float) -> str:
         settings = self._settings
         match pull.state:
-            case TransferState.MOVING:
+            case TransferState.MOVING if now < pull.to.give_up_at:
                 return f"the read did not end within {settings.read_timeout_s:g} s"
-            case TransferState.CONFIRMING:
+            case TransferState.CONFIRMING if now < pull.to.give_up_at:
                 return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"

@@ -10,7 +10,10 @@ from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
 
-__all__ = ["Beat", "HeartbeatSchedule", "heartbeat_interval_s"]
+__all__ = ["READ_BEGINS", "Beat", "HeartbeatSchedule", "heartbeat_interval_s"]
+
+READ_BEGINS = 0
+"""The number of a beat outside the rhythm: its sender is about to read. Those of the rhythm count from 1."""
 
 P = TypeVar("P", bound=Hashable)
 

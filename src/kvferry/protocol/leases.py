@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from kvferry.errors import LocalProtocolError
 from kvferry.types import LeaseEnd, RequestId
@@ -19,6 +19,9 @@ __all__ = ["EndedLease", "LeaseTable", "Standing"]
 
 MAX_READERS = 8192
 """Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
+
+SPARE_ENTRIES = 64
+"""So many deadlines of ended leases are always let be."""
 
 
 class Standing(StrEnum):
@@ -54,7 +57,8 @@ class LeaseTable:
     extension_s: float
     _leases: dict[RequestId, _Lease] = field(default_factory=dict, init=False)
     _last_serial: int = field(default=0, init=False)
-    # One entry per lease. A renewed lease keeps its old entry, which is pushed back when it surfaces: renewals cost nothing here.
+    # One entry per lease, and some of leases that have ended. A renewed lease keeps its old entry, which is pushed back when it surfaces:
+    # renewals cost nothing here.
     _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
     _readers_by_plane: Counter[str] = field(default_factory=Counter, init=False)
 
@@ -63,6 +67,11 @@ class LeaseTable:
 
     def __contains__(self, request: RequestId) -> bool:
         return request in self._leases
+
+    @property
+    def num_entries(self) -> int:
+        """What is remembered of deadlines: never much more than twice the leases."""
+        return len(self._by_deadline)
 
     def num_readers(self, plane: str) -> int:
         """Readers attached to any lease that read by this plane."""
@@ -74,6 +83,10 @@ class LeaseTable:
         self._last_serial = serial
         self._leases[request] = _Lease(serial, now + self.ttl_s)
         heappush(self._by_deadline, (now + self.ttl_s, request))
+        if len(self._by_deadline) > 2 * len(self._leases) + SPARE_ENTRIES:
+            # Most leases end long before they run out; what is left of them must not outnumber those that live.
+            self._by_deadline = [(lease.deadline, name) for name, lease in self._leases.items()]
+            heapify(self._by_deadline)
 
     def standing(self, request: RequestId, serial: int) -> Standing:
         lease = self._leases.get(request)

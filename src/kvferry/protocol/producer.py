@@ -10,12 +10,15 @@ Pure: feed it, then take what it wants done.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.actions import Expose
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
 from kvferry.protocol.tickets import Ticket, TicketKey
@@ -24,6 +27,8 @@ from kvferry.types import EngineId, Epoch, RequestId, Route
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
 MAX_CLAIMS = 10_000
+READ_WATCH_S = 1.0
+"""So long after a reader has stirred, planes that need our help are looked at more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,6 @@ class Reply:
 class _Claim:
     """Readers that came before the grant."""
 
-    deadline: float
     readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
     """Reader -> what it said, and where it is answered."""
     ends: dict[str, Confirm | Detach] = field(default_factory=dict)
@@ -70,10 +74,14 @@ class Producer:
         self._key = key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
         self._claims: dict[RequestId, _Claim] = {}
+        self._claim_deadlines: Deadlines[RequestId] = Deadlines()
+        self._ahead: Counter[str] | None = None
+        """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._copies: dict[RequestId, _Copy] = {}
         self._actions: list[Expose] = []
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
+        self._stirred_at = -math.inf
 
     @property
     def num_leases(self) -> int:
@@ -82,8 +90,10 @@ class Producer:
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
-        ahead = ((claim, attach) for claim in self._claims.values() for _, attach in claim.readers.values())
-        return self._leases.num_readers(plane) + sum(attach.plane == plane and attach.reader not in claim.ends for claim, attach in ahead)
+        if self._ahead is None:
+            ahead = ((claim, attach) for claim in self._claims.values() for _, attach in claim.readers.values())
+            self._ahead = Counter(attach.plane for claim, attach in ahead if attach.reader not in claim.ends)
+        return self._leases.num_readers(plane) + self._ahead[plane]
 
     def grant(self, request: RequestId, serial: int, now: float, blocks: tuple[tuple[int, ...], ...] = ()) -> None:
         """The engine keeps this request's blocks for readers from now on. Which they are is asked only of a staged producer."""
@@ -94,6 +104,8 @@ class Producer:
         claim = self._claims.pop(request, None)
         if claim is None:
             return
+        self._claim_deadlines.drop(request)
+        self._ahead = None
         for route, attach in claim.readers.values():
             self._attach(request, attach, route, now)
         for end in claim.ends.values():
@@ -132,7 +144,13 @@ class Producer:
         self._leases.abandon(request)
         self._collect(request)
 
+    def is_reading_likely(self, now: float) -> bool:
+        """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
+        return now < self._stirred_at + READ_WATCH_S
+
     def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach, now: float) -> None:
+        if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
+            self._stirred_at = now
         match message:
             case Attach():
                 self._receive_attach(route, message, now)
@@ -145,10 +163,8 @@ class Producer:
         """Expire what has run out."""
         for ended in self._leases.expire(now):
             self._note_end(ended)
-        overdue = [request for request, claim in self._claims.items() if claim.deadline <= now]
-        for request in overdue:
-            claim = self._claims[request]
-            claim.deadline = math.inf
+        for request in self._claim_deadlines.take_due(now):
+            claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
                 route, _ = claim.readers.pop(reader)
                 self._refuse(route, request, reader, f"no lease was granted within {self._settings.grant_wait_s:g} s")
@@ -156,9 +172,7 @@ class Producer:
                 del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        deadlines = [claim.deadline for claim in self._claims.values() if claim.deadline < math.inf]
-        leases = self._leases.next_deadline()
-        return min([*deadlines, leases] if leases is not None else deadlines, default=None)
+        return min((at for at in (self._claim_deadlines.next(), self._leases.next_deadline()) if at is not None), default=None)
 
     def take_actions(self) -> list[Expose]:
         actions, self._actions = self._actions, []
@@ -194,7 +208,10 @@ class Producer:
         if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
             self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
-        claim = self._claims.setdefault(ticket.lease, _Claim(now + self._settings.grant_wait_s))
+        if ticket.lease not in self._claims:
+            self._claims[ticket.lease] = _Claim()
+            self._claim_deadlines.set(ticket.lease, now + self._settings.grant_wait_s)
+        claim, self._ahead = self._claims[ticket.lease], None
         claim.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
         claim.ends.pop(message.reader, None)
 
@@ -215,6 +232,7 @@ class Producer:
             self._refuse(route, request, message.reader, "the blocks were not ready to be read")
         elif claim is not None and message.reader in claim.readers:
             claim.ends[message.reader] = message
+            self._ahead = None
             if isinstance(message, Confirm):
                 # Blocks are freed after their lease has ended, and this one has not even begun.
                 self._replies.append(Reply(route, Confirmed(request, message.reader)))

@@ -1,9 +1,10 @@
 """Requests whose KV is on its way here, and by which names they are found. Plain data; pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.placement import Placement
 from kvferry.protocol.tickets import HOLE, Ticket
@@ -53,12 +54,12 @@ class Pull:
     reader: str
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
+    attached_at: float = 0.0
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     broken: str = ""
     """What made a read fail on its own."""
-    deadline: float | None = None
     reason: str = ""
 
     @property
@@ -77,12 +78,10 @@ class PullTable:
         self._pulls: dict[RequestId, Pull] = {}
         self._by_life: dict[EngineLife, set[RequestId]] = {}
         self._by_reader: dict[str, RequestId] = {}
+        self._deadlines: Deadlines[RequestId] = Deadlines()
 
     def __len__(self) -> int:
         return len(self._pulls)
-
-    def __iter__(self) -> Iterator[Pull]:
-        return iter(self._pulls.values())
 
     def get(self, request: RequestId) -> Pull | None:
         return self._pulls.get(request)
@@ -93,6 +92,10 @@ class PullTable:
 
     def of_life(self, life: EngineLife) -> list[Pull]:
         return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
+
+    def of_leases(self, life: EngineLife, leases: Collection[str]) -> list[Pull]:
+        """Those that read one of these. Looks at all of the life's when there are any, so only bad news costs."""
+        return [pull for pull in self.of_life(life) if pull.ticket.request in leases] if leases else []
 
     def lives(self) -> set[EngineLife]:
         return set(self._by_life)
@@ -108,6 +111,21 @@ class PullTable:
         mates.discard(pull.request)
         if not mates:
             del self._by_life[pull.life]
+        self._deadlines.drop(pull.request)
+
+    def set_deadline(self, pull: Pull, at: float | None) -> None:
+        """One that is over has none."""
+        if at is None or self._pulls.get(pull.request) is not pull:
+            self._deadlines.drop(pull.request)
+        else:
+            self._deadlines.set(pull.request, at)
+
+    def take_overdue(self, now: float) -> list[Pull]:
+        """Those whose deadline has passed; they have none afterwards."""
+        return [self._pulls[request] for request in self._deadlines.take_due(now)]
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
 
 
 def reader_name(engine: EngineId, request: RequestId, tp_rank: int) -> str:

@@ -1,0 +1,41 @@
+"""What a process of this machine holds and has used, from /proc."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.errors import KVFerryError
+
+__all__ = ["Holdings", "cpu_seconds", "family_of", "look_at"]
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    rss_bytes: int
+    files: int
+    threads: int
+
+
+def look_at(pid: int) -> Holdings:
+    """KVFerryError when the process has ended."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        resident = int((folder / "statm").read_text().split()[1])
+        return Holdings(resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
+    except (OSError, IndexError) as error:
+        raise KVFerryError(f"process {pid} cannot be looked at: {error}") from None
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all its threads so far."""
+    # The name is in brackets and may hold anything; what follows the last bracket are numbers.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all below it."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return [pid, *(member for child in children for member in family_of(child))]

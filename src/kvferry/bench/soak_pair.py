@@ -1,0 +1,188 @@
+"""P and D of the embedded engine as two core processes, and one transfer after the other between them, some broken off on purpose.
+
+Below HTTP: requests go straight to the engine cores, as an API process sends them, so that a hundred thousand take minutes. Everything
+runs on one asyncio loop; every wait has a deadline.
+"""
+
+import asyncio
+import random
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.planes import Kit
+from kvferry.config import KVTransferConfig, SideChannelConfig
+from kvferry.engine.client import EngineClient
+from kvferry.engine.messages import AddRequest, RequestOutput, Status
+from kvferry.engine.options import EngineOptions
+from kvferry.engine.step import SamplingParams
+from kvferry.errors import KVFerryError
+
+__all__ = ["BLOCK_SIZE", "BROKEN_OFF", "Ending", "SoakPair", "Tally", "start_pair"]
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 512
+LEG_S = 120.0
+SETTLE_S = 60.0
+LEASE_S = 20.0
+"""Leases of prompts that are forgotten run out after so long."""
+VOCABULARY = range(10, 500)
+KNOWN_PROMPTS = 64
+FRESH_SHARE = 0.25
+"""Of prompts that nobody has seen before. The others cost P little, for it keeps what begins alike; D keeps nothing, so all move."""
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Ending(StrEnum):
+    """How a transfer ends. All but the first are broken off, each at another point."""
+
+    DONE = "done"
+    PREFILL_ABORTED = "prefill aborted"
+    TICKET_ABANDONED = "ticket abandoned"
+    TICKET_FORGOTTEN = "ticket forgotten"
+    DECODE_ABORTED = "decode aborted"
+
+
+BROKEN_OFF = tuple(Ending)[1:]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the transfers so far."""
+
+    endings: Counter[Ending] = field(default_factory=Counter)
+    wrong_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def done(self) -> int:
+        return self.endings[Ending.DONE]
+
+    @property
+    def broken_off(self) -> int:
+        return sum(self.endings[ending] for ending in BROKEN_OFF)
+
+
+@dataclass(slots=True)
+class SoakPair:
+    prefill: EngineClient
+    decode: EngineClient
+    abort_share: float
+    rng: random.Random
+    tally: Tally = field(default_factory=Tally)
+    _number: int = 0
+    _known: list[list[int]] = field(default_factory=list)
+
+    async def transfer(self) -> None:
+        """One prompt of one to three blocks through P and D. P's token is what D's first must be."""
+        self._number += 1
+        name, prompt = f"soak-{self._number}", self._next_prompt()
+        ending = self.rng.choice(BROKEN_OFF) if self.rng.random() < self.abort_share else Ending.DONE
+        async with asyncio.timeout(LEG_S):
+            await self._run(name, prompt, ending)
+
+    def _next_prompt(self) -> list[int]:
+        if len(self._known) == KNOWN_PROMPTS and self.rng.random() >= FRESH_SHARE:
+            return self.rng.choice(self._known)
+        prompt = self.rng.choices(VOCABULARY, k=self.rng.randint(1, 3 * BLOCK_SIZE))
+        if len(self._known) < KNOWN_PROMPTS:
+            self._known.append(prompt)
+        return prompt
+
+    async def _run(self, name: str, prompt: list[int], ending: Ending) -> None:
+        request = _request(name, prompt, 1, PREFILL)
+        if ending is Ending.PREFILL_ABORTED:
+            await self._break_off(self.prefill, request)
+            self.tally.endings[ending] += 1
+            return
+        first = await _last_output(self.prefill, request)
+        if first.kv_transfer_params is None:
+            self.tally.errors[first.error or f"P gave no parameters ({first.finish_reason})"] += 1
+            return
+        request = _request(name, prompt, self.rng.randint(1, 3), first.kv_transfer_params)
+        if ending is Ending.TICKET_ABANDONED:
+            self.prefill.abandon(name)
+        elif ending is Ending.DECODE_ABORTED:
+            await self._break_off(self.decode, request)
+        elif ending is Ending.DONE:
+            await self._decode(request, first.tokens[0].token_id)
+            return
+        self.tally.endings[ending] += 1
+
+    async def _decode(self, request: AddRequest, expected: int) -> None:
+        outputs = [output async for output in self.decode.generate(request)]
+        tokens = [token.token_id for output in outputs for token in output.tokens]
+        if outputs[-1].finish_reason != "length":
+            self.tally.errors[outputs[-1].error or f"D ended with {outputs[-1].finish_reason}"] += 1
+            return
+        self.tally.wrong_tokens += tokens[0] != expected
+        self.tally.endings[Ending.DONE] += 1
+
+    async def _break_off(self, engine: EngineClient, request: AddRequest) -> None:
+        (stream,) = engine.add([request])
+        await asyncio.sleep(self.rng.random() * 0.05)
+        stream.close()
+
+    async def settle(self) -> tuple[Status, Status]:
+        """Wait until no block is in use on either side. What is still held when time is up is in the answer."""
+        deadline = asyncio.get_running_loop().time() + SETTLE_S
+        while True:
+            both = await self.prefill.status(), await self.decode.status()
+            if not any(map(_is_busy, both)) or asyncio.get_running_loop().time() > deadline:
+                return both
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def start_pair(model: Path, plane: str, abort_share: float, seed: int) -> AsyncIterator[SoakPair]:
+    """Both engines on their own processes, joined by this plane alone."""
+    secret = secrets.token_bytes(32)
+    engines = await asyncio.gather(*(_start(model, plane, secret, role) for role in ("prefill", "decode")), return_exceptions=True)
+    started = [engine for engine in engines if isinstance(engine, EngineClient)]
+    try:
+        for engine in engines:
+            if isinstance(engine, BaseException):
+                raise engine
+        prefill, decode = started
+        yield SoakPair(prefill, decode, abort_share, random.Random(seed))
+    finally:
+        for client in started:
+            await client.close()
+
+
+async def _start(model: Path, plane: str, secret: bytes, role: str) -> EngineClient:
+    extra: dict[str, Any] = {"planes": [plane], "kv_lease_duration": LEASE_S}
+    mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": f"soak-{role}", "kv_connector_extra_config": extra}
+    options = EngineOptions(
+        model=model,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        enable_prefix_caching=role == "prefill",
+        kv_transfer=KVTransferConfig.from_mapping(mapping),
+    )
+    side_channel = SideChannelConfig(port=0)
+    kit = Kit(side_channel.bind_host, side_channel.advertised_host, 0, secret, planes=(plane,))
+    return await EngineClient.start(options, kit, secret=secret, side_channel=side_channel)
+
+
+def _request(name: str, prompt: list[int], max_tokens: int, params: dict[str, Any]) -> AddRequest:
+    return AddRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), params)
+
+
+async def _last_output(engine: EngineClient, request: AddRequest) -> RequestOutput:
+    last = None
+    async for output in engine.generate(request):
+        last = output
+    if last is None:
+        raise KVFerryError(f"the engine said nothing about {request.request_id}")
+    return last
+
+
+def _is_busy(status: Status) -> bool:
+    waiting = status.num_running or status.num_waiting or status.num_waiting_for_remote_kvs
+    return bool(waiting or status.num_used_blocks or status.num_delayed_frees)

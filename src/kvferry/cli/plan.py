@@ -1,0 +1,192 @@
+"""`kvferry plan`: how large a model's KV cache is, how long it takes to move, and what to set. Computes nothing else; loads no weights."""
+
+import argparse
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.parser import Parser
+from kvferry.cli.plan_view import Plan, plan_as_json, plan_as_text
+from kvferry.config import find_checkpoint
+from kvferry.config.fields import shown
+from kvferry.errors import ConfigError
+from kvferry.protocol.ranks import can_divide
+from kvferry.sizing.advice import advise_block_size, advise_lease, advise_read_timeout
+from kvferry.sizing.from_config import auto_dtype, shape_of_config
+from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_pieces
+from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, CacheShape, LayerGroup, LayerKind, canonical_dtype
+from kvferry.sizing.transfer import DEFAULT_LINKS, DEFAULT_TOKENS, Link, Units, prompt_row
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "Plan", "add_arguments", "make_plan", "parse_link", "parse_tokens", "run"]
+
+DESCRIPTION = "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many pieces it falls, and what to set."
+EXAMPLES = """\
+  kvferry plan /models/tiny
+  kvferry plan --layers 80 --kv-heads 8 --head-dim 128 --dtype bfloat16
+  kvferry plan /models/tiny/config.json --tp 2 --link 'Ethernet=100' --link 'IB NDR=400' --tokens 2K --tokens 100000
+  kvferry plan /models/tiny --json | jq .bytes_per_token"""
+
+MAX_CONFIG_BYTES = 16 * 2**20
+TOKENS = re.compile(r"([0-9]{1,9})([kKmM]?)")
+FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
+FLAG_WIDTHS = ("--layers", "--kv-heads", "--head-dim")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, its config.json, or owner/name in the Hugging Face cache"
+    )
+    parser.add_argument("--layers", type=parse_count, metavar="N", help="layers, instead of MODEL; with --kv-heads and --head-dim")
+    parser.add_argument("--kv-heads", type=parse_count, metavar="N", help="KV heads of a layer, instead of MODEL")
+    parser.add_argument("--head-dim", type=parse_count, metavar="N", help="numbers in a head, instead of MODEL")
+    dtypes = ", ".join([*DTYPE_BYTES, LATENT_DTYPE])
+    parser.add_argument("--dtype", default="auto", help=f"of the cache: {dtypes} (default: what MODEL says, else bfloat16)")
+    parser.add_argument("--block-size", type=parse_count, default=16, metavar="N", help="tokens in a block (default: %(default)s)")
+    parser.add_argument("--tp", "--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="ranks (default: %(default)s)")
+    parser.add_argument("--peer-tp", type=parse_count, metavar="N", help="ranks of the other side, for the pieces (default: twice --tp)")
+    parser.add_argument(
+        "--peer-block-size",
+        type=parse_count,
+        metavar="N",
+        help="block size of the other side, for the pieces (default: twice --block-size)",
+    )
+    parser.add_argument(
+        "--link",
+        type=parse_link,
+        action="append",
+        metavar="NAME=GBIT",
+        help="a link and its Gbit/s; may be repeated (default: IB HDR × 1=200)",
+    )
+    parser.add_argument(
+        "--tokens", type=parse_tokens, action="append", metavar="N", help="a prompt length; 1K is 1,000 (default: 1K 4K 8K 32K 128K)"
+    )
+    parser.add_argument("--exact", action="store_true", help="1 GB is 1,000,000,000 bytes everywhere, also in the times")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = make_plan(arguments)
+    units = Units.EXACT if arguments.exact else Units.ROUND
+    print(json.dumps(plan_as_json(plan), indent=2) if arguments.json else plan_as_text(plan, units))
+    return 0
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """ConfigError names what is missing or does not fit."""
+    name, shape, notes = _shape(arguments)
+    tp, block = arguments.tp, arguments.block_size
+    shape.check_tp(tp)
+    links = tuple(arguments.link or DEFAULT_LINKS)
+    units = Units.EXACT if arguments.exact else Units.ROUND
+    rows = tuple(prompt_row(shape, tokens, links, tp, units) for tokens in arguments.tokens or DEFAULT_TOKENS)
+    longest, slowest = max(rows, key=lambda row: row.tokens), min(links, key=lambda link: link.gbit)
+    longest_s = longest.size_bytes * 8 / (slowest.gbit * 1e9)
+    pieces = [count_pieces(shape, layout, sides, longest.tokens) for sides in _sides(arguments, shape) for layout in _layouts(shape)]
+    advice = (advise_lease(longest_s, slowest, longest.size_bytes), advise_read_timeout(longest_s, slowest), advise_block_size(shape, tp))
+    return Plan(name, shape, block, tp, links, rows, tuple(pieces), advice, tuple([*notes, *_notes(shape, tp)]))
+
+
+def parse_count(text: str) -> int:
+    """For argparse: a whole number, at least 1."""
+    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text[:80]!a}")
+    return int(text)
+
+
+def parse_tokens(text: str) -> int:
+    """For argparse: a prompt length; K counts in thousands here, as people say it of prompts."""
+    match = TOKENS.fullmatch(text.strip())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text[:80]!a} is no prompt length; write it like 4000 or 4K")
+    return int(match[1]) * FACTORS[match[2].lower()]
+
+
+def parse_link(text: str) -> Link:
+    """For argparse: NAME=GBIT."""
+    name, _, speed = text.rpartition("=")
+    try:
+        gbit = float(speed)
+    except ValueError:
+        gbit = math.nan
+    if not name.strip() or not name.isprintable() or not 0 < gbit < 1e9:
+        raise argparse.ArgumentTypeError(f"{text[:80]!a} is no link; write it like 'Ethernet=100', a name and its Gbit/s")
+    return Link(name.strip(), gbit)
+
+
+def _shape(arguments: argparse.Namespace) -> tuple[str, CacheShape, list[str]]:
+    given = [value for value in (arguments.layers, arguments.kv_heads, arguments.head_dim) if value is not None]
+    if arguments.model is not None and given:
+        raise ConfigError(f"MODEL and {', '.join(FLAG_WIDTHS)} say the same thing twice; give one or the other")
+    if arguments.model is not None:
+        return _shape_of_model(arguments.model, arguments.dtype)
+    if len(given) < len(FLAG_WIDTHS):
+        raise ConfigError(f"MODEL is missing; name a folder or a config.json, or give {', '.join(FLAG_WIDTHS)}")
+    dtype = canonical_dtype("bfloat16" if arguments.dtype == "auto" else arguments.dtype)
+    group = LayerGroup(LayerKind.FULL, arguments.layers, arguments.kv_heads, 2 * arguments.head_dim)
+    return "a model of these sizes", CacheShape((group,), dtype), []
+
+
+def _shape_of_model(model: str, asked: str) -> tuple[str, CacheShape, list[str]]:
+    path = Path(model)
+    path = path if path.is_file() else find_checkpoint(model, os.environ) / "config.json"
+    config = _read(path)
+    said = auto_dtype(config) if asked == "auto" else None
+    notes = ["config.json does not say its dtype; bfloat16 is assumed, --dtype says otherwise"] if asked == "auto" and not said else []
+    return model, shape_of_config(config, said or canonical_dtype("bfloat16" if asked == "auto" else asked)), notes
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(MAX_CONFIG_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{shown(str(path))} cannot be read: {error.strerror}; name a model's config.json") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{shown(str(path))} is not JSON; name a model's config.json") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{shown(str(path))} is no JSON object; name a model's config.json")
+    return content
+
+
+def _sides(arguments: argparse.Namespace, shape: CacheShape) -> list[Sides]:
+    """Equal sides, then what differs, either way round."""
+    tp, block = arguments.tp, arguments.block_size
+    other_tp, other_block = arguments.peer_tp or _usual_peer_tp(shape, tp), arguments.peer_block_size or 2 * block
+    shape.check_tp(other_tp, "--peer-tp")
+    if max(block, other_block) % min(block, other_block):
+        raise ConfigError(f"--peer-block-size {other_block} does not fit --block-size {block}; one must divide the other")
+    both = [Sides(tp, tp, block, block)]
+    if other_tp != tp:
+        both += [Sides(other_tp, tp, block, block), Sides(tp, other_tp, block, block)]
+    if other_block != block:
+        both += [Sides(tp, tp, block, other_block), Sides(tp, tp, other_block, block)]
+    return both
+
+
+def _usual_peer_tp(shape: CacheShape, tp: int) -> int:
+    """Twice ours, or ours where the heads do not allow that."""
+    return 2 * tp if all(group.kind is LayerKind.LATENT or can_divide(group.kv_heads, 2 * tp) for group in shape.groups) else tp
+
+
+def _layouts(shape: CacheShape) -> list[str]:
+    """Blocks of all layers need layers that are all alike."""
+    return [layout for layout in LAYOUTS if layout != CROSS_LAYER or len(shape.groups) == 1]
+
+
+def _notes(shape: CacheShape, tp: int) -> list[str]:
+    notes = []
+    if any(group.window is not None for group in shape.groups):
+        late = shape.bytes_per_late_token()
+        notes.append(
+            f"layers with a window hold at most that many tokens: beyond them a token adds {late:,} bytes, and a prompt's size is less"
+        )
+    if any(group.kind is LayerKind.LATENT for group in shape.groups):
+        notes.append("latent attention caches one vector for all heads: every rank holds and reads all of it, whatever the TP")
+    if tp > 1 and any(group.kind is not LayerKind.LATENT and group.kv_heads < tp for group in shape.groups):
+        notes.append(
+            "there are more ranks than KV heads: neighbours hold the same head, so all ranks together hold more than once the bytes"
+        )
+    return notes

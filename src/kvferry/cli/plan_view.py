@@ -1,0 +1,116 @@
+"""A plan as text and as JSON. Pure."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvferry.sizing.advice import Advice
+from kvferry.sizing.pieces import PieceCount, Sides
+from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, CacheShape, LayerGroup, LayerKind
+from kvferry.sizing.transfer import Link, PromptRow, Units, show_ms, show_size, show_tokens
+
+__all__ = ["Plan", "plan_as_json", "plan_as_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known, before it is shown."""
+
+    name: str
+    shape: CacheShape
+    block_size: int
+    tp: int
+    links: tuple[Link, ...]
+    rows: tuple[PromptRow, ...]
+    pieces: tuple[PieceCount, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+
+def plan_as_text(plan: Plan, units: Units) -> str:
+    shape = plan.shape
+    per_token = shape.bytes_per_token()
+    lines = [
+        f"{plan.name}: {'; '.join(map(_describe, shape.groups))}; {shape.dtype}",
+        f"Per token = {_formula(shape)} = {per_token:,} bytes ≈ {per_token / 1024:,.0f} KB",
+        f"Per block of {plan.block_size} tokens = {per_token * plan.block_size:,} bytes",
+    ]
+    if plan.tp > 1:
+        rank = shape.bytes_per_token(plan.tp)
+        lines.append(f"On each of {plan.tp} ranks = {rank:,} bytes per token, {rank * plan.block_size:,} bytes per block")
+    head = ["Prompt Length", "KV Cache Size", *(link.title for link in plan.links)]
+    body = [[show_tokens(row.tokens), show_size(row.gigabytes), *map(show_ms, row.ms)] for row in plan.rows]
+    rule = "1K = 1,000 tokens, 1 KB = 1,024 bytes, 1 GB = 1,000,000 KB; --exact counts 1,000,000,000 bytes in a GB"
+    lines += ["", *_table(head, body), rule if units is Units.ROUND else "1 GB = 1,000,000,000 bytes"]
+    longest = max(row.tokens for row in plan.rows)
+    head = ["P to D", *dict.fromkeys(count.layout for count in plan.pieces)]
+    lines += ["", f"Pieces of one transfer of {show_tokens(longest)} into one rank, before adjacent blocks are joined (bytes of a piece):"]
+    lines += _table(head, _piece_rows(plan.pieces))
+    lines += ["", "Advice:", *(f"  {advice.setting} {advice.value}: {advice.reason}" for advice in plan.advice)]
+    return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
+
+
+def _describe(group: LayerGroup) -> str:
+    window = "" if group.window is None else f" of {group.window:,} tokens"
+    if group.kind is LayerKind.LATENT:
+        return f"{group.layers} latent layers of {group.width} numbers"
+    return f"{group.layers} {group.kind} layers{window}, {group.kv_heads} KV heads of {group.width // 2}"
+
+
+def _formula(shape: CacheShape) -> str:
+    parts = []
+    for group in shape.groups:
+        if group.fixed_bytes or shape.dtype == LATENT_DTYPE:
+            parts.append(f"{group.layers} × {group.head_bytes(shape.dtype)}")
+        elif group.kind is LayerKind.LATENT:
+            parts.append(f"{group.layers} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
+        elif group.width % 2 == 0:
+            parts.append(f"{group.layers} × 2 × {group.kv_heads} × {group.width // 2} × {DTYPE_BYTES[shape.dtype]}")
+        else:
+            parts.append(f"{group.layers} × {group.kv_heads} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
+    return " + ".join(parts)
+
+
+def _piece_rows(pieces: tuple[PieceCount, ...]) -> list[list[str]]:
+    rows: dict[Sides, list[str]] = {}
+    for count in pieces:
+        rows.setdefault(count.sides, [count.sides.title]).append(f"{count.pieces:,} ({count.piece_bytes:,})")
+    return list(rows.values())
+
+
+def _table(head: list[str], body: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
+    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *body]]
+    return [f"| {line} |" for line in [lines[0], "-|-".join("-" * width for width in widths), *lines[1:]]]
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    shape = plan.shape
+    return {
+        "model": plan.name,
+        "dtype": shape.dtype,
+        "layers": shape.layers,
+        "groups": [{**asdict(group), "bytes_per_token": group.layers * shape.layer_bytes(group)} for group in shape.groups],
+        "bytes_per_token": shape.bytes_per_token(),
+        "bytes_per_token_beyond_windows": shape.bytes_per_late_token(),
+        "block_size": plan.block_size,
+        "bytes_per_block": shape.bytes_per_token() * plan.block_size,
+        "tp": plan.tp,
+        "bytes_per_token_per_rank": shape.bytes_per_token(plan.tp),
+        "bytes_per_block_per_rank": shape.bytes_per_token(plan.tp) * plan.block_size,
+        "links": [asdict(link) for link in plan.links],
+        "prompts": [_row_as_json(row, plan.links) for row in plan.rows],
+        "pieces": [
+            {"layout": count.layout, **asdict(count.sides), "pieces": count.pieces, "piece_bytes": count.piece_bytes}
+            for count in plan.pieces
+        ],
+        "advice": {advice.setting: {"value": advice.value, "reason": advice.reason} for advice in plan.advice},
+        "notes": list(plan.notes),
+    }
+
+
+def _row_as_json(row: PromptRow, links: tuple[Link, ...]) -> dict[str, Any]:
+    """`bytes` and `exact_ms` are exact; `gb` and `ms` are what the table shows, before rounding."""
+    times = [
+        {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)} for link, ms in zip(links, row.ms, strict=True)
+    ]
+    return {"tokens": row.tokens, "bytes": row.size_bytes, "bytes_per_rank": row.rank_bytes, "gb": row.gigabytes, "times": times}

@@ -1,0 +1,67 @@
+"""A small soak: real engine processes, every ending, all blocks free; and what it calls a problem."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvferry.bench.flatness import Verdict
+from kvferry.bench.process_probe import cpu_seconds, family_of, look_at
+from kvferry.bench.soak import SoakResult
+from kvferry.bench.soak_pair import BROKEN_OFF, Ending, Tally
+from kvferry.errors import KVFerryError
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("plane", "transfers"), [("shm", 1500), ("nixl", 500)])
+def test_many_transfers_leave_nothing_behind(plane: str, transfers: int) -> None:
+    command = [sys.executable, "-m", "kvferry", "bench", "soak", "--json", "--planes", plane, "--transfers", str(transfers)]
+    ran = subprocess.run([*command, "--abort-share", "0.1"], capture_output=True, text=True, timeout=380)
+    assert ran.stdout, ran.stderr
+    (run,) = json.loads(ran.stdout)["runs"]
+    assert (run["errors"], run["wrong_tokens"], run["used_blocks"]) == ({}, 0, {"prefill": 0, "decode": 0})
+    assert run["transfers"] >= transfers
+    assert run["moved"][plane] >= transfers, "each of them was a read"
+    assert set(run["broken_off"]) == set(BROKEN_OFF), "each kind of end was met"
+    # So short a run is all warm-up for memory; what must not move at all is judged.
+    assert set(run["verdicts"]) == {"driver", "prefill", "decode"}
+    for rows in run["verdicts"].values():
+        assert rows["files"]["is_flat"]
+        assert rows["threads"]["is_flat"]
+
+
+def result(tally: Tally | None = None, used_blocks: int = 0, verdict: Verdict | None = None) -> SoakResult:
+    verdicts = {} if verdict is None else {"decode": {"rss_bytes": verdict}}
+    return SoakResult("shm", tally or Tally(), 1.0, {}, {}, {"prefill": used_blocks, "decode": 0}, verdicts)
+
+
+def test_a_good_run_has_no_problems() -> None:
+    good = Tally()
+    good.endings.update({Ending.DONE: 10, Ending.DECODE_ABORTED: 1})
+    assert result(good, verdict=Verdict(100, 104, 4)).problems == []
+    assert (good.done, good.broken_off) == (10, 1)
+
+
+def test_growth_held_blocks_errors_and_wrong_tokens_are_problems() -> None:
+    bad = Tally(wrong_tokens=2)
+    bad.errors["the read failed"] += 3
+    assert result(bad, used_blocks=7, verdict=Verdict(100, 105, 4)).problems == [
+        "rss_bytes of decode grew from 100 to 105",
+        "7 blocks of prefill are still in use",
+        "3 requests failed: the read failed",
+        "2 tokens were wrong",
+    ]
+
+
+def test_a_process_is_looked_at_with_all_it_holds() -> None:
+    before = look_at(os.getpid())
+    assert before.rss_bytes > 2**20
+    with open(os.devnull):
+        assert look_at(os.getpid()).files == before.files + 1
+    assert family_of(os.getpid())[0] == os.getpid()
+    assert cpu_seconds(os.getpid()) > 0
+    with pytest.raises(KVFerryError, match="cannot be looked at"):
+        look_at(2**30)

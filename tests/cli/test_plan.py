@@ -1,0 +1,167 @@
+"""`kvferry plan`: the table people know comes out of it, and what it cannot plan it says in one sentence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.sizing import configs
+
+from kvferry.cli.main import main
+
+SIZES = ["--layers", "80", "--kv-heads", "8", "--head-dim", "128"]
+KNOWN_TABLE = [
+    ["Prompt Length", "KV Cache Size", "IB HDR × 1 (200 Gbps, ~25 GB/s)"],
+    ["1K tokens", "0.32 GB", "~13 ms"],
+    ["4K tokens", "1.28 GB", "~51 ms"],
+    ["8K tokens", "2.56 GB", "~102 ms"],
+    ["32K tokens", "10.24 GB", "~410 ms"],
+    ["128K tokens", "40.96 GB", "~1,638 ms"],
+]
+"""Of Llama-3.1-70B in bfloat16, as published for NIXL's users."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return written(tmp_path, configs.LLAMA_70B)
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def first_table(text: str) -> list[list[str]]:
+    lines = text.split("\n\n")[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|") and not line.startswith("| --")]
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found = json.loads(printed(capsys, *arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_known_table_of_llama_70b_comes_out_exactly(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, str(model))
+    assert first_table(text) == KNOWN_TABLE
+    assert "Per token = 80 × 2 × 8 × 128 × 2 = 327,680 bytes ≈ 320 KB" in text
+
+
+def test_it_is_the_same_for_a_folder_a_file_and_sizes_by_hand(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [printed(capsys, *arguments) for arguments in ([str(model)], [str(model / "config.json")], SIZES)]
+    assert [first_table(text) for text in texts] == [KNOWN_TABLE] * 3
+    assert first_table(printed(capsys, *SIZES, "--dtype", "fp8")) != KNOWN_TABLE
+
+
+def test_exact_units_count_a_thousand_million_bytes_in_a_gigabyte(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert first_table(printed(capsys, str(model), "--exact"))[-1] == ["128K tokens", "41.94 GB", "~1,678 ms"]
+
+
+def test_json_has_all_that_the_text_has(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, str(model), "--tp", "4")
+    assert found["bytes_per_token"] == 327_680
+    assert found["bytes_per_block"] == 16 * 327_680
+    assert (found["bytes_per_token_per_rank"], found["bytes_per_block_per_rank"]) == (81_920, 16 * 81_920)
+    last = found["prompts"][-1]
+    assert (last["tokens"], last["bytes"], last["bytes_per_rank"]) == (128_000, 128_000 * 327_680, 128_000 * 81_920)
+    assert last["times"][0]["ms"] == pytest.approx(1638.4)
+    assert last["times"][0]["exact_ms"] == pytest.approx(1677.7216)
+    assert {row["layout"] for row in found["pieces"]} == {"HND", "NHD", "cross-layer"}
+    assert set(found["advice"]) == {"kv_lease_duration", "read_timeout", "block_size"}
+
+
+def test_links_and_prompt_lengths_are_those_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--link", "Ethernet=100", "--link", "IB NDR=400", "--tokens", "2K", "--tokens", "100", "--tokens", "1M"]
+    table = first_table(printed(capsys, *SIZES, *arguments))
+    assert table[0][2:] == ["Ethernet (100 Gbps, ~12.5 GB/s)", "IB NDR (400 Gbps, ~50 GB/s)"]
+    assert [row[0] for row in table[1:]] == ["2K tokens", "100 tokens", "1M tokens"]
+    assert table[1][1:] == ["0.64 GB", "~51 ms", "~13 ms"]
+    assert table[2][1:] == ["32.00 MB", "~2.6 ms", "~0.6 ms"]
+
+
+def test_a_prompt_beyond_the_windows_is_less_than_its_tokens_times_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, str(written(tmp_path, configs.GEMMA3_27B)))
+    layer = 2 * 16 * 128 * 2
+    assert found["prompts"][0]["bytes"] == 1_000 * found["bytes_per_token"]
+    assert found["prompts"][-1]["bytes"] == layer * (10 * 128_000 + 52 * 1024) < 128_000 * found["bytes_per_token"]
+    assert found["bytes_per_token_beyond_windows"] == 10 * layer
+    assert any("window" in note for note in found["notes"])
+    assert {row["layout"] for row in found["pieces"]} == {"HND", "NHD"}, "blocks of all layers need layers that are alike"
+
+
+def test_a_latent_cache_is_counted_once_whatever_the_tp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = written(tmp_path, configs.DEEPSEEK_V3)
+    alone, many = as_json(capsys, str(folder)), as_json(capsys, str(folder), "--tp", "8")
+    assert alone["bytes_per_token"] == many["bytes_per_token"] == many["bytes_per_token_per_rank"] == 70_272
+    assert "Per token = 61 × 576 × 2 = 70,272 bytes" in printed(capsys, str(folder))
+
+
+def test_the_lease_follows_the_slowest_link(capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = as_json(capsys, *SIZES)["advice"], as_json(capsys, *SIZES, "--link", "fast=400", "--link", "slow=10")["advice"]
+    assert (fast["kv_lease_duration"]["value"], fast["read_timeout"]["value"]) == (30, 30)
+    seconds = 128_000 * 327_680 * 8 / 10e9
+    assert slow["kv_lease_duration"]["value"] == -(-2 * seconds // 1)
+    assert slow["read_timeout"]["value"] == -(-4 * seconds // 1)
+    assert "over slow, and D renews the lease every 11 s" in slow["kv_lease_duration"]["reason"]
+
+
+@pytest.mark.parametrize(("tp", "size"), [(1, 16), (8, 32), (4, 16)])
+def test_the_block_size_grows_until_a_piece_is_worth_its_cost(tp: int, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert as_json(capsys, *SIZES, "--tp", str(tp))["advice"]["block_size"]["value"] == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "MODEL is missing; name a folder or a config.json, or give --layers, --kv-heads, --head-dim"),
+        (["--layers", "4"], "MODEL is missing"),
+        (["nowhere"], 'MODEL is "nowhere", which is neither a folder nor in the Hugging Face cache'),
+        (["{folder}", "--layers", "4"], "say the same thing twice"),
+        (["{folder}", "--tp", "3"], "--tp 3 does not fit 8 KV heads; use a divisor or a multiple of 8"),
+        (["{folder}", "--peer-tp", "3"], "--peer-tp 3 does not fit 8 KV heads"),
+        (["{folder}", "--peer-block-size", "24"], "--peer-block-size 24 does not fit --block-size 16; one must divide the other"),
+        (["{folder}", "--dtype", "posit16"], "'posit16' is no cache dtype known here; use --dtype with one of"),
+        (["{folder}", "--link", "fast"], "--link: 'fast' is no link; write it like 'Ethernet=100'"),
+        (["{folder}", "--link", "x=0"], "--link: 'x=0' is no link"),
+        (["{folder}", "--link", "x=nan"], "--link: 'x=nan' is no link"),
+        (["{folder}", "--tokens", "many"], "--tokens: 'many' is no prompt length; write it like 4000 or 4K"),
+        (["{folder}", "--tokens", "0"], "--tokens: '0' is no prompt length"),
+        (["{folder}", "--tp", "0"], "--tp/--tensor-parallel-size: must be a whole number from 1 on, got '0'"),
+        (["{folder}/notes.txt"], "is not JSON; name a model's config.json"),
+        (["{folder}/list.json"], "is no JSON object; name a model's config.json"),
+        (["{folder}/empty.json"], "config.json does not say how many layers there are (num_hidden_layers); give --layers"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence_with_a_fix(
+    arguments: list[str], sentence: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "notes.txt").write_text("no JSON")
+    (model / "list.json").write_text("[1]")
+    (model / "empty.json").write_text("{}")
+    assert main(["plan", *(argument.format(folder=model) for argument in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert sentence in captured.err
+
+
+def test_heads_that_no_second_rank_can_share_leave_out_what_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, "--layers", "2", "--kv-heads", "5", "--head-dim", "64")
+    assert {(row["p_tp"], row["d_tp"]) for row in found["pieces"]} == {(1, 1)}
+
+
+def test_a_plan_loads_neither_torch_nor_a_plane(model: Path) -> None:
+    program = (
+        "import sys; from kvferry.cli.main import main; main(['plan', sys.argv[1]]);"
+        "print([name for name in ('torch', 'zmq', 'nixl', 'aiohttp') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.splitlines()[-1] == "[]"
