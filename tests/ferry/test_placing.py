@@ -8,6 +8,7 @@ from tests.ferry.world import BLOCK_BYTES, LAYERS, World
 
 from kvferry.events import PullFailed, PullGivenUp
 from kvferry.ferry.commands import Abort
+from kvferry.planes import block_store
 from kvferry.protocol import consumer as consumer_module
 from kvferry.protocol.placement import Placement
 from kvferry.types import RequestId
@@ -57,7 +58,8 @@ def run_until_confirmed(world: World) -> None:
     raise AssertionError(world.d.events)
 
 
-def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_that(world: World) -> None:
+def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_that(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_store, "STEP_BYTES", 1)
     pull(world)
     run_until_confirmed(world)
     world.d.step()

@@ -5,17 +5,24 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ferry.world import NUM_BLOCKS, Place, Side, World
 
 from kvferry.events import BytesMoved, PullFailed, PullFinished
 from kvferry.ferry.commands import Abandon, Abort, Settle
+from kvferry.planes import mirror
 from kvferry.protocol import codec
 from kvferry.types import RequestId
 
 STAGED, DIRECT = Place(is_staged=True), Place()
 MakeWorld = Callable[[Place, Place], World]
+
+
+@pytest.fixture(autouse=True)
+def _slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region is a turn of its own, so that much can happen while blocks are copied."""
+    monkeypatch.setattr(mirror, "SLICE_BYTES", 1)
 
 
 @pytest.fixture
@@ -235,7 +242,7 @@ class Story:
                 self.free["d"] += ours
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), p=st.sampled_from([STAGED, DIRECT]), d=st.sampled_from([STAGED, DIRECT]))
 def test_whatever_comes_in_between_finished_loads_hold_the_right_bytes_and_nothing_is_left(seed: int, p: Place, d: Place) -> None:
     world = World(place_of_p=p, place_of_d=d)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes import rearranging
+from kvferry.planes import block_store, rearranging
 from kvferry.planes.block_store import HostBlockStore
 from kvferry.ports.block_store import Placement, StoredBlocks, StoreHandle
 from kvferry.types import MemoryKind, Region
@@ -91,8 +91,9 @@ def test_blocks_of_many_slices_are_rearranged_like_small_ones(case: tuple[int, P
     memory = filled(size)
     expected = rearranged(memory, placement)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rearranging, "SLICE_BYTES", slice_bytes)
+        patch.setattr(rearranging, "STEP_BYTES", slice_bytes)
         patch.setattr(rearranging, "ASIDE_BYTES", aside_bytes)
+        patch.setattr(block_store, "STEP_BYTES", slice_bytes)
         store = HostBlockStore([region_of(memory)])
         run(store, store.place([placement]))
     assert (memory == expected).all()
@@ -137,7 +138,15 @@ def test_a_long_job_takes_many_polls_and_does_not_hold_up_a_short_one() -> None:
         ended += store.poll()
         polls += 1
     assert [each.handle for each in ended] == [short, long]
-    assert polls >= 200 * block_bytes // rearranging.SLICE_BYTES
+    assert polls >= 200 * block_bytes // (2 * rearranging.STEP_BYTES)
+
+
+def test_a_short_job_is_over_in_one_poll() -> None:
+    """However many regions it names: a model has dozens of layers, and each poll is a turn of the ferry."""
+    memories = [filled(640) for _ in range(30)]
+    store = HostBlockStore([region_of(memory) for memory in memories])
+    handle = store.place([swap(region, [1, 2], 64) for region in range(len(memories))])
+    assert store.poll() == [StoredBlocks(handle, None)]
 
 
 GOOD = Placement(0, 64, np.array([0, 64]), 8, (2, 4), (32, 8), (8, 16))

@@ -191,6 +191,16 @@ def test_companions_count_among_the_readers_that_are_bounded() -> None:
 PARTIES = {"p": 1, "q": 2, "r": 3}
 
 
+def test_a_revoked_lease_is_over_for_all_its_readers() -> None:
+    leases = make_table()
+    assert leases.revoke(A) is None
+    leases.grant(A, 1, now=0)
+    leases.attach(A, "x", now=0, plane="nixl")
+    assert leases.revoke(A) == EndedLease(A, LeaseEnd.RELEASED)
+    assert (len(leases), leases.num_readers("nixl"), leases.standing(A, 1)) == (0, 0, Standing.GONE)
+    assert not leases.confirm(A, "x", now=0)
+
+
 class PartyMachine(RuleBasedStateMachine):
     """Parties of ranks that each come once and leave once, in any order: the lease ends with the last step of the last member of every
     party that has shown itself, and not before."""

@@ -4,9 +4,9 @@ import msgspec
 
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
 from kvferry.protocol.peers import Peer, PeerBook, PeerSettings
-from kvferry.protocol.geometry import Geometry
 from kvferry.types import Address, EngineId, EngineLife, Epoch, KVLayout, PeerId, Region
 
 TTL_S = 100.0

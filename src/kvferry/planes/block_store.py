@@ -1,4 +1,4 @@
-"""The block store of a worker: jobs in turn, a slice each.
+"""The block store of a worker: jobs in turn, about a millisecond each.
 
 Owned by one thread. It touches host memory alone: of regions on another device nothing can be rearranged, but those of a staged cache are
 never registered, their mirror is.
@@ -11,7 +11,8 @@ from itertools import chain
 
 from kvferry.errors import LocalProtocolError
 from kvferry.planes.mirror import Mirror
-from kvferry.planes.rearranging import check_placement, rearrange
+from kvferry.planes.pacing import paced
+from kvferry.planes.rearranging import STEP_BYTES, check_placement, rearrange
 from kvferry.planes.runs import Bytes
 from kvferry.planes.views import view_of
 from kvferry.ports.block_store import Placement, StoredBlocks, StoreHandle
@@ -39,8 +40,8 @@ class HostBlockStore:
 
     def place(self, placements: Sequence[Placement], blocks: Sequence[Sequence[int]] = ()) -> StoreHandle:
         parts = [(placement, self._view(placement)) for placement in placements]
-        rearranging = (0.0 for placement, view in parts for _ in rearrange(placement, view))
-        return self._start(chain(rearranging, self._mirrored().load(blocks) if blocks else ()))
+        costs = (cost for placement, view in parts for cost in rearrange(placement, view))
+        return self._start(chain(paced(costs, STEP_BYTES), self._mirrored().load(blocks) if blocks else ()))
 
     def expose(self, blocks: Sequence[Sequence[int]]) -> StoreHandle:
         return self._start(self._mirrored().save(blocks))

@@ -12,13 +12,18 @@ import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
 from kvferry.planes.copiers import fastest_copier
-from kvferry.planes.gather import Direction, RegionCopy, copy_in_slices
+from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, copy_in_slices
+from kvferry.planes.pacing import paced
 from kvferry.planes.views import view_of
 from kvferry.ports.block_store import HOLE
 from kvferry.ports.data import Pieces
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["HostMirror", "Mirror", "blocks_by_region"]
+
+
+SLICE_COST = 128 * 1024
+"""A region's slice takes some ten microseconds, however little it copies: as long as so many bytes."""
 
 
 class Mirror(Protocol):
@@ -59,7 +64,7 @@ class HostMirror:
             pieces = Pieces(index, index, engine.block_bytes, chosen * mirror.stride_bytes, chosen * engine.stride_bytes)
             theirs, ours = self._views[index]
             copies.append(RegionCopy(pieces, ours, theirs, direction))
-        return (0.0 for _ in copy_in_slices(copies, self._copier))
+        return paced((copied + SLICE_COST for copied, _ in copy_in_slices(copies, self._copier)), SLICE_BYTES)
 
 
 def blocks_by_region(blocks: Sequence[Sequence[int]], regions: Sequence[Region]) -> list[tuple[int, npt.NDArray[np.int64]]]:

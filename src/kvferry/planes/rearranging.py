@@ -1,4 +1,4 @@
-"""Putting blocks into another order, in place, in slices, at the speed of numpy's strided copies.
+"""Putting blocks into another order, in place, step by step, at the speed of numpy's strided copies.
 
 Called by the thread that owns the store. Some blocks are copied aside, and from there every item is written where it belongs. Blocks whose
 starts are evenly spaced share one strided copy, so that tiny blocks in a run cost no call each.
@@ -14,12 +14,12 @@ from kvferry.errors import LocalProtocolError
 from kvferry.planes.runs import Bytes
 from kvferry.ports.block_store import Placement
 
-__all__ = ["check_placement", "rearrange"]
+__all__ = ["STEP_BYTES", "check_placement", "rearrange"]
 
-SLICE_BYTES = 2 * 1024 * 1024
-"""What one slice moves at most: a strided copy of short items makes about 2 GB/s, so this is a millisecond."""
-SLICE_RUNS = 64
-"""And so many runs of blocks: each costs some ten microseconds, however little it moves."""
+STEP_BYTES = 2 * 1024 * 1024
+"""What one step moves at most: a strided copy of short items makes about 2 GB/s, so this is a millisecond."""
+RUN_COST = 32 * 1024
+"""Each run of blocks takes some ten microseconds, however little it moves: as long as so many bytes."""
 ASIDE_BYTES = 256 * 1024
 """Blocks that are copied aside together: as much as stays in the second-level cache."""
 
@@ -44,35 +44,29 @@ def check_placement(placement: Placement, size_bytes: int) -> None:
 
 
 def rearrange(placement: Placement, region: Bytes) -> Iterator[int]:
-    """Rearrange some more each time; yields the bytes it has moved. The placement has been checked against the region."""
+    """Rearrange some more each time; yields what that has cost, in bytes. The placement has been checked against the region."""
     size = placement.block_bytes
     at_once = max(1, ASIDE_BYTES // size)
     aside = np.empty(at_once * size, np.uint8)
-    moved = runs = 0
     for start, step, count in _even_runs(np.sort(placement.offsets), at_once):
-        if size <= SLICE_BYTES:
+        if size <= STEP_BYTES:
             _set_aside(region, aside, start, step, (count, size))
             _write(placement, region, aside, start, (step, count))
-            moved, runs = moved + count * size, runs + 1
-            if moved >= SLICE_BYTES or runs >= SLICE_RUNS:
-                yield moved
-                moved = runs = 0
+            yield count * size + RUN_COST
         else:
             yield from _rearrange_large(placement, region, aside, start)
-    if moved:
-        yield moved
 
 
 def _rearrange_large(placement: Placement, region: Bytes, aside: Bytes, start: int) -> Iterator[int]:
-    """One block of several slices: aside first, then a few rows of its longest dimension at a time."""
+    """One block of several steps: aside first, then a few rows of its longest dimension at a time."""
     size = placement.block_bytes
-    for first in range(0, size, SLICE_BYTES):
-        aside[first : first + SLICE_BYTES] = region[start + first : start + min(size, first + SLICE_BYTES)]
-        yield 0
+    for first in range(0, size, STEP_BYTES):
+        aside[first : first + STEP_BYTES] = region[start + first : start + min(size, first + STEP_BYTES)]
+        yield STEP_BYTES // 4
     axis = max(range(len(placement.shape)), key=placement.shape.__getitem__)
     source, target = _items(placement, aside, 0, placement.arrived), _items(placement, region, start, placement.wanted)
     row_bytes = max(1, prod(placement.shape) * placement.item_bytes // placement.shape[axis])
-    step = max(1, SLICE_BYTES // row_bytes)
+    step = max(1, STEP_BYTES // row_bytes)
     for first in range(0, placement.shape[axis], step):
         rows = (slice(None),) * axis + (slice(first, first + step),)
         target[rows] = source[rows]

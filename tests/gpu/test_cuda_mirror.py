@@ -1,0 +1,103 @@
+"""The mirror of a cache on a CUDA device: the same promises as the one in host memory, kept by copies that nobody waits for."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvferry.errors import LocalProtocolError
+from kvferry.planes.block_store import HostBlockStore
+from kvferry.planes.cuda_mirror import CudaMirror
+from kvferry.planes.shared_memory import SharedMemory
+from kvferry.ports.block_store import StoredBlocks, StoreHandle
+from kvferry.types import MemoryKind, Region
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
+
+LAYERS, NUM_BLOCKS, BLOCK_BYTES = 4, 64, 32 * 1024
+DEADLINE_S = 30.0
+
+
+class Staged:
+    """A cache whose layers are interleaved on the device, block by block, and its dense mirror."""
+
+    def __init__(self) -> None:
+        self.engine = torch.randint(0, 256, (NUM_BLOCKS, LAYERS, BLOCK_BYTES), dtype=torch.uint8, device="cuda")
+        self.memory = SharedMemory.allocate(LAYERS * NUM_BLOCKS * BLOCK_BYTES)
+        self.mirror = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(LAYERS, NUM_BLOCKS, BLOCK_BYTES)
+        self.mirror.random_(0, 256)
+        own, seen = (
+            [Region(f"l{i}", start + i * step, BLOCK_BYTES, stride, NUM_BLOCKS, kind, group=i % 2) for i in range(LAYERS)]
+            for start, step, stride, kind in (
+                (self.engine.data_ptr(), BLOCK_BYTES, LAYERS * BLOCK_BYTES, MemoryKind.VRAM),
+                (self.memory.address, NUM_BLOCKS * BLOCK_BYTES, BLOCK_BYTES, MemoryKind.DRAM),
+            )
+        )
+        self.regions = own, seen
+        self.store = HostBlockStore(seen, CudaMirror(own, seen, (self.memory.address, self.memory.size_bytes)))
+
+    def run(self, *handles: StoreHandle) -> int:
+        """How many polls it took."""
+        ended: list[StoredBlocks] = []
+        polls, deadline = 0, time.monotonic() + DEADLINE_S
+        while len(ended) < len(handles):
+            assert time.monotonic() < deadline
+            ended += self.store.poll()
+            polls += 1
+        assert {stored.handle for stored in ended} == set(handles)
+        assert all(stored.error is None for stored in ended)
+        return polls
+
+    def close(self) -> None:
+        self.store.close()
+        self.store.close()
+        del self.mirror
+        self.memory.close()
+
+
+@pytest.fixture
+def staged() -> Iterator[Staged]:
+    made = Staged()
+    yield made
+    made.close()
+
+
+BLOCKS = ([1, 2, 3, 9, 40, 41], [0, 63, 7])
+
+
+def test_named_blocks_are_saved_and_nothing_else_is_touched(staged: Staged) -> None:
+    expected, engine = staged.mirror.clone(), staged.engine.cpu()
+    for layer in range(LAYERS):
+        expected[layer, BLOCKS[layer % 2]] = engine[BLOCKS[layer % 2], layer]
+    staged.run(staged.store.expose(BLOCKS))
+    assert torch.equal(staged.mirror, expected)
+    assert torch.equal(staged.engine.cpu(), engine)
+
+
+def test_named_blocks_are_loaded_and_nothing_else_is_touched(staged: Staged) -> None:
+    expected, mirror = staged.engine.cpu(), staged.mirror.clone()
+    for layer in range(LAYERS):
+        expected[BLOCKS[layer % 2], layer] = mirror[layer, BLOCKS[layer % 2]]
+    staged.run(staged.store.place((), BLOCKS))
+    assert torch.equal(staged.engine.cpu(), expected)
+    assert torch.equal(staged.mirror, mirror)
+
+
+def test_a_handle_comes_back_when_the_device_is_through_and_polls_do_not_wait_for_it(staged: Staged) -> None:
+    blocks = (list(range(NUM_BLOCKS)),) * 2
+    saving = staged.store.expose(blocks)
+    loading = staged.store.place((), ([],) * 2)
+    assert staged.run(saving, loading) > 1
+    assert torch.equal(staged.mirror, staged.engine.cpu().transpose(0, 1))
+
+
+def test_a_block_that_is_not_there_is_refused(staged: Staged) -> None:
+    with pytest.raises(LocalProtocolError):
+        staged.store.expose([[NUM_BLOCKS], []])
+
+
+def test_a_mirror_of_host_memory_is_not_for_this_class(staged: Staged) -> None:
+    _, seen = staged.regions
+    with pytest.raises(LocalProtocolError):
+        CudaMirror(seen, seen, (staged.memory.address, staged.memory.size_bytes))
