@@ -21,7 +21,7 @@ MAX_READERS = 8192
 """Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
 
 SPARE_ENTRIES = 64
-"""So many deadlines of ended leases are always let be."""
+"""So many stale deadlines are dealt with one by one."""
 
 
 class Standing(StrEnum):
@@ -85,8 +85,7 @@ class LeaseTable:
         heappush(self._by_deadline, (now + self.ttl_s, request))
         if len(self._by_deadline) > 2 * len(self._leases) + SPARE_ENTRIES:
             # Most leases end long before they run out; what is left of them must not outnumber those that live.
-            self._by_deadline = [(lease.deadline, name) for name, lease in self._leases.items()]
-            heapify(self._by_deadline)
+            self._sort_anew()
 
     def standing(self, request: RequestId, serial: int) -> Standing:
         lease = self._leases.get(request)
@@ -183,10 +182,24 @@ class LeaseTable:
         return ended
 
     def next_deadline(self) -> float | None:
-        """When to call `expire` next, at the latest; None while no lease is held."""
-        while self._by_deadline and self._by_deadline[0][1] not in self._leases:
+        """When to call `expire` next; None while no lease is held. Nobody is woken for a lease that has been renewed since."""
+        for _ in range(SPARE_ENTRIES):
+            if not self._by_deadline:
+                return None
+            at, request = self._by_deadline[0]
+            lease = self._leases.get(request)
+            if lease is not None and lease.deadline == at:
+                return at
             heappop(self._by_deadline)
+            if lease is not None:
+                heappush(self._by_deadline, (lease.deadline, request))
+        # One beat renews many leases, so where some entries are stale most are: all at once is cheaper than one by one.
+        self._sort_anew()
         return self._by_deadline[0][0] if self._by_deadline else None
+
+    def _sort_anew(self) -> None:
+        self._by_deadline = [(lease.deadline, request) for request, lease in self._leases.items()]
+        heapify(self._by_deadline)
 
     def _drop_reader(self, lease: _Lease, reader: str) -> None:
         plane = lease.readers.pop(reader, None)
