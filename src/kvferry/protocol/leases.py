@@ -112,13 +112,16 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, now + self.extension_s)
         return True
 
-    def renew(self, request: RequestId, now: float) -> bool:
-        """Extend a lease; False when none is held (a late heartbeat, not an error)."""
-        lease = self._leases.get(request)
-        if lease is None:
-            return False
-        lease.deadline = max(lease.deadline, now + self.extension_s)
-        return True
+    def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
+        """Extend leases; returns those that are not held (a late heartbeat, not an error)."""
+        until, leases, missing = now + self.extension_s, self._leases, []
+        for request in requests:
+            lease = leases.get(request)
+            if lease is None:
+                missing.append(request)
+            elif lease.deadline < until:
+                lease.deadline = until
+        return missing
 
     def confirm(self, request: RequestId, reader: str, now: float) -> bool:
         """Whether this reader has held the lease without a break until now. It is detached; ask `take_ended` afterwards."""
@@ -166,7 +169,7 @@ class LeaseTable:
 
     def expire(self, now: float) -> list[EndedLease]:
         """Remove and return every lease that has run out, earliest first."""
-        ended = []
+        ended, renewed = [], 0
         while self._by_deadline and self._by_deadline[0][0] <= now:
             _, request = heappop(self._by_deadline)
             lease = self._leases.get(request)
@@ -174,6 +177,10 @@ class LeaseTable:
                 continue
             if lease.deadline > now:
                 heappush(self._by_deadline, (lease.deadline, request))
+                renewed += 1
+                if renewed == SPARE_ENTRIES:
+                    # One beat renews many leases, so where some entries are stale most are: all at once is cheaper than one by one.
+                    self._sort_anew()
                 continue
             del self._leases[request]
             for reader in list(lease.readers):
@@ -182,19 +189,9 @@ class LeaseTable:
         return ended
 
     def next_deadline(self) -> float | None:
-        """When to call `expire` next; None while no lease is held. Nobody is woken for a lease that has been renewed since."""
-        for _ in range(SPARE_ENTRIES):
-            if not self._by_deadline:
-                return None
-            at, request = self._by_deadline[0]
-            lease = self._leases.get(request)
-            if lease is not None and lease.deadline == at:
-                return at
+        """When to call `expire` next, at the latest; None while no lease is held."""
+        while self._by_deadline and self._by_deadline[0][1] not in self._leases:
             heappop(self._by_deadline)
-            if lease is not None:
-                heappush(self._by_deadline, (lease.deadline, request))
-        # One beat renews many leases, so where some entries are stale most are: all at once is cheaper than one by one.
-        self._sort_anew()
         return self._by_deadline[0][0] if self._by_deadline else None
 
     def _sort_anew(self) -> None:
