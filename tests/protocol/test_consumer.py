@@ -536,7 +536,7 @@ def test_a_read_that_begins_long_after_its_reader_came_is_announced() -> None:
     connect(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0.1)
     assert sent(consumer.take_actions(), Heartbeat) == [], "P has just heard of it"
-    consumer.start(R2, [[7, 8]], range(0, 8), now=3)
+    consumer.start(R2, [[2, 3]], range(0, 8), now=3)
     actions = consumer.take_actions()
     assert sent(actions, Heartbeat) == [Heartbeat("e1", READ_BEGINS, ["b"])]
     kinds = [type(action) for action in actions]
