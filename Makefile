@@ -16,6 +16,9 @@ ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
 SOAK_FLAGS ?=
+# Of `make chaos`; without a seed it takes a new one and shows it.
+SEED ?=
+DURATION_S ?= 300
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
 TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP))
 
@@ -24,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-vllm soak docs constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-vllm chaos soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,8 +63,14 @@ test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real 
 soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
 	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
 
+chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=
+	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED))
+
 docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py
+
+compatibility: $(STAMP)  ## run every pair of cache forms and write docs/compatibility.md anew
+	KVFERRY_WRITE_COMPATIBILITY=1 $(BIN)/python -m pytest tests/compatibility $(PYTEST_FLAGS)
 
 constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 	@{ echo "# Versions the tests passed with; torch is held by its range alone. Written by make constraints."; \

@@ -32,6 +32,22 @@ def test_commands_in_code_exist(path: Path) -> None:
     assert [word for word in COMMAND.findall(code) if word not in known] == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_that_are_named_exist(path: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text(encoding="utf-8"))
+    assert [f"{module}::{name}" for module, name in named if f"def {name}(" not in _text(ROOT / module)] == []
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def test_every_promise_about_faults_names_a_test() -> None:
+    rows = [line for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 9
+    assert [row for row in rows if "::test_" not in row] == []
+
+
 def test_what_readers_start_with_is_there() -> None:
     assert {"README.md", "CONTRIBUTING.md", "LICENSE"} <= {path.name for path in ROOT.iterdir()}
 

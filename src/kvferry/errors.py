@@ -63,10 +63,12 @@ class TransportError(KVFerryError):
 
 
 class RequestRefused(KVFerryError):
-    """An HTTP request that is not served. `status` is the answer's; `param` names the field at fault, if one is."""
+    """An HTTP request that is not served. `status` is the answer's; `param` names the field at fault, if one is; `retry_after_s` says
+    that it is worth another try, and when."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
+    def __init__(self, message: str, status: int = 400, param: str | None = None, retry_after_s: int | None = None) -> None:
         self.message = message
         self.status = status
         self.param = param
+        self.retry_after_s = retry_after_s
         super().__init__(message)

@@ -5,10 +5,13 @@ Pure: no behaviour beyond construction and comparison.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 from typing import NewType
 
 __all__ = [
     "Address",
+    "Axis",
+    "AxisKind",
     "BlockId",
     "EngineId",
     "EngineLife",
@@ -108,6 +111,21 @@ class Route:
     dialled: str = ""
 
 
+class AxisKind(StrEnum):
+    LAYER = "layer"
+    TOKEN = "token"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of what lies in a block: `count` of its kind, each `stride_bytes` after the one before."""
+
+    kind: AxisKind
+    count: int
+    stride_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Region:
     """One registered range of KV memory: block `b` starts at `address + b * stride_bytes`."""
@@ -120,8 +138,24 @@ class Region:
     memory: MemoryKind = MemoryKind.DRAM
     device: int = 0
     group: int = 0
-    head_runs: int = 0
-    """In how many runs of adjacent bytes the KV of one head lies in a block; 0: not known, so only whole blocks can move."""
+    axes: tuple[Axis, ...] | None = None
+    """How layers, tokens and heads lie in a block, outermost first; what lies at one index is the same few bytes everywhere. Axes of one
+    element are left out. None: not known, so only whole blocks can move."""
+    layers: tuple[str, ...] = ()
+    """The layers that share its blocks, in the order of the layer axis; empty: the one it is named after."""
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        return self.layers or (self.name,)
+
+    def count(self, kind: AxisKind) -> int:
+        """How many of a kind a block holds. Meaningful where the axes are known."""
+        return prod(axis.count for axis in self.axes or () if axis.kind is kind)
+
+    @property
+    def item_bytes(self) -> int:
+        """What lies at one index of the axes; the whole block where they are not known."""
+        return self.block_bytes // prod(axis.count for axis in self.axes or ())
 
     @property
     def size_bytes(self) -> int:

@@ -91,7 +91,9 @@ def test_the_curl_line_survives_the_shell_whatever_the_model_is_called() -> None
     assert json.loads(words[-1])["model"] == "it's $HOME"
 
 
-@pytest.mark.parametrize(("heads", "ranks"), [(1, [1]), (2, [1]), (3, [1, 3]), (6, [1, 3]), (8, [1, 2, 4]), (16, [1, 2, 4, 8])])
+@pytest.mark.parametrize(
+    ("heads", "ranks"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (6, [1, 3, 6]), (8, [1, 2, 4, 8]), (16, [1, 2, 4, 8, 16])]
+)
 def test_a_model_made_with_more_heads_can_be_split_over_more_ranks(tmp_path: Path, heads: int, ranks: list[int]) -> None:
     assert main(["make-model", str(tmp_path), "--heads", str(heads)]) == 0
     config = read_model_config(tmp_path)

@@ -1,6 +1,7 @@
 """Flags of `kvferry serve` become engine options."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
     flags += " --max-model-len 8k --max-num-seqs 3 --max-num-batched-tokens 512 -tp 2 --no-enable-prefix-caching --enforce-eager"
     flags += (
         " --no-enable-chunked-prefill --served-model-name x --seed 9 --gpu-memory-utilization 0.5 --num-threads 2 --compute-dtype float64"
+        " --shutdown-timeout 1.5 --drain-timeout 0"
     )
     assert options(str(model), *flags.split()) == EngineOptions(
         model=model,
@@ -64,6 +66,8 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
         enable_chunked_prefill=False,
         num_threads=2,
         seed=9,
+        shutdown_timeout_s=1.5,
+        drain_timeout_s=0,
     )
 
 
@@ -81,6 +85,23 @@ def test_the_layout_comes_from_the_environment(model: Path) -> None:
     assert engine_options(parsed(str(model)), {"VLLM_KV_CACHE_LAYOUT": "NHD"}).kv_cache_layout is KVLayout.NHD
 
 
+def test_cross_layer_blocks_are_asked_for_by_the_connector_s_setting(model: Path) -> None:
+    setting = "--kv-transfer-config.kv_connector_extra_config.enable_cross_layers_blocks"
+    assert not options(str(model), "--kv-transfer-config", PULL).cross_layer_blocks
+    assert not options(str(model), "--kv-transfer-config", PULL, setting, "false").cross_layer_blocks
+    assert options(str(model), "--kv-transfer-config", PULL, setting, "true").cross_layer_blocks
+    child = json.loads(PULL) | {"kv_connector_extra_config": {"enable_cross_layers_blocks": True}}
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [json.loads(PULL), child]}}
+    assert options(str(model), "--kv-transfer-config", json.dumps(both)).cross_layer_blocks
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_the_cache_may_be_kept_in_eight_bits_but_not_the_weights(model: Path, name: str) -> None:
+    assert options(str(model), "--kv-cache-dtype", name).kv_cache_dtype == name
+    with pytest.raises(ConfigError, match="--dtype"):
+        options(str(model), "--dtype", name)
+
+
 def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:
     with pytest.raises(ConfigError, match="kv_buffer_device cannot be cuda with --device cpu"):
         options(str(model), "--kv-transfer-config", PULL, "--kv-transfer-config.kv_buffer_device", "cuda")
@@ -93,6 +114,9 @@ def test_a_buffer_on_a_gpu_needs_an_engine_on_a_gpu(model: Path) -> None:
         ("--block-size 0", "--block-size must be at least 1, got 0"),
         ("-tp 0", "--tensor-parallel-size must be at least 1, got 0"),
         ("--num-gpu-blocks-override -1", "--num-gpu-blocks-override must not be negative, got -1"),
+        ("--drain-timeout -1", "--drain-timeout must be from 0 to 86400 seconds, got -1.0"),
+        ("--drain-timeout nan", "--drain-timeout must be from 0 to 86400 seconds, got nan"),
+        ("--shutdown-timeout inf", "--shutdown-timeout must be from 0 to 86400 seconds, got inf"),
     ],
 )
 def test_a_wrong_option_is_named_by_its_flag(model: Path, flags: str, sentence: str) -> None:

@@ -321,6 +321,30 @@ def test_an_engine_that_takes_no_kv_refuses_tickets(pair: tuple[EngineSide, Engi
     only_p.shutdown()
 
 
+def test_an_engine_that_gives_no_kv_refuses_to_prefill_for_others(network: MemoryNetwork) -> None:
+    only_d = EngineSide("d", network, role="kv_consumer")
+    request = arrive(only_d, {"do_remote_decode": True})
+    assert only_d.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
+    only_d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    step_until(lambda: "r" in only_d.seen.failed_recving, only_d)
+    assert only_d.seen.failure_reasons["r"] == "this engine hands no KV to others; start it with kv_role kv_both or kv_producer"
+    plain = arrive(only_d, None)
+    assert only_d.scheduler.get_num_new_matched_tokens(plain, 0) == (0, False)
+    only_d.shutdown()
+
+
+def test_a_role_that_does_not_fit_is_computed_here_and_counted_when_the_policy_says_so(network: MemoryNetwork) -> None:
+    only_d = EngineSide("d", network, role="kv_consumer", policy="recompute")
+    request = arrive(only_d, {"do_remote_decode": True})
+    assert only_d.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 10
+    assert only_d.scheduler.request_finished(request, [1, 2, 3]) == (False, None)
+    stats = only_d.scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["rejected_params"] == 1
+    only_d.shutdown()
+
+
 def test_an_engine_may_take_less_than_it_was_offered(pair: tuple[EngineSide, EngineSide]) -> None:
     p, d = pair
     p.fill([5, 6, 7], seed=1)

@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from tests.e2e.harness import Cluster, Engine, Prompt
+from tests.e2e.hosts import Hosts, skip_unless_possible
 
 from kvferry.engine.make_model import make_model
 
@@ -21,6 +23,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHORT = {"kv_lease_duration": 2, "handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
 PATIENT = {"kv_lease_duration": 600}
 """With such a lease, blocks that are free soon were released, not expired."""
+
+
+NETWORKED = {**SHORT, "kv_lease_duration": 4, "read_timeout": 12, "receive_timeout": 20, "planes": ["nixl"]}
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,60 @@ class Pair:
     p: Engine
     d: Engine
     router: Engine
+
+
+@dataclass
+class Network:
+    """P and two D, one of either policy, on hosts of their own; KV goes by TCP."""
+
+    hosts: Hosts
+    cluster: Cluster
+    decoders: dict[str, Engine]
+    """By policy."""
+    p: Engine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.p = self.start_p()
+
+    @contextmanager
+    def cut(self, host: int = 0) -> Iterator[None]:
+        """P's cable to the others, or another's. Healed afterwards."""
+        self.hosts.cut(self.hosts[host])
+        try:
+            yield
+        finally:
+            self.hosts.heal(self.hosts[host])
+
+    @contextmanager
+    def throttled(self, rate: str) -> Iterator[None]:
+        """What P sends."""
+        self.hosts[0].throttle(rate)
+        try:
+            yield
+        finally:
+            self.hosts[0].hurry()
+
+    def replace_p(self) -> None:
+        """Another life of it, on the same host and with the same engine id."""
+        self.p.kill()
+        self.cluster.dismiss(self.p.process)
+        self.p = self.start_p(self.p.address.port)
+
+    def start_p(self, port: int = 0) -> Engine:
+        """So small that a few prompts are enough to give every block to somebody else."""
+        small = ("--num-gpu-blocks-override", "160")
+        return self.cluster.serve("prefill", *small, extra=NETWORKED, engine_id="p", port=port, at=self.hosts[0]).ready()
+
+
+@pytest.fixture(scope="session")
+def network(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Network]:
+    skip_unless_possible()
+    with Hosts.opened(3) as hosts, Cluster(tmp_path_factory.mktemp("network"), model) as cluster:
+        starting = {
+            policy: cluster.serve(f"decode {policy}", extra=NETWORKED, policy=policy, at=hosts[number])
+            for number, policy in enumerate(("fail", "recompute"), 1)
+        }
+        yield Network(hosts, cluster, {policy: process.ready() for policy, process in starting.items()})
 
 
 @pytest.fixture(scope="session")

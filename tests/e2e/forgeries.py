@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.protocol import codec
-from kvferry.protocol.messages import WIRE_VERSION, Confirm, HandshakeReply, HandshakeRequest, Release
+from kvferry.protocol.messages import WIRE_VERSION, Confirm, HandshakeRefused, HandshakeReply, HandshakeRequest, Refused, Release
 
-__all__ = ["forged_params", "knock", "malformed_params", "send_as_member"]
+__all__ = ["forged_params", "knock", "malformed_params", "send_as_member", "send_garbage"]
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -71,5 +71,22 @@ def send_as_member(secret: bytes, address: str) -> None:
             if any(isinstance(answer, HandshakeReply) and answer.nonce == 77 for answer in answers):
                 return
         raise AssertionError(f"no answer after the garbage, only {answers}")
+    finally:
+        plane.close()
+
+
+def send_garbage(secret: bytes, address: str) -> int:
+    """To a side channel or a control channel, as a member. How many of the frames are malformed or out of place there."""
+    frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Release("forged"))]
+    # Each is for one kind of channel, which answers it, and out of place at the other.
+    frames += [codec.encode(Confirm("e", "l", "r")), codec.encode(HandshakeRequest(7, WIRE_VERSION, 99))]
+    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    try:
+        for frame in frames:
+            plane.send(address, frame)
+        for _ in range(50):
+            if any(isinstance(codec.decode(news.frame), Refused | HandshakeRefused) for news in plane.poll(0.2) if hasattr(news, "frame")):
+                return len(frames) - 1
+        raise AssertionError("no answer after the garbage")
     finally:
         plane.close()

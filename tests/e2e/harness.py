@@ -69,6 +69,19 @@ class Answer:
         return str(self.body["error"]["message"])
 
 
+class Host:
+    """Where processes run. This one is our own machine, by its loopback; `hosts.py` has others."""
+
+    def __init__(self, inside: Sequence[str] = (), address: str = "127.0.0.1", variables: Mapping[str, str] | None = None) -> None:
+        """`inside`: words that run a command there. `address`: where it serves HTTP to us."""
+        self.inside = tuple(inside)
+        self.address = address
+        self.variables = dict(variables or {"KVFERRY_SIDE_CHANNEL_HOST": "127.0.0.1"})
+
+
+HERE = Host()
+
+
 class Engine:
     """One `kvferry serve`."""
 
@@ -131,7 +144,7 @@ class Household:
         return child
 
     def dismiss(self, child: ChildProcess) -> None:
-        """End one early."""
+        """End one early, or let go of one that has died."""
         self._children.remove(child)
         child.close(self._patience_s)
 
@@ -158,6 +171,7 @@ class Cluster(Household):
         is_plain: bool = False,
         port: int = 0,
         engine_id: str = "",
+        at: Host = HERE,
     ) -> "Starting":
         """Start an engine; ask the result for it when it is needed. `is_plain`: one that knows nothing of transfers."""
         transfer = {
@@ -168,28 +182,28 @@ class Cluster(Household):
         }
         if engine_id:
             transfer["engine_id"] = engine_id
-        command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(64 << 20), *flags]
+        command = [sys.executable, "-m", "kvferry", "serve", str(self._model), "--host", at.address, "--port", str(port)]
+        # Tests of draining say so; the others are through with an engine when they end it.
+        command += ["--served-model-name", "tiny", "--kv-cache-memory-bytes", str(64 << 20), "--drain-timeout", "0", *flags]
         if not is_plain:
             command += ["--kv-transfer-config", json.dumps(transfer)]
-        return self._start(name, command, environment or {})
+        return self._start(name, command, environment or {}, at)
 
-    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine]) -> "Starting":
-        command = [sys.executable, "-m", "kvferry", "proxy", "--host", "127.0.0.1", "--port", "0"]
+    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, at: Host = HERE) -> "Starting":
+        command = [sys.executable, "-m", "kvferry", "proxy", "--host", at.address, "--port", str(port)]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
-        return self._start("router", command, {})
+        return self._start("router", command, {}, at)
 
-    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> "Starting":
+    def _start(self, name: str, command: list[str], environment: dict[str, str], at: Host) -> "Starting":
         own = {
             "KVFERRY_SECRET": self._secret,
-            "KVFERRY_SIDE_CHANNEL_HOST": "127.0.0.1",
             "KVFERRY_SIDE_CHANNEL_PORT": "0",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        return Starting(self.add(name, command, {**own, **environment}))
+        return Starting(self.add(name, [*at.inside, *command], {**own, **at.variables, **environment}))
 
 
 class Starting:

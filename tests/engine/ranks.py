@@ -1,6 +1,7 @@
 """Runners for tests: one rank in this process, or all ranks of a tensor-parallel engine in processes of their own."""
 
 import multiprocessing
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -10,14 +11,31 @@ from typing import Any
 import torch
 
 from kvferry.connectors.contract import KVCacheConfig, ParallelConfig
+from kvferry.engine.cache_groups import form_groups
+from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SampledToken, SamplingParams, SequenceSlice
 from kvferry.errors import KVFerryError
 from kvferry.testing.local_kit import LocalKit
 
-__all__ = ["DEADLINE_S", "GREEDY", "Ranks", "greedy", "one_rank", "prefill", "several_ranks"]
+__all__ = [
+    "DEADLINE_S",
+    "GREEDY",
+    "Ranks",
+    "Tables",
+    "by_token",
+    "greedy",
+    "one_rank",
+    "poison",
+    "prefill",
+    "runs_of",
+    "several_ranks",
+    "tables_of",
+]
 
+Tables = tuple[tuple[int, ...], ...]
+"""A sequence's blocks, per KV-cache group."""
 GREEDY = SamplingParams(temperature=0.0)
 DEADLINE_S = 60.0
 
@@ -112,13 +130,42 @@ def _serve(pipe: Connection, options: EngineOptions, parallel: ParallelConfig, r
         runner.close()
 
 
-def prefill(runner: Runner, prompt: Sequence[int], block_ids: tuple[int, ...]) -> None:
+def tables_of(options: EngineOptions, blocks: int, seed: int = 3) -> Tables:
+    """A sequence's blocks in every group of the model: the first of the cache in no order, as after some traffic."""
+    groups = form_groups(read_model_config(options.model))
+    chosen = random.Random(seed).sample(range(blocks * len(groups)), blocks * len(groups))
+    return tuple(tuple(chosen[index :: len(groups)]) for index in range(len(groups)))
+
+
+def runs_of(options: EngineOptions, first: int, blocks: int) -> Tables:
+    """The same with adjacent blocks from `first` on."""
+    groups = form_groups(read_model_config(options.model))
+    return tuple(tuple(range(first + index * blocks, first + (index + 1) * blocks)) for index in range(len(groups)))
+
+
+def by_token(cache: torch.Tensor) -> torch.Tensor:
+    """A layer's cache as [blocks, tokens, …]: of layout HND, or latent."""
+    return cache if cache.dim() == 3 else cache.transpose(1, 2)
+
+
+def poison(runner: Runner, table: Tables, positions: range, groups: Sequence[int] | None = None) -> None:
+    """NaN in the slots of these positions, in all layers of some groups or of all."""
+    for index, group in enumerate(form_groups(runner.config)):
+        if groups is None or index in groups:
+            for name in group.layer_names:
+                slots = by_token(runner.kv_caches[name])
+                size = slots.shape[1]
+                for position in positions:
+                    slots[table[index][position // size], position % size] = torch.nan
+
+
+def prefill(runner: Runner, prompt: Sequence[int], block_ids: Tables) -> None:
     """Compute all but the last token, whose logits come with the first decode step."""
     if len(prompt) > 1:
         runner.run([SequenceSlice("prefill", tuple(prompt[:-1]), 0, block_ids, None)])
 
 
-def greedy(runner: Runner, prompts: Sequence[Sequence[int]], tables: Sequence[tuple[int, ...]], count: int) -> list[list[int]]:
+def greedy(runner: Runner, prompts: Sequence[Sequence[int]], tables: Sequence[Tables], count: int) -> list[list[int]]:
     """The next `count` tokens of prompts whose KV, less the last token's, is in the cache; all in one batch."""
     known = [list(prompt) for prompt in prompts]
     for _ in range(count):

@@ -1,10 +1,10 @@
 """A scheduler's surroundings for tests: a connector that answers as told, and workers whose cache remembers what was really written.
 
-Every cell of the cache holds a digest of the whole prefix up to its token, so a block that is shared, reused or published wrongly is
-noticed at the next read, and the next token is a function of that digest, so outputs can be predicted.
+Every cell of the cache holds a digest of the whole prefix up to its token and of its group, so a block that is shared, reused or published
+wrongly is noticed at the next read, and the next token is a function of that digest, so outputs can be predicted.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -23,16 +23,23 @@ from kvferry.connectors.contract import (
     ModelIdentity,
     ParallelConfig,
     Request,
+    SupportsHMA,
 )
 from kvferry.engine.limits import Limits
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step import SampledToken, SamplingParams, StepPlan, StepResult
+from kvferry.protocol.tickets import HOLE
 from kvferry.testing.local_kit import LocalKit
 
 GARBAGE = -1
 VOCAB = 50
 PROMPT = list(range(1, 11))
+FULL = KVCacheGroup(("full",))
+
+
+def window(size: int) -> KVCacheGroup:
+    return KVCacheGroup((f"window{size}",), sliding_window=size)
 
 
 @dataclass
@@ -49,7 +56,7 @@ class Script:
 @dataclass
 class Load:
     request: Request
-    block_ids: list[int]
+    tables: tuple[list[int], ...]
     start: int
     end: int
 
@@ -61,8 +68,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.calls: list[tuple[str, str, int]] = []
         """(method, request, number) in order."""
         self.loads: dict[str, Load] = {}
-        self.sending: dict[str, list[int]] = {}
-        self.newly_sending: list[tuple[str, list[int]]] = []
+        self.newly_sending: list[tuple[str, tuple[list[int], ...]]] = []
         self.has_block_frees = False
 
     def times(self, method: str, request_id: str) -> int:
@@ -82,9 +88,8 @@ class ScriptedConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.calls.append(("update_state_after_alloc", request.request_id, num_external_tokens))
         if num_external_tokens:
-            (block_ids,) = blocks.get_block_ids()
             end = self.calls_end(request.request_id)
-            self.loads[request.request_id] = Load(request, block_ids, end, end + num_external_tokens)
+            self.loads[request.request_id] = Load(request, blocks.get_block_ids(), end, end + num_external_tokens)
 
     def calls_end(self, request_id: str) -> int:
         """The local tokens named at the last question about a request."""
@@ -97,10 +102,13 @@ class ScriptedConnector(KVConnectorBase_V1):
         return self.has_block_frees
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.calls.append(("request_finished", request.request_id, len(block_ids)))
+        return self.note_finished(request, (block_ids,))
+
+    def note_finished(self, request: Request, tables: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        self.calls.append(("request_finished", request.request_id, len(tables[0])))
         script = self.scripts.get(request.request_id, Script())
         if script.is_delayed:
-            self.newly_sending.append((request.request_id, block_ids))
+            self.newly_sending.append((request.request_id, tables))
         return script.is_delayed, script.params
 
     def request_abandoned(self, request_id: str) -> None:
@@ -119,6 +127,14 @@ class ScriptedConnector(KVConnectorBase_V1):
         raise NotImplementedError
 
 
+class ScriptedHybrid(ScriptedConnector, SupportsHMA):
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        raise NotImplementedError
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self.note_finished(request, block_ids)
+
+
 def make_connector(limits: Limits) -> ScriptedConnector:
     config = ConnectorConfig(
         kv_transfer=KVTransferConfig(kv_connector="Scripted", kv_role=KVRole.BOTH, kv_connector_module_path="tests.engine.scripted"),
@@ -129,8 +145,8 @@ def make_connector(limits: Limits) -> ScriptedConnector:
         epoch="epoch",
         kit=LocalKit(),
     )
-    cache = KVCacheConfig(limits.num_blocks, limits.block_size, (KVCacheGroup(("layer",)),), "HND", 1, 8, "float32")
-    return ScriptedConnector(config, KVConnectorRole.SCHEDULER, cache)
+    cache = KVCacheConfig(limits.num_blocks, limits.block_size, limits.groups, "HND", 1, 8, "float32")
+    return (ScriptedConnector if len(limits.groups) == 1 else ScriptedHybrid)(config, KVConnectorRole.SCHEDULER, cache)
 
 
 def extend_digest(digest: int, token: int) -> int:
@@ -144,6 +160,10 @@ def digests(tokens: Iterable[int], salt: str = "") -> list[int]:
         digest = extend_digest(digest, token)
         found.append(digest)
     return found
+
+
+def marked(digest: int, group: int) -> int:
+    return digest * 16 + group
 
 
 def predict(request: AddRequest) -> list[int]:
@@ -172,6 +192,8 @@ class Rig:
     plan: StepPlan = field(default_factory=lambda: StepPlan(0))
     lent: dict[str, list[tuple[int, dict[int, int]]]] = field(default_factory=dict)
     """Contents of delayed frees when they began: they must not change while a peer may read them."""
+    producer_block_size: int = 1
+    """What a window no longer needs is lost on the other side in blocks of this size; it is not there to be loaded."""
 
     def __post_init__(self) -> None:
         self.connector = make_connector(self.limits)
@@ -210,7 +232,11 @@ class Rig:
         """The transfer of a request ends; its bytes are right unless it failed."""
         load = self.connector.loads.pop(request_id)
         if failure is None:
-            self._write(load.block_ids, load.request.all_token_ids, load.start, load.end, load.request.cache_salt)
+            tokens, salt = load.request.all_token_ids, load.request.cache_salt
+            for number, group in enumerate(self.limits.groups):
+                seen = group.first_seen(min(load.end, load.request.num_tokens - 1)) if group.forgets else 0
+                start = max(load.start, seen // self.producer_block_size * self.producer_block_size)
+                self._write(number, load.tables[number], tokens, start, load.end, salt)
         else:
             self.news.failed_recving.add(request_id)
             self.news.failure_reasons[request_id] = failure
@@ -239,8 +265,8 @@ class Rig:
         return plan
 
     def _remember_lent(self) -> None:
-        for request_id, block_ids in self.connector.newly_sending:
-            self.lent[request_id] = [(block, self._block(block)) for block in block_ids]
+        for request_id, tables in self.connector.newly_sending:
+            self.lent[request_id] = [(block, self._block(block)) for table in tables for block in table if block != HOLE]
         self.connector.newly_sending.clear()
 
     def _compute(self, part: Any) -> SampledToken | None:
@@ -248,31 +274,45 @@ class Rig:
         known = [*request.prompt_token_ids, *self.tokens_of(part.request_id)]
         end = part.start + len(part.token_ids)
         assert tuple(known[part.start : end]) == part.token_ids
-        written = set(part.block_ids[part.start // self.limits.block_size :])
-        lent = {block for blocks in self.lent.values() for block, _ in blocks}
-        assert not written & lent, f"{part.request_id} writes into blocks that a peer may read"
-        self._write(part.block_ids, known, part.start, end, request.cache_salt)
         right = digests(known[:end], request.cache_salt)
-        read = [self.cells.get(self._cell(part.block_ids, position)) for position in range(end)]
-        assert read == right, f"{part.request_id} reads KV that is not its own"
+        for number, table in enumerate(part.block_ids):
+            self._compute_group(number, table, part, known, request.cache_salt)
         if part.sampling is None:
             return None
         assert end == len(known)
         return SampledToken(right[-1] % VOCAB)
 
+    def _compute_group(self, number: int, table: Any, part: Any, known: list[int], salt: str) -> None:
+        end, block_size = part.start + len(part.token_ids), self.limits.block_size
+        seen = self.limits.groups[number].first_seen(part.start)
+        first = seen // block_size
+        assert set(table[:first]) <= {HOLE}, f"{part.request_id} keeps blocks that nobody looks at"
+        assert HOLE not in table[first:], f"{part.request_id} lacks blocks that it looks at"
+        lent = {block for blocks in self.lent.values() for block, _ in blocks}
+        assert lent.isdisjoint(table[part.start // block_size :]), f"{part.request_id} writes into blocks that a peer may read"
+        self._write(number, table, known, part.start, end, salt)
+        read = [self.cells.get(self._cell(table, position)) for position in range(seen, end)]
+        right = [marked(digest, number) for digest in digests(known[:end], salt)[seen:]]
+        assert read == right, f"{part.request_id} reads KV that is not its own"
+
     def _scribble(self) -> None:
         """A load in progress may have written anything into the blocks it fills."""
         for load in self.connector.loads.values():
-            for position in range(load.start, load.end):
-                self.cells[self._cell(load.block_ids, position)] = GARBAGE
+            for table in load.tables:
+                self._fill(table, range(load.start, load.end), lambda _: GARBAGE)
 
-    def _write(self, block_ids: Any, tokens: Any, start: int, end: int, salt: str) -> None:
+    def _write(self, number: int, table: Any, tokens: Any, start: int, end: int, salt: str) -> None:
         right = digests(tokens[:end], salt)
-        for position in range(start, end):
-            self.cells[self._cell(block_ids, position)] = right[position]
+        self._fill(table, range(start, end), lambda position: marked(right[position], number))
 
-    def _cell(self, block_ids: Any, position: int) -> tuple[int, int]:
-        return block_ids[position // self.limits.block_size], position % self.limits.block_size
+    def _fill(self, table: Any, positions: range, value: Callable[[int], int]) -> None:
+        for position in positions:
+            block, offset = self._cell(table, position)
+            if block != HOLE:
+                self.cells[block, offset] = value(position)
+
+    def _cell(self, table: Any, position: int) -> tuple[int, int]:
+        return table[position // self.limits.block_size], position % self.limits.block_size
 
     def _block(self, block: int) -> dict[int, int]:
         return {offset: self.cells.get((block, offset), 0) for offset in range(self.limits.block_size)}
@@ -286,6 +326,7 @@ def make_limits(**changes: Any) -> Limits:
         "vocab_size": VOCAB,
         "max_num_batched_tokens": 16,
         "max_num_seqs": 4,
+        "groups": (FULL,),
     }
     return Limits(**{**settings, **changes})
 

@@ -1,10 +1,18 @@
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.engine.blocks import BlockPool, BlockTable, hash_block, hash_root
+from kvferry.connectors.contract import KVCacheGroup
+from kvferry.engine.blocks import BlockPool, BlockTable, GroupTable, Want, hash_block, hash_root
+from kvferry.engine.prefix import find_prefix
 from kvferry.errors import LocalProtocolError
+from kvferry.protocol.tickets import HOLE
 
 
 def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
@@ -15,9 +23,13 @@ def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
 
 
 def acquire(pool: BlockPool, count: int, shared: tuple[int, ...] = ()) -> list[int]:
-    blocks = pool.acquire(shared, count)
+    (blocks,) = pool.acquire(shared, [Want(shared[-1] if shared else HOLE, count)]) or [None]
     assert blocks is not None
     return blocks
+
+
+def find(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+    return find_prefix(pool.published, [KVCacheGroup(())], hashes, len(hashes) + 1, 1).tables[0]
 
 
 def test_a_hash_depends_on_tokens_parents_and_salt() -> None:
@@ -36,8 +48,8 @@ def test_too_few_free_blocks_change_nothing() -> None:
     pool = BlockPool(4)
     held = acquire(pool, 3)
     pool.publish(held[0], chain([1])[0])
-    assert pool.acquire((held[0],), 2) is None
-    assert pool.extend(held, 2) is None
+    assert pool.acquire((held[0],), [Want(held[0], 2)]) is None
+    assert pool.acquire((), [Want(held[2], 1), Want(HOLE, 1)]) is None
     pool.check([held])
 
 
@@ -49,10 +61,10 @@ def test_a_released_block_is_found_again_until_it_is_reused() -> None:
         pool.publish(block, block_hash)
     pool.release(held)
     assert pool.num_used == 0
-    assert pool.find_prefix(hashes) == held
+    assert find(pool, hashes) == held
     (reused,) = acquire(pool, 1)
     assert reused == held[1], "the tail goes first: it is worth less than the prefix"
-    assert pool.find_prefix(hashes) == held[:1]
+    assert find(pool, hashes) == held[:1]
 
 
 def test_blank_blocks_are_used_before_cached_ones() -> None:
@@ -62,7 +74,7 @@ def test_blank_blocks_are_used_before_cached_ones() -> None:
     pool.release([cached])
     assert cached not in acquire(pool, 2)
     assert acquire(pool, 1) == [cached]
-    assert pool.find_prefix(chain([1])) == []
+    assert find(pool, chain([1])) == []
 
 
 def test_the_least_recently_freed_cached_block_is_reused_first() -> None:
@@ -94,7 +106,7 @@ def test_only_a_run_of_leading_hashes_counts_as_a_prefix() -> None:
     held = acquire(pool, 3)
     pool.publish(held[0], hashes[0])
     pool.publish(held[2], hashes[2])
-    assert pool.find_prefix(hashes) == held[:1]
+    assert find(pool, hashes) == held[:1]
 
 
 def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
@@ -102,8 +114,8 @@ def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
     held = acquire(pool, 2)
     other = acquire(pool, 1)
     pool.release(other)
-    assert pool.extend(held, 2) == [2, 3]
-    assert BlockTable([0, 1, 2, 3]).get_block_ids() == ([0, 1, 2, 3],)
+    assert pool.acquire((), [Want(held[-1], 2)]) == [[2, 3]]
+    assert BlockTable([GroupTable([0, 1]), GroupTable([HOLE, 2], 1)]).get_block_ids() == ([0, 1], [HOLE, 2])
 
 
 def test_fragments_come_in_ascending_order() -> None:
@@ -119,7 +131,7 @@ def test_the_first_block_of_a_hash_stays_its_block() -> None:
     first, second = acquire(pool, 2)
     for block in (first, second):
         pool.publish(block, chain([1])[0])
-    assert pool.find_prefix(chain([1])) == [first]
+    assert find(pool, chain([1])) == [first]
     pool.release([first, second])
     pool.check([])
 
@@ -131,7 +143,7 @@ def test_a_forgotten_block_is_never_found_again() -> None:
     pool.release(held)
     pool.forget(held[0])
     pool.forget(held[0])
-    assert pool.find_prefix(chain([1])) == []
+    assert find(pool, chain([1])) == []
     pool.check([])
 
 
@@ -147,24 +159,101 @@ def test_the_check_notices_a_hold_nobody_accounts_for() -> None:
         pool.check([])
 
 
+def test_each_group_of_a_sequence_gets_a_run_of_its_own() -> None:
+    pool = BlockPool(12, num_groups=2)
+    assert pool.acquire((), [Want(HOLE, 3), Want(HOLE, 2)]) == [[0, 1, 2], [3, 4]]
+    assert pool.acquire((), [Want(2, 1), Want(4, 2)]) == [[7], [5, 6]], "what lies behind a run is left to the one who can continue it"
+
+
+def test_the_stock_of_blank_blocks_comes_from_the_least_recently_freed() -> None:
+    pool = BlockPool(32)
+    hashes = chain(*([number] for number in range(32)))
+    held = acquire(pool, 32)
+    for block, block_hash in zip(held, hashes, strict=True):
+        pool.publish(block, block_hash)
+    for block in held:
+        pool.release([block])
+    acquire(pool, 3)
+    assert sorted(pool.published[0].values()) == held[6:], "three are used, and an eighth of the rest is kept blank"
+
+
+@dataclass
+class OldestFirst:
+    """The control: who was freed first is reused first, whatever lies beside it."""
+
+    free: OrderedDict[int, None]
+
+    def acquire(self, wants: list[Want]) -> list[list[int]]:
+        return [[self.free.popitem(last=False)[0] for _ in range(want.num_blocks)] for want in wants]
+
+    def release(self, blocks: list[int]) -> None:
+        self.free.update(dict.fromkeys(reversed(blocks)))
+
+
+def count_runs(tables: list[list[int]]) -> int:
+    return sum(index == 0 or block != table[index - 1] + 1 for table in tables for index, block in enumerate(table))
+
+
+def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
+    """How many runs the prompts of two-group sequences were given, by the pool and by the control, while others grow and end at random."""
+    rng, num_blocks = Random(seed), 1000
+    pool, control = BlockPool(num_blocks, 2), OldestFirst(OrderedDict.fromkeys(range(num_blocks)))
+    live: list[tuple[list[list[int]], list[list[int]]]] = []
+    runs, control_runs, names = 0, 0, count()
+    for _ in range(400):
+        for ours, theirs in rng.sample(live, min(len(live), 6)):
+            for tables, more in (
+                (ours, pool.acquire((), [Want(table[-1], 1) for table in ours])),
+                (theirs, control.acquire([Want(0, 1)] * 2)),
+            ):
+                assert more is not None
+                for table, blocks in zip(tables, more, strict=True):
+                    table += blocks
+        wants = [Want(HOLE, rng.randint(20, 60)), Want(HOLE, rng.randint(4, 12))]
+        while pool.num_free < sum(want.num_blocks for want in wants) + 200:
+            ours, theirs = live.pop(rng.randrange(len(live)))
+            for group, table in enumerate(ours):
+                for block in table[: -1 if is_caching else 0]:
+                    pool.publish(block, b"%d" % next(names), group)
+                pool.release(table)
+            for table in theirs:
+                control.release(table)
+        given = pool.acquire((), wants)
+        assert given is not None
+        live.append((given, control.acquire(wants)))
+        runs, control_runs = runs + count_runs(live[-1][0]), control_runs + count_runs(live[-1][1])
+    pool.check([table for ours, _ in live for table in ours])
+    return runs, control_runs
+
+
+@pytest.mark.parametrize(("is_caching", "factor"), [(False, 10), (True, 5)])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_after_a_long_life_prompts_still_get_few_runs(seed: int, is_caching: bool, factor: int) -> None:
+    runs, control_runs = runs_after_a_long_life(seed, is_caching)
+    assert runs * factor < control_runs, f"{runs} runs; oldest first makes {control_runs}"
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Holders come and go; the pool's books always add up."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def build(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, num_groups=2)
         self.held: list[list[int]] = []
         self.names = 0
 
-    @rule(count=st.integers(0, 5), data=st.data())
-    def acquire(self, count: int, data: st.DataObject) -> None:
+    @rule(count=st.integers(0, 5), others=st.lists(st.integers(0, 3), max_size=2), data=st.data())
+    def acquire(self, count: int, others: list[int], data: st.DataObject) -> None:
         shared = data.draw(st.sampled_from([[], *self.held]))
         before = self.pool.num_free
-        fresh = self.pool.acquire(shared, count)
-        assert (fresh is None) == (before < count)
+        wants = [Want(shared[-1] if shared else HOLE, count), *(Want(HOLE, other) for other in others)]
+        fresh = self.pool.acquire(shared, wants)
+        assert (fresh is None) == (before < count + sum(others))
         if fresh is not None:
-            assert len({*fresh, *shared}) == count + len(set(shared))
-            self.held.append([*shared, *fresh])
+            assert [len(blocks) for blocks in fresh] == [count, *others]
+            blocks = [block for blocks in fresh for block in blocks]
+            assert len({*blocks, *shared}) == len(blocks) + len(set(shared))
+            self.held.append([*shared, *blocks])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -172,7 +261,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from(self.held))
         if blocks:
             self.names += data.draw(st.integers(0, 1))
-            self.pool.publish(data.draw(st.sampled_from(blocks)), b"%d" % self.names)
+            self.pool.publish(data.draw(st.sampled_from(blocks)), b"%d" % self.names, data.draw(st.integers(0, 1)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -2,13 +2,15 @@
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import transformers
-from tests.engine.ranks import greedy, one_rank, prefill
+from tests.engine.ranks import Tables, greedy, one_rank, prefill
 from tokenizers import Tokenizer
 
+from kvferry.engine.cache_groups import form_groups
 from kvferry.engine.make_model import make_model
 from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
@@ -64,7 +66,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="family must be one of qwen3, llama"):
+    with pytest.raises(ConfigError, match="family must be one of qwen3, llama, mla, window"):
         make_model(tmp_path, family="gpt")
     with pytest.raises(ConfigError, match="size must be one of tiny"):
         make_model(tmp_path, size="huge")
@@ -93,58 +95,78 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     return [[generator.randrange(508) for _ in range(length)] for length in lengths]
 
 
-def load_prompts(runner: Runner, prompts: list[list[int]]) -> list[tuple[int, ...]]:
+def load_prompts(runner: Runner, prompts: list[list[int]]) -> list[Tables]:
     """Prefill every prompt into blocks of its own, with room for the answer."""
-    tables, used = [], 0
+    groups = form_groups(runner.config)
+    tables: list[Tables] = []
+    used = 0
     for prompt in prompts:
         count = -(-(len(prompt) + NUM_TOKENS) // BLOCK_SIZE)
-        tables.append(tuple(range(used, used + count)))
+        tables.append(tuple(tuple(range(used + index * count, used + (index + 1) * count)) for index, _ in enumerate(groups)))
         prefill(runner, prompt, tables[-1])
-        used += count
+        used += count * len(groups)
     return tables
 
 
-def swap_one_block(runner: Runner, layers: list[str], prompts: list[list[int]], tables: list[tuple[int, ...]], seed: int) -> None:
-    """Replace one random full block of each prompt by the first of another."""
-    generator = random.Random(seed)
-    caches = runner.kv_caches
-    before = {name: caches[name].clone() for name in layers}
-    for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
-        victim = table[generator.randrange((len(prompt) - 1) // BLOCK_SIZE)]
-        for name in layers:
-            caches[name][victim] = before[name][tables[number - 1][0]]
+@dataclass(frozen=True)
+class Swap:
+    """What goes wrong in one block: these layers of one group."""
+
+    group: int
+    layers: tuple[str, ...]
+    seed: int
+
+    def apply(self, runner: Runner, prompts: list[list[int]], tables: list[Tables]) -> None:
+        """Replace one random full block of each prompt, all of which its next token sees, by the last full one of another."""
+        generator = random.Random(self.seed)
+        group = form_groups(runner.config)[self.group]
+        before = {name: runner.kv_caches[name].clone() for name in self.layers}
+        ends = [(len(prompt) - 1) // BLOCK_SIZE for prompt in prompts]
+        for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
+            first = -(-group.first_seen(len(prompt) - 1) // BLOCK_SIZE)
+            victim = table[self.group][generator.randrange(first, ends[number])]
+            for name in self.layers:
+                runner.kv_caches[name][victim] = before[name][tables[number - 1][self.group][ends[number - 1] - 1]]
 
 
 LENGTHS = [20, 25, 33, 40, 50, 64, 80, 100, 120, 150, 180, 220, 260, 320, 400, 500, 640, 900, 1200, 1500]
 
 
-@pytest.mark.parametrize(("family", "lengths"), [("qwen3", LENGTHS), ("llama", LENGTHS[::4])])
+@pytest.mark.parametrize(
+    ("family", "lengths"), [("qwen3", LENGTHS), ("llama", LENGTHS[::4]), ("mla", LENGTHS[::2]), ("window", LENGTHS[::2])]
+)
 def test_one_wrong_block_anywhere_changes_the_greedy_tokens(tmp_path: Path, family: str, lengths: list[int]) -> None:
     make_model(tmp_path, family=family)
     prompts = random_prompts(lengths)
-    with one_rank(EngineOptions(model=tmp_path, num_blocks=500)) as runner:
+    with one_rank(EngineOptions(model=tmp_path, num_blocks=800)) as runner:
         tables = load_prompts(runner, prompts)
         clean = {name: cache.clone() for name, cache in runner.kv_caches.items()}
         right = greedy(runner, prompts, tables, NUM_TOKENS)
 
-        def unseen(layers: list[str], seed: int) -> list[int]:
-            """Lengths of the prompts whose answer is the same although a block is wrong in these layers."""
-            swap_one_block(runner, layers, prompts, tables, seed)
-            wrong = greedy(runner, prompts, tables, NUM_TOKENS)
+        def unseen(swap: Swap) -> list[int]:
+            """Lengths of the prompts whose answer is the same although a block is wrong."""
             for name, cache in runner.kv_caches.items():
                 cache.copy_(clean[name])
+            swap.apply(runner, prompts, tables)
+            wrong = greedy(runner, prompts, tables, NUM_TOKENS)
             return [len(prompt) for prompt, one, other in zip(prompts, right, wrong, strict=True) if one == other]
 
-        assert unseen(list(clean), seed=0) == []
+        groups = list(enumerate(form_groups(runner.config)))
+        assert [unseen(Swap(index, group.layer_names, seed=0)) for index, group in groups] == [[] for _ in groups]
         # In one layer alone about one change in a hundred does not show within 32 tokens.
-        in_one_layer = [length for seed, name in enumerate(clean) for length in unseen([name], seed)]
-        assert len(in_one_layer) <= 0.05 * len(clean) * len(prompts)
+        swaps = [Swap(index, (name,), seed) for index, group in groups for seed, name in enumerate(group.layer_names)]
+        in_one_layer = [length for swap in swaps for length in unseen(swap)]
+        assert len(in_one_layer) <= 0.05 * len(swaps) * len(prompts)
+        for name, cache in runner.kv_caches.items():
+            cache.copy_(clean[name])
         assert greedy(runner, prompts, tables, NUM_TOKENS) == right
 
 
-def test_greedy_text_neither_repeats_itself_nor_ends(model: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "mla", "window"])
+def test_greedy_text_neither_repeats_itself_nor_ends(tmp_path: Path, family: str) -> None:
+    make_model(tmp_path, family=family)
     prompts = random_prompts([1, 5, 17, 40, 100, 300])
-    with one_rank(EngineOptions(model=model, num_blocks=80)) as runner:
+    with one_rank(EngineOptions(model=tmp_path, num_blocks=160)) as runner:
         answers = greedy(runner, prompts, load_prompts(runner, prompts), NUM_TOKENS)
     assert min(len(set(answer)) for answer in answers) >= NUM_TOKENS // 2
-    assert not set(read_model_config(model).eos_token_ids) & {token for answer in answers for token in answer}
+    assert not set(read_model_config(tmp_path).eos_token_ids) & {token for answer in answers for token in answer}

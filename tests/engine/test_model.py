@@ -11,21 +11,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.engine.ranks import GREEDY, one_rank
+from tests.engine.ranks import GREEDY, Tables, one_rank, poison, runs_of, tables_of
 
+from kvferry.engine.layer_kinds import RopeConfig
 from kvferry.engine.make_model import make_model
-from kvferry.engine.model_config import RopeConfig
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.rope import make_rotary_table
 from kvferry.engine.step import SequenceSlice
 from kvferry.errors import LocalProtocolError
 from kvferry.types import KVLayout
 
-TABLE = tuple(random.Random(3).sample(range(64), 40))
-"""Blocks in no order, as after some traffic."""
 
-
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "mla", "window"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     make_model(directory, family=request.param, seed=1)
@@ -35,6 +32,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def options(model: Path) -> EngineOptions:
     return EngineOptions(model=model, num_blocks=64)
+
+
+@pytest.fixture
+def table(options: EngineOptions) -> Tables:
+    return tables_of(options, blocks=20)
 
 
 def random_tokens(count: int, seed: int) -> tuple[int, ...]:
@@ -50,11 +52,11 @@ def reference_logits(model: Path, tokens: tuple[int, ...], dtype: torch.dtype = 
     return logits
 
 
-def chunked(tokens: tuple[int, ...], sizes: Iterator[int]) -> Iterator[SequenceSlice]:
+def chunked(tokens: tuple[int, ...], table: Tables, sizes: Iterator[int]) -> Iterator[SequenceSlice]:
     start = 0
     while start < len(tokens):
         part = tokens[start : start + next(sizes)]
-        yield SequenceSlice("a", part, start, TABLE, GREEDY)
+        yield SequenceSlice("a", part, start, table, GREEDY)
         start += len(part)
 
 
@@ -63,40 +65,40 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("layout", list(KVLayout))
-def test_logits_of_prefill_and_decode_equal_those_of_transformers(options: EngineOptions, layout: KVLayout) -> None:
+def test_logits_of_prefill_and_decode_equal_those_of_transformers(options: EngineOptions, table: Tables, layout: KVLayout) -> None:
     tokens = random_tokens(300, seed=1)
     expected = reference_logits(options.model, tokens)
     with one_rank(replace(options, kv_cache_layout=layout)) as runner:
-        whole = runner.logits([SequenceSlice("a", tokens[:290], 0, TABLE, GREEDY)])
+        whole = runner.logits([SequenceSlice("a", tokens[:290], 0, table, GREEDY)])
         assert distance(whole[0], expected[289]) <= 1e-4
         for position in range(290, 300):
-            one = runner.logits([SequenceSlice("a", (tokens[position],), position, TABLE, GREEDY)])
+            one = runner.logits([SequenceSlice("a", (tokens[position],), position, table, GREEDY)])
             assert distance(one[0], expected[position]) <= 1e-4
         assert distance(one[0], expected[0]) > 1.0
 
 
-def test_without_float32_arithmetic_on_either_side_only_the_rounding_of_the_cache_is_left(options: EngineOptions) -> None:
+def test_without_float32_arithmetic_on_either_side_only_the_rounding_of_the_cache_is_left(options: EngineOptions, table: Tables) -> None:
     for seed in range(20, 24):
         tokens = random_tokens(300, seed)
         with one_rank(options) as runner:
-            found = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])[0]
+            found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])[0]
         assert distance(found, reference_logits(options.model, tokens, torch.float64)[-1]) <= 4e-5
 
 
-def test_logits_of_a_chunked_prefill_equal_those_of_transformers(options: EngineOptions) -> None:
+def test_logits_of_a_chunked_prefill_equal_those_of_transformers(options: EngineOptions, table: Tables) -> None:
     tokens = random_tokens(300, seed=2)
     expected = reference_logits(options.model, tokens)
     with one_rank(options) as runner:
-        for part in chunked(tokens, iter([7, 16, 1, 130, 1, 1, 144])):
+        for part in chunked(tokens, table, iter([7, 16, 1, 130, 1, 1, 144])):
             last = part.start + len(part.token_ids) - 1
             assert distance(runner.logits([part])[0], expected[last]) <= 1e-4
 
 
 @pytest.mark.parametrize("compute_dtype", ["float32", "float64"])
-def test_explicit_arithmetic_equals_transformers_too(options: EngineOptions, compute_dtype: str) -> None:
+def test_explicit_arithmetic_equals_transformers_too(options: EngineOptions, table: Tables, compute_dtype: str) -> None:
     tokens = random_tokens(100, seed=3)
     with one_rank(replace(options, compute_dtype=compute_dtype)) as runner:
-        found = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])
+        found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])
     assert str(found.dtype) == f"torch.{compute_dtype}"
     assert distance(found[0], reference_logits(options.model, tokens)[-1]) <= 1e-4
 
@@ -106,31 +108,31 @@ def test_explicit_arithmetic_equals_transformers_too(options: EngineOptions, com
     # Arithmetic in bfloat16 needs a processor that has it.
     [("float16", "auto", 0.999), ("float16", "float32", 0.999), ("bfloat16", "float32", 0.9)],
 )
-def test_half_precision_stays_near_float32(options: EngineOptions, dtype: str, compute_dtype: str, likeness: float) -> None:
+def test_half_precision_stays_near_float32(options: EngineOptions, table: Tables, dtype: str, compute_dtype: str, likeness: float) -> None:
     tokens = random_tokens(40, seed=4)
     expected = reference_logits(options.model, tokens)
     with one_rank(replace(options, dtype=dtype, compute_dtype=compute_dtype)) as runner:
         assert {str(cache.dtype) for cache in runner.kv_caches.values()} == {f"torch.{dtype}"}
-        found = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])[0].float()
+        found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])[0].float()
     assert torch.corrcoef(torch.stack((found, expected[-1])))[0, 1] > likeness
     assert torch.corrcoef(torch.stack((found, expected[-2])))[0, 1] < 0.5
 
 
-def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(options: EngineOptions) -> None:
+def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(options: EngineOptions, table: Tables) -> None:
     tokens = random_tokens(250, seed=5)
     with one_rank(replace(options, num_blocks=200)) as runner:
-        alone = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])[0]
-        for part in chunked(tokens, iter([100, 33, 116, 1])):
+        alone = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])[0]
+        for part in chunked(tokens, table, iter([100, 33, 116, 1])):
             in_chunks = runner.logits([part])[0]
         others = [
-            SequenceSlice("b", random_tokens(90, seed=6), 0, tuple(range(64, 80)), GREEDY),
-            SequenceSlice("c", random_tokens(1, seed=7), 0, (80,), GREEDY),
-            SequenceSlice("d", random_tokens(5, seed=8), 0, (81,), None),
+            SequenceSlice("b", random_tokens(90, seed=6), 0, runs_of(options, 64, 16), GREEDY),
+            SequenceSlice("c", random_tokens(1, seed=7), 0, runs_of(options, 120, 1), GREEDY),
+            SequenceSlice("d", random_tokens(5, seed=8), 0, runs_of(options, 130, 1), None),
         ]
-        in_a_batch = runner.logits([others[0], SequenceSlice("a", tokens, 0, TABLE, GREEDY), *others[1:]])[1]
-        decodes = [replace(others[1]), SequenceSlice("a", tokens[-1:], 249, TABLE, GREEDY)]
+        in_a_batch = runner.logits([others[0], SequenceSlice("a", tokens, 0, table, GREEDY), *others[1:]])[1]
+        decodes = [replace(others[1]), SequenceSlice("a", tokens[-1:], 249, table, GREEDY)]
         decoded_in_a_batch = runner.logits(decodes)[1]
-        other = runner.logits([SequenceSlice("a", tokens[:-1], 0, TABLE, GREEDY)])[0]
+        other = runner.logits([SequenceSlice("a", tokens[:-1], 0, table, GREEDY)])[0]
     # K and V are stored in float32, so a last bit may flip there; float32 arithmetic would differ by 1e-6 and more.
     assert distance(alone, in_chunks) <= 1e-7
     assert distance(alone, in_a_batch) <= 1e-7
@@ -138,48 +140,53 @@ def test_logits_do_not_depend_on_chunks_or_on_the_rest_of_the_batch(options: Eng
     assert distance(alone, other) > 1.0
 
 
-def test_a_nan_left_behind_in_a_block_does_not_reach_its_next_owner(options: EngineOptions) -> None:
-    tokens = random_tokens(35, seed=9)
-    longer = SequenceSlice("b", random_tokens(70, seed=10), 0, tuple(range(20, 28)), None)
-    queries = [SequenceSlice("a", tokens[-1:], 34, (3, 9, 5), GREEDY), SequenceSlice("b", (1,), 70, tuple(range(20, 28)), GREEDY)]
+@pytest.mark.parametrize("length", [35, 5])
+def test_a_nan_left_behind_in_a_block_does_not_reach_its_next_owner(options: EngineOptions, length: int) -> None:
+    tokens = random_tokens(length, seed=9)
+    ours, theirs = runs_of(options, 3, 3), runs_of(options, 20, 8)
+    queries = [SequenceSlice("a", tokens[-1:], length - 1, ours, GREEDY), SequenceSlice("b", (1,), 70, theirs, GREEDY)]
     with one_rank(options) as runner:
-        runner.run([SequenceSlice("a", tokens[:-1], 0, (3, 9, 5), None), longer])
+        runner.run([SequenceSlice("a", tokens[:-1], 0, ours, None), SequenceSlice("b", random_tokens(70, seed=10), 0, theirs, None)])
         clean = runner.logits(queries)
+        poison(runner, ours, range(length, 48))
         for cache in runner.kv_caches.values():
-            cache[5, :, 3:] = torch.nan
-            cache[40:] = torch.nan
+            cache[50:] = torch.nan
         assert torch.equal(runner.logits(queries), clean)
-        for cache in runner.kv_caches.values():
-            cache[5, :, 1] = torch.nan
+        poison(runner, ours, range(length - 2, length - 1))
         assert runner.logits(queries)[0].isnan().all()
+        assert torch.equal(runner.logits(queries)[1], clean[1])
 
 
-def test_nothing_is_computed_for_the_vocabulary_when_nothing_is_sampled(options: EngineOptions) -> None:
+def test_nothing_is_computed_for_the_vocabulary_when_nothing_is_sampled(options: EngineOptions, table: Tables) -> None:
     with one_rank(options) as runner:
-        assert runner.logits([SequenceSlice("a", random_tokens(20, seed=11), 0, TABLE, None)]).shape == (0, 512)
+        assert runner.logits([SequenceSlice("a", random_tokens(20, seed=11), 0, table, None)]).shape == (0, 512)
 
 
+@pytest.mark.parametrize("model", ["qwen3", "mla"], indirect=True)
 @pytest.mark.parametrize(
     "part",
     [
-        SequenceSlice("a", (), 0, (1,), GREEDY),
-        SequenceSlice("a", (1,), -1, (1,), GREEDY),
-        SequenceSlice("a", (1,), 16, (1,), GREEDY),
-        SequenceSlice("a", (1,), 0, (64,), GREEDY),
-        SequenceSlice("a", (1,), 0, (-1,), GREEDY),
-        SequenceSlice("a", (512,), 0, (1,), GREEDY),
-        SequenceSlice("a", (-1,), 0, (1,), GREEDY),
+        SequenceSlice("a", (), 0, ((1,),), GREEDY),
+        SequenceSlice("a", (1,), -1, ((1,),), GREEDY),
+        SequenceSlice("a", (1,), 16, ((1,),), GREEDY),
+        SequenceSlice("a", (1,), 0, ((64,),), GREEDY),
+        SequenceSlice("a", (1,), 0, ((-1,),), GREEDY),
+        SequenceSlice("a", (512,), 0, ((1,),), GREEDY),
+        SequenceSlice("a", (-1,), 0, ((1,),), GREEDY),
+        SequenceSlice("a", (1,), 0, ((1,), (2,)), GREEDY),
+        SequenceSlice("a", (1,), 0, (), GREEDY),
     ],
 )
 def test_a_slice_that_does_not_fit_is_refused_before_anything_is_written(options: EngineOptions, part: SequenceSlice) -> None:
     with one_rank(options) as runner:
-        good = SequenceSlice("b", (5, 6), 0, (2,), None)
+        good = SequenceSlice("b", (5, 6), 0, ((2,),), None)
         with pytest.raises(LocalProtocolError, match="request a was scheduled with"):
             runner.run([good, part])
         assert all(not cache.any() for cache in runner.kv_caches.values())
 
 
-def test_tied_embeddings_and_sharded_weights_equal_transformers(options: EngineOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["qwen3", "mla"], indirect=True)
+def test_tied_embeddings_and_sharded_weights_equal_transformers(options: EngineOptions, table: Tables, tmp_path: Path) -> None:
     config = json.loads((options.model / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     tensors = load_file(options.model / "model.safetensors")
@@ -192,7 +199,7 @@ def test_tied_embeddings_and_sharded_weights_equal_transformers(options: EngineO
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     tokens = random_tokens(60, seed=12)
     with one_rank(replace(options, model=tmp_path)) as runner:
-        found = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])
+        found = runner.logits([SequenceSlice("a", tokens, 0, table, GREEDY)])
     expected = reference_logits(tmp_path, tokens)[-1]
     assert distance(found[0], expected) <= 1e-4 * expected.abs().max().item()
     assert distance(expected, reference_logits(options.model, tokens)[-1]) > 1.0
@@ -214,8 +221,8 @@ def test_llama3_rotary_scaling_and_biases_equal_transformers(tmp_path: Path) -> 
     reference.save_pretrained(tmp_path)
     tokens = random_tokens(600, seed=13)
     with one_rank(EngineOptions(model=tmp_path, num_blocks=64)) as runner:
-        found = runner.logits([SequenceSlice("a", tokens, 0, TABLE, GREEDY)])[0]
-        scaled = runner.config.attention.rope
+        found = runner.logits([SequenceSlice("a", tokens, 0, (tuple(range(40)),), GREEDY)])[0]
+        scaled = runner.config.layers[0].rope
         assert runner.config.eos_token_ids == (1, 2)
     assert distance(found, reference_logits(tmp_path, tokens)[-1]) <= 1e-4
     plain = make_rotary_table(RopeConfig(scaled.theta), 16, 600, torch.float32)

@@ -66,7 +66,7 @@ def test_the_number_of_blocks_follows_from_the_memory(options: EngineOptions) ->
 def test_keys_are_the_first_half_of_a_slot_and_only_used_slots_are_written(options: EngineOptions) -> None:
     with one_rank(options) as hnd, one_rank(replace(options, kv_cache_layout=KVLayout.NHD)) as nhd:
         for runner in (hnd, nhd):
-            runner.run([SequenceSlice("a", tuple(range(20)), 0, (6, 2), None)])
+            runner.run([SequenceSlice("a", tuple(range(20)), 0, ((6, 2),), None)])
         for name in NAMES:
             cache = hnd.kv_caches[name]
             assert torch.equal(cache.transpose(1, 2), nhd.kv_caches[name])
@@ -75,7 +75,7 @@ def test_keys_are_the_first_half_of_a_slot_and_only_used_slots_are_written(optio
             assert not cache[2, :, 4:].any()
             assert not cache[[0, 1, 3, 4, 5, 7]].any()
         # Layer 0's values depend on the token alone, its keys on the position too.
-        hnd.run([SequenceSlice("b", (5, 5), 0, (0,), None)])
+        hnd.run([SequenceSlice("b", (5, 5), 0, ((0,),), None)])
         slot_0, slot_1 = hnd.kv_caches[NAMES[0]][0, :, :2].unbind(1)
         assert torch.allclose(slot_0[:, 64:], slot_1[:, 64:])
         assert not torch.allclose(slot_0[:, :64], slot_1[:, :64], atol=0.1)
@@ -97,14 +97,14 @@ def test_hooks_are_called_around_every_layer_even_when_nothing_is_sampled(option
     for sampling in (None, GREEDY):
         recorder = Recorder()
         with one_rank(options) as runner:
-            runner.run([SequenceSlice("a", (1, 2, 3), 0, (1,), sampling)], recorder)
+            runner.run([SequenceSlice("a", (1, 2, 3), 0, ((1,),), sampling)], recorder)
         assert recorder.calls == [(when, name) for name in NAMES for when in ("before", "after")]
 
 
 def test_only_slices_with_sampling_get_a_token_and_the_seed_decides_it(options: EngineOptions) -> None:
     def tokens(draw_seed: int, sampling: SamplingParams) -> list[int]:
-        parts = [SequenceSlice(f"r{index}", (7, 8, 9), 0, (1,), sampling, draw_seed, index) for index in range(20)]
-        sampled = runner.run([*parts, SequenceSlice("prefill", (4, 5), 0, (2,), None)])
+        parts = [SequenceSlice(f"r{index}", (7, 8, 9), 0, ((1,),), sampling, draw_seed, index) for index in range(20)]
+        sampled = runner.run([*parts, SequenceSlice("prefill", (4, 5), 0, ((2,),), None)])
         assert list(sampled) == [part.request_id for part in parts]
         return [token.token_id for token in sampled.values()]
 
@@ -142,7 +142,7 @@ def test_another_revision_of_the_weights_has_another_identity(options: EngineOpt
 def test_closing_twice_is_harmless_and_use_before_loading_is_a_bug(options: EngineOptions) -> None:
     runner = Runner(options)
     with pytest.raises(LocalProtocolError, match="before it was loaded"):
-        runner.run([SequenceSlice("a", (1,), 0, (0,), None)])
+        runner.run([SequenceSlice("a", (1,), 0, ((0,),), None)])
     runner.load()
     with pytest.raises(LocalProtocolError, match="before it was allocated"):
         _ = runner.cache_memory
@@ -153,7 +153,7 @@ def test_closing_twice_is_harmless_and_use_before_loading_is_a_bug(options: Engi
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("dtype", "int8"), ("kv_cache_dtype", "fp8"), ("compute_dtype", "tf32"), ("device", "cuda")]
+    ("setting", "value"), [("dtype", "int8"), ("kv_cache_dtype", "fp4"), ("compute_dtype", "tf32"), ("device", "cuda")]
 )
 def test_formats_and_devices_that_are_not_supported_are_refused(options: EngineOptions, setting: str, value: str) -> None:
     changes: dict[str, Any] = {setting: value}

@@ -103,7 +103,7 @@ def test_a_token_that_cannot_be_is_never_chosen(logits: list[float], temperature
 def test_a_choice_does_not_depend_on_the_rest_of_the_batch() -> None:
     numbers = np.random.default_rng(6)
     logits = numbers.normal(size=(8, 50))
-    slices = [SequenceSlice(f"r{row}", (1,), 0, (0,), SamplingParams(), draw_seed=row, draw_index=9) for row in range(8)]
+    slices = [SequenceSlice(f"r{row}", (1,), 0, ((0,),), SamplingParams(), draw_seed=row, draw_index=9) for row in range(8)]
     together = choose_tokens(logits, slices)
     assert together == {part.request_id: choose_tokens(logits[[row]], [part])[part.request_id] for row, part in enumerate(slices)}
     assert len({token.token_id for token in together.values()}) > 3

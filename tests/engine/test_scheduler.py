@@ -12,7 +12,7 @@ def test_the_rig_notices_one_wrong_cell() -> None:
     rig = Rig(make_limits(), has_connector=False)
     rig.add(make_request("a", PROMPT))
     plan = rig.step()
-    rig.cells[plan.slices[0].block_ids[1], 2] = GARBAGE
+    rig.cells[plan.slices[0].block_ids[0][1], 2] = GARBAGE
     with pytest.raises(AssertionError, match="not its own"):
         rig.step()
 

@@ -1,37 +1,56 @@
-"""Random lives of an engine: whatever happens, blocks are accounted for, outputs are right, and in the end nothing is held."""
+"""Random lives of an engine: whatever happens, blocks are accounted for, outputs are right, and in the end nothing is held.
+
+What a step looks at is there, and nothing else is kept of a window: the rig says so at every computed slice.
+"""
+
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.engine.scripted import Rig, Script, make_limits, make_request, predict
+from tests.engine.scripted import FULL, Rig, Script, make_limits, make_request, predict, window
 
+from kvferry.connectors.contract import KVCacheGroup
+from kvferry.engine.limits import Limits
 from kvferry.types import FailurePolicy
 
 PROMPTS = st.builds(
     lambda stem, tail: [*range(stem), *tail],
-    st.integers(0, 9),
+    st.integers(0, 14),
     st.lists(st.integers(40, 42), min_size=1, max_size=6),
+)
+WINDOWS = st.builds(window, st.integers(1, 12))
+HYBRIDS = st.one_of(
+    st.tuples(st.just(FULL), WINDOWS),
+    st.tuples(st.just(FULL), WINDOWS),
+    st.tuples(WINDOWS),
+    st.tuples(WINDOWS, st.just(FULL), WINDOWS),
+    st.tuples(st.just(FULL), st.builds(lambda size: KVCacheGroup(("chunked",), attention_chunk=size), st.integers(1, 9))),
 )
 
 
 class EngineLife(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(5, 12),
+        num_blocks=st.integers(6, 12),
         budget=st.integers(1, 16),
         seqs=st.integers(1, 4),
         policy=st.sampled_from(FailurePolicy),
         chunked=st.booleans(),
     )
     def build(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> None:
-        self.rig = Rig(
-            make_limits(
-                num_blocks=num_blocks,
-                max_num_batched_tokens=budget,
-                max_num_seqs=seqs,
-                load_failure_policy=policy,
-                enable_chunked_prefill=chunked,
-            )
+        self.begin(Rig(self.limits_of(num_blocks, budget, seqs, policy, chunked)))
+
+    def limits_of(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> Limits:
+        return make_limits(
+            num_blocks=num_blocks,
+            max_num_batched_tokens=budget,
+            max_num_seqs=seqs,
+            load_failure_policy=policy,
+            enable_chunked_prefill=chunked,
         )
+
+    def begin(self, rig: Rig) -> None:
+        self.rig = rig
         self.aborted: set[str] = set()
 
     @rule(
@@ -110,11 +129,42 @@ class EngineLife(RuleBasedStateMachine):
         assert connector.times("request_finished", name) == connector.times("on_new_request", name) == 1
         tokens = self.rig.tokens_of(name)
         if self.rig.is_done(name) and self.rig.last[name].finish_reason == "length":
-            assert tokens == predicted
+            room = self.rig.limits.max_total_tokens - len(self.rig.requests[name].prompt_token_ids)
+            assert tokens == predicted[:room]
         else:
             assert tokens == predicted[: len(tokens)]
             assert name in self.aborted or self.rig.last[name].finish_reason == "error"
 
 
+class HybridLife(EngineLife):
+    """The same with several KV-cache groups, other block sizes, and producers whose blocks are of another size than ours."""
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        budget=st.integers(1, 16),
+        seqs=st.integers(1, 4),
+        policy=st.sampled_from(FailurePolicy),
+        chunked=st.booleans(),
+        groups=HYBRIDS,
+        block_size=st.integers(1, 6),
+        producer_block_size=st.sampled_from([1, 1, 1, 2, 3, 8]),
+    )
+    def build(  # type: ignore[override]
+        self,
+        num_blocks: int,
+        budget: int,
+        seqs: int,
+        policy: FailurePolicy,
+        chunked: bool,
+        groups: tuple[KVCacheGroup, ...],
+        block_size: int,
+        producer_block_size: int,
+    ) -> None:
+        limits = replace(self.limits_of(num_blocks, budget, seqs, policy, chunked), groups=groups, block_size=block_size)
+        self.begin(Rig(limits, producer_block_size=producer_block_size))
+
+
 TestEngineLife = EngineLife.TestCase
 TestEngineLife.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestHybridLife = HybridLife.TestCase
+TestHybridLife.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

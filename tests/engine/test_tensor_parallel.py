@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.engine.ranks import DEADLINE_S, GREEDY, one_rank, several_ranks
+from tests.engine.ranks import DEADLINE_S, GREEDY, one_rank, runs_of, several_ranks, tables_of
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.make_model import make_model
+from kvferry.engine.make_shapes import FAMILIES
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.parallel import join_group
 from kvferry.engine.runner import Runner
@@ -21,27 +22,27 @@ from kvferry.errors import ConfigError, TransportError
 pytestmark = pytest.mark.slow
 
 NUMBERS = random.Random(5)
-TABLE = tuple(NUMBERS.sample(range(40), 20))
 TOKENS = tuple(NUMBERS.randrange(512) for _ in range(200))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineOptions]:
     made = {}
-    for family in ("qwen3", "llama"):
+    for name, family, heads in (*((family, family, 4) for family in FAMILIES), ("one KV head", "qwen3", 2)):
         directory = tmp_path_factory.mktemp(family)
-        make_model(directory, family=family, seed=2)
-        made[family] = EngineOptions(model=directory, num_blocks=64, tensor_parallel_size=2)
+        make_model(directory, family=family, seed=2, heads=heads)
+        made[name] = EngineOptions(model=directory, num_blocks=70, tensor_parallel_size=2)
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_two_ranks_give_the_logits_of_one_and_of_transformers(models: dict[str, EngineOptions], tmp_path: Path, family: str) -> None:
-    options = models[family]
+@pytest.mark.parametrize("name", [*FAMILIES, "one KV head"])
+def test_two_ranks_give_the_logits_of_one_and_of_transformers(models: dict[str, EngineOptions], tmp_path: Path, name: str) -> None:
+    options = models[name]
+    table, other = tables_of(options, blocks=16), runs_of(options, 60, 1)
     steps = [
-        [SequenceSlice("a", TOKENS[:150], 0, TABLE, GREEDY), SequenceSlice("b", TOKENS[50:53], 0, (50,), GREEDY)],
-        [SequenceSlice("b", TOKENS[53:54], 3, (50,), GREEDY), SequenceSlice("a", TOKENS[150:199], 150, TABLE, None)],
-        [SequenceSlice("a", TOKENS[199:], 199, TABLE, GREEDY)],
+        [SequenceSlice("a", TOKENS[:150], 0, table, GREEDY), SequenceSlice("b", TOKENS[50:53], 0, other, GREEDY)],
+        [SequenceSlice("b", TOKENS[53:54], 3, other, GREEDY), SequenceSlice("a", TOKENS[150:199], 150, table, None)],
+        [SequenceSlice("a", TOKENS[199:], 199, table, GREEDY)],
     ]
     reference = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
@@ -52,7 +53,7 @@ def test_two_ranks_give_the_logits_of_one_and_of_transformers(models: dict[str, 
         assert [config.num_kv_heads for config in ranks.cache_configs] == [1, 1]
         together = [ranks.logits(step) for step in steps]
         sampling = SamplingParams(temperature=1.0)
-        first, second = ranks.run([SequenceSlice("a", TOKENS[199:], 199, TABLE, sampling, draw_seed=7)])
+        first, second = ranks.run([SequenceSlice("a", TOKENS[199:], 199, table, sampling, draw_seed=7)])
     for one, (rank_0, rank_1) in zip(alone, together, strict=True):
         assert torch.equal(rank_0, rank_1)
         assert (one - rank_0).abs().max() <= 1e-7
@@ -63,7 +64,7 @@ def test_two_ranks_give_the_logits_of_one_and_of_transformers(models: dict[str, 
 
 
 def test_a_killed_rank_is_an_error_for_the_other_at_once(models: dict[str, EngineOptions], tmp_path: Path) -> None:
-    step = [SequenceSlice("a", TOKENS, 0, TABLE, GREEDY)]
+    step = [SequenceSlice("a", TOKENS, 0, tables_of(models["qwen3"], blocks=16), GREEDY)]
     with several_ranks(models["qwen3"], tmp_path) as ranks:
         ranks.run(step)
         ranks.processes[1].kill()
@@ -99,6 +100,6 @@ def test_a_meeting_place_that_is_none_is_refused(rendezvous: str) -> None:
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused(models: dict[str, EngineOptions]) -> None:
-    runner = Runner(replace(models["qwen3"], tensor_parallel_size=4), ParallelConfig(4, 0), "file:///nowhere/rendezvous")
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 4 does not divide the model's num_key_value_heads 2"):
+    runner = Runner(replace(models["qwen3"], tensor_parallel_size=3), ParallelConfig(3, 0), "file:///nowhere/rendezvous")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 does not divide the model's num_attention_heads 4"):
         runner.load()

@@ -12,20 +12,21 @@ from kvferry.ferry.ferry import Ferry, FerrySettings
 from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
 from kvferry.planes.mirror import HostMirror
-from kvferry.ports.control import Received
+from kvferry.ports.control import ControlPlane, Received
 from kvferry.ports.data import DataPlane
 from kvferry.protocol import codec
+from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.consumer import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.geometry import Geometry, region_info
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.messages import HandshakeRequest, OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.messages import HandshakeRequest, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.producer import ProducerSettings
 from kvferry.protocol.ranks import heads_of
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.clock import ManualClock
-from kvferry.types import Address, EngineId, Epoch, KVLayout, Region, RequestId
+from kvferry.types import Address, AxisKind, EngineId, Epoch, KVLayout, Region, RequestId
 
 SECRET = b"the ferries' secret"
 BLOCK_SIZE, BLOCK_BYTES, NUM_BLOCKS, LAYERS = 4, 64, 32, 3
@@ -62,21 +63,24 @@ class Side:
         clock: ManualClock,
         plane: DataPlane | None = None,
         place: Place = DEFAULT_PLACE,
+        channels: tuple[ControlPlane, ControlPlane] | None = None,
     ) -> None:
+        """`channels`: the worker's control channel and the side channel, where they are to be real."""
         self.name, self.epoch, self.place = name, epoch, place
         size = BLOCK_BYTES * len(place.heads)
-        runs = 1 if place.layout is KVLayout.HND else BLOCK_SIZE
+        by_head, by_token = (AxisKind.HEAD, len(place.heads)), (AxisKind.TOKEN, BLOCK_SIZE)
+        order = (by_head, by_token) if place.layout is KVLayout.HND else (by_token, by_head)
+        axes = dense_axes(order, BLOCK_BYTES // BLOCK_SIZE)
         self.memory: npt.NDArray[np.uint8] = np.zeros((LAYERS, NUM_BLOCKS, size), dtype=np.uint8)
         self.mirror: npt.NDArray[np.uint8] = np.zeros_like(self.memory) if place.is_staged else self.memory
         """What planes see."""
         own, regions = (
-            tuple(Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, head_runs=runs) for i in range(LAYERS))
+            tuple(Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, axes=axes) for i in range(LAYERS))
             for memory in (self.memory, self.mirror)
         )
         self.plane = plane or MemoryDataPlane(network)
         assert self.plane.register(regions)
-        self.control = MemoryControlPlane(network)
-        self.side_channel = MemoryControlPlane(network)
+        self.control, self.side_channel = channels or (MemoryControlPlane(network), MemoryControlPlane(network))
         made = self.plane.offer()
         offers = (OfferInfo(made.plane, made.reach, made.blob),)
         geometry = Geometry(
@@ -91,7 +95,7 @@ class Side:
             len(place.heads),
             8,
             self.control.address,
-            [RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, "DRAM", 0, 0, r.head_runs) for r in regions],
+            [region_info(region) for region in regions],
             list(offers),
             place.total_heads,
             place.is_staged,

@@ -10,6 +10,7 @@ from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import (
     WIRE_VERSION,
@@ -28,7 +29,6 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import EngineId, Epoch, KVLayout, PeerId, Region, RequestId
 

@@ -6,8 +6,10 @@ from tests.protocol.test_consumer import CONTROL, FACTORS, R1, R2, SIDE, failure
 
 from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send, StartRead, StopRead
+from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.geometry import Geometry, region_info
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -20,20 +22,22 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     OfferInfo,
     Refused,
-    RegionInfo,
 )
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import EngineId, Epoch, KVLayout, PeerId, Region, RequestId
+from kvferry.types import Axis, AxisKind, EngineId, Epoch, KVLayout, PeerId, Region, RequestId
 
 HEADS = 2
+
+
+def axes(heads: int) -> tuple[Axis, ...]:
+    return dense_axes([(AxisKind.HEAD, heads), (AxisKind.TOKEN, 4)], 16)
 
 
 def make_consumer(tp_rank: int = 0, tp_size: int = 1, idle_ttl_s: float = 3600) -> Consumer:
     """64 bytes per head and block."""
     heads = max(1, HEADS // tp_size)
-    region = Region("l0", 4096, 64 * heads, 64 * heads, 8, head_runs=1)
+    region = Region("l0", 4096, 64 * heads, 64 * heads, 8, axes=axes(heads))
     geometry = Geometry(tp_rank, tp_size, 4, 8, KVLayout.HND, heads, 8, (region,), HEADS)
     peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
     return Consumer(ConsumerSettings(EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100))
@@ -60,7 +64,7 @@ def answer(request: HandshakeRequest, tp_size: int) -> HandshakeReply:
         num_kv_heads=heads,
         total_kv_heads=HEADS,
         control_address=control(request.tp_rank),
-        regions=[RegionInfo("l0", 0, 64 * heads, 64 * heads, 16, "DRAM", 0, 0, 1)],
+        regions=[region_info(Region("l0", 0, 64 * heads, 64 * heads, 16, axes=axes(heads)))],
     )
 
 

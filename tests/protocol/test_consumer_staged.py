@@ -9,6 +9,7 @@ from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, ConsumerMachin
 from kvferry.events import PullFailed, PullFinished
 from kvferry.protocol.actions import Place, StartRead
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.messages import (
     Attach,
     Confirmed,
@@ -22,7 +23,6 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import EngineId, KVLayout, Region, RequestId
 

@@ -66,6 +66,8 @@ class LocalLaunch:
             *_kvferry("serve", str(self.model), "--host", LOOPBACK, "--port", "0"),
             *("--served-model-name", self.options.model_name),
             *("--tensor-parallel-size", str(self.options.tensor_parallel_size)),
+            # Peers that could fetch what an engine keeps end together with it.
+            *("--drain-timeout", "0"),
             *("--kv-transfer-config", json.dumps(transfer)),
         ]
 

@@ -57,7 +57,7 @@ class LocalCluster:
     def close(self) -> None:
         """The router first, so that nobody is asked who is gone."""
         for child in reversed(self._children):
-            child.terminate()
+            child.interrupt()
         for child in reversed(self._children):
             child.close(CLOSE_PATIENCE_S)
 

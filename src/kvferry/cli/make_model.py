@@ -11,17 +11,24 @@ DESCRIPTION = "Write a tiny checkpoint in the layout of Hugging Face: random wei
 EXAMPLES = """\
   kvferry make-model /tmp/tiny
   kvferry make-model /tmp/tiny-llama --family llama --seed 7
-  kvferry make-model /tmp/wide --heads 16    # for --tensor-parallel-size up to 8"""
+  kvferry make-model /tmp/tiny-mla --family mla          # one latent vector per token instead of keys and values
+  kvferry make-model /tmp/tiny-window --family window    # several KV-cache groups; two of three layers see 48 tokens back
+  kvferry make-model /tmp/wide --heads 16                # for --tensor-parallel-size up to 16"""
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="where to write it; made if it is not there")
-    parser.add_argument("--family", choices=("qwen3", "llama"), default="qwen3", help="architecture (default: %(default)s)")
+    parser.add_argument(
+        "--family",
+        choices=("qwen3", "llama", "mla", "window"),
+        default="qwen3",
+        help="architecture; mla: DeepSeek-V2 with a latent cache, window: Gemma 3 with sliding windows (default: %(default)s)",
+    )
     parser.add_argument(
         "--heads",
         type=int,
         metavar="N",
-        help="attention heads, and half as many KV heads; they bound --tensor-parallel-size (default: 4)",
+        help="attention heads, and half as many KV heads except with mla; they bound --tensor-parallel-size (default: 4)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
 

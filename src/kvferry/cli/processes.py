@@ -159,6 +159,11 @@ class ChildProcess:
         if self._process is not None:
             self._process.terminate()
 
+    def interrupt(self) -> None:
+        """Ask it to end as Ctrl-C would; `close` waits for it."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+
     def close(self, patience_s: float = 10.0) -> None:
         """End it, by kill when it does not go by itself."""
         if self._process is None:

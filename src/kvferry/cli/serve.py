@@ -14,6 +14,8 @@ from kvferry.cli.sizes import parse_port, parse_size
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
+    MultiExtraConfig,
+    NixlExtraConfig,
     SideChannelConfig,
     find_checkpoint,
     ignored_variables,
@@ -41,6 +43,7 @@ EXAMPLES = """\
 
 DEVICES = ("cpu",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2")
 DATA_PARALLEL = ("--data-parallel-size", "-dp", "--data-parallel-size-local", "--data-parallel-rank", "--data-parallel-address")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULTS = {name: field.default for name, field in EngineOptions.__dataclass_fields__.items()}
@@ -71,7 +74,14 @@ def _add_model_arguments(parser: Parser) -> None:
         type=float,
         default=DEFAULTS["shutdown_timeout_s"],
         metavar="SECONDS",
-        help="for requests to finish after a signal to stop (default: %(default)s)",
+        help="for requests to finish after Ctrl-C (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=DEFAULTS["drain_timeout_s"],
+        metavar="SECONDS",
+        help="after SIGTERM, for requests to finish and peers to fetch what is kept for them; 0: none (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=DEFAULTS["seed"], help="of sampling without a seed (default: %(default)s)")
     parser.add_argument(
@@ -89,7 +99,12 @@ def _add_model_arguments(parser: Parser) -> None:
 
 
 def _add_cache_arguments(parser: Parser) -> None:
-    parser.add_argument("--kv-cache-dtype", choices=DTYPES, default="auto", help="of the KV cache (default: %(default)s, as --dtype)")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_DTYPES,
+        default="auto",
+        help="how the KV cache is stored; fp8 is fp8_e4m3 (default: %(default)s, as --dtype)",
+    )
     parser.add_argument("--block-size", type=int, default=DEFAULTS["block_size"], help="tokens per block (default: %(default)s)")
     parser.add_argument("--num-gpu-blocks-override", type=int, default=0, metavar="N", help="blocks in the cache (default: what fits)")
     parser.add_argument(
@@ -131,6 +146,7 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         num_blocks=arguments.num_gpu_blocks_override,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
         kv_cache_layout=kv_cache_layout_from_environment(environ),
+        cross_layer_blocks=transfer is not None and _wants_cross_layer_blocks(transfer),
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
@@ -140,8 +156,16 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         num_threads=arguments.num_threads,
         seed=arguments.seed,
         shutdown_timeout_s=arguments.shutdown_timeout,
+        drain_timeout_s=arguments.drain_timeout,
         kv_transfer=transfer,
     )
+
+
+def _wants_cross_layer_blocks(transfer: KVTransferConfig) -> bool:
+    extra = transfer.extra
+    if isinstance(extra, MultiExtraConfig):
+        return any(_wants_cross_layer_blocks(child) for child in extra.connectors)
+    return isinstance(extra, NixlExtraConfig) and extra.enable_cross_layers_blocks
 
 
 def check_before_start(options: EngineOptions, address: Address) -> None:

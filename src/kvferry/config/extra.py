@@ -82,9 +82,9 @@ class NixlExtraConfig(ExtraConfig):
     kv_recompute_threshold: Natural = 64
     """No effect yet: fewer tokens than this will be computed again rather than fetched back from D."""
     enable_cross_layers_blocks: Flag = False
-    """No effect yet: one piece of memory per block for all layers."""
+    """All layers of a block lie side by side in memory and move as one piece."""
     enable_permute_local_kv: Flag = False
-    """No effect yet. The same as the setting of that name at the top level; either switches it on."""
+    """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put into our order."""
     engine_ttl: Number = 3600.0
     """Peers unheard of for so long are forgotten; 0 or less: never."""
     enforce_handshake_compat: Flag = True

@@ -56,7 +56,7 @@ class KVTransferConfig:
     kv_load_failure_policy: FailurePolicy = FailurePolicy.FAIL
     """When KV could not be fetched: fail the request, or recompute its prompt here."""
     enable_permute_local_kv: Flag = False
-    """No effect yet: it will let engines with different cache layouts meet."""
+    """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put into our order."""
     kv_port: Port = 14579
     """Accepted because vLLM has it; no effect here."""
     kv_rank: Natural | None = None

@@ -150,6 +150,10 @@ class KVCacheConfig:
     head_dim: int
     cache_dtype: str
     """As torch spells it, without the prefix: `float32`."""
+    has_token_rows: bool = True
+    """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention kernel packs tokens in its own way."""
+    hides_partial_loads: bool = False
+    """kvferry only: the engine never shows others a loaded block of which a window's group may have loaded only a part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,24 +2,28 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVTensor
 from kvferry.errors import ConfigError
+from kvferry.protocol.arrangement import dense_axes
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.messages import Factor
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.ranks import heads_of
-from kvferry.types import KVLayout, MemoryKind, Region
+from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
 
 __all__ = ["compatibility_factors", "geometry_of"]
 
 
 def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mapping[str, KVTensor]) -> Geometry:
-    """One region per layer, in the natural order of the layer names so that both sides count alike."""
+    """One region per layer, in the natural order of the layer names so that both sides count alike; or one for all layers of a group, where
+    they share their blocks."""
     groups = {layer: index for index, group in enumerate(cache.groups) for layer in group.layer_names}
     unknown = sorted(set(kv_caches) - set(groups))
     if unknown:
         raise ConfigError(f"layer {unknown[0]} has a cache tensor but belongs to no KV-cache group")
+    regions = [_region(name, kv_caches[name], groups[name], cache) for name in sorted(kv_caches, key=_natural)]
     return Geometry(
         config.parallel.tp_rank,
         config.parallel.tp_size,
@@ -28,8 +32,9 @@ def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mappin
         KVLayout(cache.layout),
         cache.num_kv_heads,
         cache.head_dim,
-        tuple(_region(name, kv_caches[name], groups[name], cache) for name in sorted(kv_caches, key=_natural)),
+        _bundled(regions),
         _total_kv_heads(config, cache),
+        any(group.forgets for group in cache.groups) and not cache.hides_partial_loads,
     )
 
 
@@ -75,23 +80,54 @@ def _region(name: str, tensor: KVTensor, group: int, cache: KVCacheConfig) -> Re
         MemoryKind.DRAM if is_host else MemoryKind.VRAM,
         0 if is_host else int(getattr(tensor.device, "index", 0) or 0),
         group,
-        _head_runs(tensor, cache, per_block),
+        _axes(tensor, cache, per_block),
     )
 
 
-def _head_runs(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> int:
-    """Runs of one head in a block of so many parts, if the tensor lies in memory as `cache.layout` says: [heads, tokens, content] or
-    [tokens, heads, content] per part, in whatever order its dimensions are named."""
+def _axes(tensor: KVTensor, cache: KVCacheConfig, parts: int) -> tuple[Axis, ...] | None:
+    """Axes of a block of so many parts, if the tensor lies in memory as `cache.layout` says: [heads, tokens, content] or
+    [tokens, heads, content] per part, in whatever order its dimensions are named. None otherwise."""
     if cache.block_size % parts:
-        return 0
+        return None
+    is_hnd = KVLayout(cache.layout) is KVLayout.HND
     heads, tokens = cache.num_kv_heads, cache.block_size // parts
     content = prod(tensor.shape[1:]) // (heads * tokens)
-    is_hnd = KVLayout(cache.layout) is KVLayout.HND
     expected = (heads, tokens, content) if is_hnd else (tokens, heads, content)
     dims = sorted((dim for dim in range(1, len(tensor.shape)) if tensor.shape[dim] > 1), key=tensor.stride, reverse=True)
-    if [tensor.shape[dim] for dim in dims] != [size for size in expected if size > 1]:
-        return 0
-    return parts if is_hnd else cache.block_size
+    if [tensor.shape[dim] for dim in dims] != [count for count in expected if count > 1]:
+        return None
+    content_bytes = content * tensor.element_size()
+    by_part, by_head, by_token = (AxisKind.TOKEN, parts), (AxisKind.HEAD, heads), (AxisKind.TOKEN, tokens)
+    if cache.has_token_rows:
+        return dense_axes([by_part, *((by_head, by_token) if is_hnd else (by_token, by_head))], content_bytes)
+    # A part's tokens cannot be told apart, nor heads within them.
+    return dense_axes([by_part, by_head], tokens * content_bytes) if is_hnd or heads == 1 else None
+
+
+def _bundled(regions: list[Region]) -> tuple[Region, ...]:
+    """Layers of a group whose blocks lie between each other's, each right behind the one before, as one region."""
+    by_group: dict[int, list[Region]] = {}
+    for region in regions:
+        by_group.setdefault(region.group, []).append(region)
+    if not all(_are_interleaved(members) for members in by_group.values()):
+        return tuple(regions)
+    return tuple(_bundle(members) for _, members in sorted(by_group.items()))
+
+
+def _are_interleaved(members: list[Region]) -> bool:
+    first = members[0]
+    size = first.block_bytes
+    return first.stride_bytes > size and all(
+        replace(region, name=first.name, address=first.address) == first and region.address == first.address + index * size
+        for index, region in enumerate(members)
+    )
+
+
+def _bundle(members: list[Region]) -> Region:
+    first, count = members[0], len(members)
+    layer_axis = (Axis(AxisKind.LAYER, count, first.block_bytes),) if count > 1 else ()
+    axes = None if first.axes is None else (*layer_axis, *first.axes)
+    return replace(first, block_bytes=count * first.block_bytes, axes=axes, layers=tuple(region.name for region in members))
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -101,9 +101,8 @@ class PullScheduler:
 
     def _warn_of_unused_settings(self) -> None:
         """Settings of later features are accepted, because known commands carry them; nobody shall believe they are in effect."""
-        for name in ("bidirectional_kv_xfer", "enable_cross_layers_blocks", "enable_permute_local_kv"):
-            if getattr(self._extra, name) or getattr(self._config.kv_transfer, name, False):
-                _log.warning("setting has no effect yet setting=%s", name)
+        if self._extra.bidirectional_kv_xfer:
+            _log.warning("setting has no effect yet setting=bidirectional_kv_xfer")
 
     def close(self) -> None:
         if self._side_channel is not None:
@@ -118,6 +117,9 @@ class PullScheduler:
                 self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
             case PullFromPeer(ticket):
                 self._take_ticket(request, ticket)
+            case PrefillForPeer() if not self._config.kv_transfer.is_kv_producer:
+                # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
+                self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
             case BadParams(reason):
                 self._refuse(request, reason)
 
@@ -245,6 +247,8 @@ class PullScheduler:
         return PullMetadata(commands)
 
     def take_stats(self) -> TransferStats | None:
+        if self._side_channel is not None and (dropped := self._side_channel.take_num_dropped()):
+            self._stats.count("dropped_messages", dropped)
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
 
@@ -275,9 +279,9 @@ class PullScheduler:
         if not any(group.forgets for group in self._cache.groups):
             return matched
         matched = min(matched, num_prompt_tokens - 1)
-        needed = -(-matched // self._cache.block_size)
+        needed = -(-matched // ticket.block_size)
         for group, blocks in zip(self._cache.groups, ticket.block_ids(), strict=False):
-            if HOLE in blocks[group.first_seen(matched) // self._cache.block_size : needed]:
+            if HOLE in blocks[group.first_seen(matched) // ticket.block_size : needed]:
                 return 0
         return matched
 

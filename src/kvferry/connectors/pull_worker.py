@@ -34,13 +34,13 @@ from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
 from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.consumer import ConsumerSettings
-from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.geometry import Geometry, region_info
+from kvferry.protocol.messages import Factor, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings
-from kvferry.protocol.planning import Geometry
 from kvferry.protocol.producer import ProducerSettings
 from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind
 
-__all__ = ["PullWorker"]
+__all__ = ["PullWorker", "ferry_settings"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,9 @@ class PullWorker:
         layout = encode_layout(_layout(geometry, control, offers, is_staged))
         self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, is_staged)
         store = self._block_store(own, geometry)
-        ferry = Ferry(self._ferry_settings(geometry, offers, factors), planes, control, store, time.monotonic)
+        ferry = Ferry(
+            ferry_settings(self._config, self._extra, geometry, offers, factors, is_staged), planes, control, store, time.monotonic
+        )
         self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)
@@ -143,19 +145,6 @@ class PullWorker:
         _log.info("data planes registered planes=%s rank=%d", ",".join(plane.name for plane in planes), geometry.tp_rank)
         return planes
 
-    def _ferry_settings(self, geometry: Geometry, offers: tuple[OfferInfo, ...], factors: Mapping[str, Factor]) -> FerrySettings:
-        extra = self._extra
-        engine, is_staged = EngineId(self._config.kv_transfer.engine_id), self._mirror is not None
-        demanded = factors if extra.enforce_handshake_compat else None
-        peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
-        return FerrySettings(
-            ProducerSettings(
-                engine, Epoch(self._config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait, is_staged
-            ),
-            ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout, is_staged),
-            self._config.secret,
-        )
-
     def _take(self, event: Event, results: KVConnectorTransferResults) -> None:
         match event:
             case PullFinished(request):
@@ -187,11 +176,25 @@ class PullWorker:
                 _log.info("message dropped reason=%s", reason)
 
 
+def ferry_settings(
+    config: ConnectorConfig,
+    extra: NixlExtraConfig,
+    geometry: Geometry,
+    offers: tuple[OfferInfo, ...],
+    factors: Mapping[str, Factor],
+    is_staged: bool = False,
+) -> FerrySettings:
+    engine = EngineId(config.kv_transfer.engine_id)
+    demanded = factors if extra.enforce_handshake_compat else None
+    peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
+    return FerrySettings(
+        ProducerSettings(engine, Epoch(config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait, is_staged),
+        ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout, is_staged),
+        config.secret,
+    )
+
+
 def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, ...], is_staged: bool) -> RankLayout:
-    regions = [
-        RegionInfo(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, str(r.memory), r.device, r.group, r.head_runs)
-        for r in geometry.regions
-    ]
     return RankLayout(
         tp_rank=geometry.tp_rank,
         tp_size=geometry.tp_size,
@@ -201,7 +204,7 @@ def _layout(geometry: Geometry, control: ControlPlane, offers: tuple[OfferInfo, 
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
         control_address=control.address,
-        regions=regions,
+        regions=[region_info(region) for region in geometry.regions],
         offers=list(offers),
         total_kv_heads=geometry.total_kv_heads,
         is_staged=is_staged,

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvferry.connectors.contract import KVConnectorBase_V1, RequestStatus
-from kvferry.engine.blocks import BlockPool, BlockTable
+from kvferry.engine.blocks import BlockTable
 from kvferry.engine.counters import Counters
+from kvferry.engine.holdings import Holdings, Placement
 from kvferry.engine.limits import Limits
+from kvferry.engine.prefix import CachedPrefix
 from kvferry.engine.queues import SequenceQueues
 from kvferry.engine.sequence import Match, Sequence, Source
 from kvferry.engine.step import SequenceSlice
@@ -49,7 +51,7 @@ class Batch:
                 request_id=seq.request_id,
                 token_ids=tuple(seq.token_ids[seq.num_computed_tokens : end]),
                 start=seq.num_computed_tokens,
-                block_ids=tuple(seq.block_ids),
+                block_ids=tuple(tuple(table.block_ids) for table in seq.tables),
                 sampling=seq.sampling if is_last else None,
                 draw_seed=seq.draw_seed,
                 draw_index=seq.num_output_tokens,
@@ -77,7 +79,7 @@ class _Offer:
 @dataclass(slots=True)
 class Batcher:
     limits: Limits
-    pool: BlockPool
+    holdings: Holdings
     queues: SequenceQueues
     counters: Counters
     connector: KVConnectorBase_V1 | None
@@ -93,6 +95,10 @@ class Batcher:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def _continue_running(self, batch: Batch) -> None:
+        if self.limits.forgetful_groups:
+            # All of them before anybody asks for blocks: nobody is to be preempted for blocks that lie idle.
+            for seq in self.queues.running:
+                self.holdings.give_back_unseen(seq, seq.num_computed_tokens)
         for seq in list(self.queues.running):
             count = batch.share(seq.num_uncomputed_tokens)
             # One that gave up its blocks to an older sequence in this very loop is not running any more.
@@ -101,7 +107,7 @@ class Batcher:
 
     def _make_room(self, seq: Sequence, count: int, batch: Batch) -> bool:
         """Give a running sequence its blocks, at the cost of younger ones if need be."""
-        while not self._extend(seq, count):
+        while not self.holdings.extend(seq, seq.num_computed_tokens + count):
             victim = self.queues.youngest_holder()
             if self._is_waiting_better(victim is seq):
                 return False
@@ -118,16 +124,6 @@ class Batcher:
         is_alone = is_own_victim and self.queues.num_holders == 1
         return is_alone or (self.connector is not None and self.connector.has_pending_block_frees())
 
-    def _extend(self, seq: Sequence, count: int) -> bool:
-        missing = self.limits.blocks_for(seq.num_computed_tokens + count) - len(seq.block_ids)
-        if missing <= 0:
-            return True
-        fresh = self.pool.extend(seq.block_ids, missing)
-        if fresh is None:
-            return False
-        seq.block_ids += fresh
-        return True
-
     def _preempt(self, seq: Sequence) -> None:
         """Take all blocks of a sequence; it starts again from whatever is still cached then."""
         self.counters.preemptions += 1
@@ -137,10 +133,8 @@ class Batcher:
 
     def withdraw(self, seq: Sequence) -> None:
         """Give back the blocks of a sequence that has to start again."""
-        self.pool.release(seq.block_ids)
-        seq.block_ids = []
+        self.holdings.release(seq)
         seq.num_computed_tokens = 0
-        seq.num_published_blocks = 0
         if seq.source is Source.LOADED:
             seq.source = Source.MAY_ASK
 
@@ -159,7 +153,7 @@ class Batcher:
         """Give a ready sequence the blocks it still lacks.
 
         While others run it waits for theirs; when nobody runs, ready ones that block each other wait for ever: the youngest yields."""
-        while not self._extend(seq, count):
+        while not self.holdings.extend(seq, seq.num_computed_tokens + count):
             if self.queues.running or self.queues.ready[-1] is seq:
                 return False
             self._preempt(self.queues.ready[-1])
@@ -178,19 +172,14 @@ class Batcher:
 
     def _admit(self, seq: Sequence, batch: Batch) -> _Outcome:
         """On ADMITTED the sequence has left `waiting`."""
-        cached = self._find_cached(seq)
-        offer = self._ask(seq, len(cached) * self.limits.block_size)
+        cached = self.holdings.find_cached(seq)
+        num_local_tokens = cached.num_blocks * self.limits.block_size
+        offer = self._ask(seq, seq.num_tokens if cached.is_whole else num_local_tokens)
         if offer is None:
             batch.is_answer_pending = True
             return _Outcome.SKIPPED
-        # The last token is always computed: sampling needs its logits. Its block is not shared then, because it is written again.
-        usable = cached[: (seq.num_tokens - 1) // self.limits.block_size]
-        return self._begin_load(seq, usable, offer) if offer.is_async else self._begin(seq, usable, offer, batch)
-
-    def _find_cached(self, seq: Sequence) -> list[int]:
-        if not self.limits.enable_prefix_caching:
-            return []
-        return self.pool.find_prefix(seq.block_hashes(self.limits.block_size))
+        match = Match(num_local_tokens, offer.num_tokens)
+        return self._begin_load(seq, cached, match) if offer.is_async else self._begin(seq, cached, match, batch)
 
     def _ask(self, seq: Sequence, num_local_tokens: int) -> _Offer | None:
         if self.connector is None or seq.source is Source.LOCAL_ONLY:
@@ -201,51 +190,43 @@ class Batcher:
         count = max(0, min(count, seq.num_tokens - num_local_tokens))
         return _Offer(count, is_async and count > 0)
 
-    def _begin_load(self, seq: Sequence, cached: list[int], offer: _Offer) -> _Outcome:
+    def _begin_load(self, seq: Sequence, cached: CachedPrefix, match: Match) -> _Outcome:
         """Hold blocks for the local prefix and for what is loaded. They are published only when the load has ended well."""
         assert self.connector is not None
-        match = Match(len(cached) * self.limits.block_size, offer.num_tokens)
-        missing = self.limits.blocks_for(match.total_tokens) - len(cached)
+        placement = self.holdings.place(seq, cached, match, match.total_tokens)
         # A load cannot be preempted, so it must not take what those who compute are going to need.
-        if self.pool.num_free_beside(cached) - missing < self._reserved_blocks():
+        if self.holdings.num_left(placement) < self._reserved_blocks():
             return _Outcome.BLOCKED
-        self._take(seq, cached, missing, match)
+        self._occupy(seq, placement)
         seq.num_computed_tokens = match.local_tokens
-        self.queues.leave(seq)
         self.queues.load(seq)
-        self.connector.update_state_after_alloc(seq, BlockTable(seq.block_ids), offer.num_tokens)
+        self.connector.update_state_after_alloc(seq, BlockTable(seq.tables), match.external_tokens)
         return _Outcome.ADMITTED
 
     def _reserved_blocks(self) -> int:
-        holders = (*self.queues.running, *self.queues.ready)
-        return sum(max(0, self.limits.blocks_for(seq.num_tokens) - len(seq.block_ids)) for seq in holders)
+        return sum(self.holdings.num_still_needed(seq) for seq in (*self.queues.running, *self.queues.ready))
 
-    def _begin(self, seq: Sequence, cached: list[int], offer: _Offer, batch: Batch) -> _Outcome:
-        match = Match(len(cached) * self.limits.block_size, offer.num_tokens)
+    def _begin(self, seq: Sequence, cached: CachedPrefix, match: Match, batch: Batch) -> _Outcome:
         computed = min(match.total_tokens, seq.num_tokens - 1)
         count = batch.share(seq.num_tokens - computed)
-        missing = self.limits.blocks_for(max(computed + count, match.total_tokens)) - len(cached)
-        if not count or self.pool.num_free_beside(cached) < missing:
+        if not count:
             return _Outcome.BLOCKED
-        self._take(seq, cached, missing, match)
+        placement = self.holdings.place(seq, cached, match, max(computed + count, match.total_tokens))
+        if self.holdings.num_left(placement) < 0:
+            return _Outcome.BLOCKED
+        self._occupy(seq, placement)
         seq.num_computed_tokens = computed
-        self.queues.leave(seq)
-        self._start(seq, count, offer.num_tokens, batch)
+        self._start(seq, count, match.external_tokens, batch)
         return _Outcome.ADMITTED
 
-    def _take(self, seq: Sequence, cached: list[int], missing: int, match: Match) -> None:
-        fresh = self.pool.acquire(cached, missing)
-        assert fresh is not None, "the caller has looked"
-        seq.block_ids = cached + fresh
-        seq.num_published_blocks = len(cached)
-        seq.matched = match
-        if not seq.num_output_tokens:
-            seq.num_cached_tokens = min(match.total_tokens, seq.num_prompt_tokens)
+    def _occupy(self, seq: Sequence, placement: Placement) -> None:
+        self.holdings.begin(seq, placement)
+        self.queues.leave(seq)
 
     def _start(self, seq: Sequence, count: int, num_external_tokens: int, batch: Batch) -> None:
         self.queues.run(seq)
         if self.connector is not None:
-            self.connector.update_state_after_alloc(seq, BlockTable(seq.block_ids), num_external_tokens)
+            self.connector.update_state_after_alloc(seq, BlockTable(seq.tables), num_external_tokens)
         seq.source = Source.MAY_ASK if seq.source is Source.LOADED else seq.source
         batch.add(seq, count)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvferry.engine.model_config import read_json_object
+from kvferry.engine.config_keys import read_json_object
 from kvferry.errors import ConfigError
 
 __all__ = ["Checkpoint", "StoredTensor", "open_checkpoint"]

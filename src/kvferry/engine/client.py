@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from kvferry.engine.link import CoreLink, OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, RequestOutput, Status
+from kvferry.engine.messages import AddRequest, CoreReady, Remaining, RequestOutput, Status
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.setup import EngineSetup
 from kvferry.errors import KVFerryError
@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 _KILL_TIMEOUT_S = 5.0
 """How long a killed process may take to be gone."""
+
+_STOP_TIMEOUT_S = 5.0
+"""How long the core may take, at least, to stop by itself, also where requests get no time."""
 
 _ABANDON_GRACE_S = 1.0
 """How long a core that will not be used may take to end by itself."""
@@ -137,10 +140,23 @@ class EngineClient:
         except TimeoutError:
             raise KVFerryError(f"the engine core did not answer within {timeout_s:g} s") from None
 
+    def drain(self) -> None:
+        """Have the core say what is left of its work, from now on."""
+        self._link.drain()
+
+    @property
+    def remaining(self) -> Remaining | None:
+        """What is left of the core's work, as it said last; None before `drain` and its first word."""
+        return self._link.remaining
+
+    async def drained(self) -> None:
+        """After `drain`: wait until no request and no lease is left in the core."""
+        await self._link.drained.wait()
+
     async def close(self) -> None:
         """Stop the core, gracefully first, and wait until its process is gone. Idempotent."""
         self._link.shut_down()
-        await self._end(self._options.shutdown_timeout_s)
+        await self._end(max(self._options.shutdown_timeout_s, _STOP_TIMEOUT_S))
         self._link.close()
 
     def _on_closed(self) -> None:

@@ -1,7 +1,8 @@
 """The engine core: a process whose main thread schedules, executes and updates, step by step, and talks to the API process between steps.
 
 With nothing to compute it sleeps until a message, a connector's wake-up or a rank's notice arrives. It ends when the API process closes
-the pipe, on `Shutdown`, or with the reason of a failure (`CoreFailed`, exit code 1 or 2), and takes its ranks with it.
+the pipe, on `Shutdown`, or with the reason of a failure (`CoreFailed`, exit code 1 or 2), and takes its ranks with it. Signals are not
+for it: supervisors send them to every process of a service, and the API process may have promised to drain.
 """
 
 import contextlib
@@ -25,9 +26,11 @@ from kvferry.engine.messages import (
     CoreFailed,
     CoreProgress,
     CoreReady,
+    Drain,
     FromCore,
     GetStatus,
     Outputs,
+    Remaining,
     RequestOutput,
     Shutdown,
     ToCore,
@@ -40,7 +43,7 @@ from kvferry.engine.worker import Worker, connector_config
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 from kvferry.types import FailurePolicy
 
-__all__ = ["EngineCore", "run_core"]
+__all__ = ["EngineCore", "limits_of", "run_core"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +62,8 @@ class EngineCore:
         self._wakeup = wakeup
         self._totals = TransferTotals()
         self._is_stopping = False
+        self._is_draining = False
+        self._remaining: Remaining | None = None
         self._is_step_due = False
         self._has_slept = True
         self._must_poll = connector is not None and type(connector).set_wakeup is KVConnectorBase_V1.set_wakeup
@@ -69,7 +74,7 @@ class EngineCore:
         with contextlib.ExitStack() as undo:
             executor = Executor.start(setup, wakeup.ring, api.say)
             undo.callback(executor.close)
-            limits = _limits_of(setup, executor.worker)
+            limits = limits_of(setup, executor.worker)
             connector = None
             if setup.options.kv_transfer is not None:
                 api.say("starting the connector")
@@ -100,6 +105,8 @@ class EngineCore:
         self._report(outputs)
 
     def _report(self, outputs: list[RequestOutput]) -> None:
+        if self._is_draining:
+            self._tell_remaining()
         if outputs:
             self._api.send(Outputs(outputs))
         for note in self._scheduler.take_notes():
@@ -134,6 +141,8 @@ class EngineCore:
                     self._scheduler.abort(request_id)
                 case GetStatus(nonce=nonce):
                     self._send_status(nonce)
+                case Drain():
+                    self._is_draining = True
                 case Shutdown():
                     self._is_stopping = True
         self._report(outputs)
@@ -142,6 +151,14 @@ class EngineCore:
     def _send_status(self, nonce: int) -> None:
         status = self._scheduler.status(nonce)
         self._api.send(msgspec.structs.replace(status, transfers=self._totals.summaries(), connector_stats=self._totals.to_dict()))
+
+    def _tell_remaining(self) -> None:
+        status = self._scheduler.status()
+        num_requests = status.num_running + status.num_waiting + status.num_waiting_for_remote_kvs
+        remaining = Remaining(num_requests, status.num_delayed_frees, status.num_used_blocks)
+        if remaining != self._remaining:
+            self._api.send(remaining)
+            self._remaining = remaining
 
     def close(self) -> None:
         """Stop connector and ranks. Idempotent."""
@@ -192,6 +209,8 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
         try:
             core = EngineCore.start(setup, api, wakeup)
             closing.callback(core.close)
+            # As SIGINT from here on. Before, it is how the API process calls off a start that may be deep in a library.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             core.run()
         except Exception as error:  # the top of the process: everybody hears why it ends, before ranks are waited for
             raise SystemExit(_tell_failure(api, error)) from None
@@ -219,7 +238,8 @@ def _end_orderly(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
-def _limits_of(setup: EngineSetup, worker: Worker) -> Limits:
+def limits_of(setup: EngineSetup, worker: Worker) -> Limits:
+    """What the scheduler of an engine must respect, known once its first rank has its cache."""
     options, config = setup.options, worker.runner.config
     policy = FailurePolicy.FAIL if options.kv_transfer is None else options.kv_transfer.kv_load_failure_policy
     return Limits(
@@ -234,6 +254,7 @@ def _limits_of(setup: EngineSetup, worker: Worker) -> Limits:
         enable_chunked_prefill=options.enable_chunked_prefill,
         seed=options.seed,
         load_failure_policy=policy,
+        groups=worker.kv_cache_config.groups,
     )
 
 

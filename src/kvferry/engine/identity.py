@@ -5,7 +5,8 @@ from hashlib import blake2b
 
 from kvferry.connectors.contract import ModelIdentity
 from kvferry.engine.checkpoint import open_checkpoint
-from kvferry.engine.model_config import ModelConfig, read_json_object
+from kvferry.engine.config_keys import read_json_object
+from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.precision import choose_precision
 

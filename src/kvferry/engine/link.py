@@ -18,9 +18,11 @@ from kvferry.engine.messages import (
     CoreFailed,
     CoreProgress,
     CoreReady,
+    Drain,
     FromCore,
     GetStatus,
     Outputs,
+    Remaining,
     RequestOutput,
     Shutdown,
     Status,
@@ -90,6 +92,8 @@ class CoreLink(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[CoreReady] = loop.create_future()
         self.gone: asyncio.Future[str] = loop.create_future()
+        self.remaining: Remaining | None = None
+        self.drained = asyncio.Event()
         self._statuses: dict[int, asyncio.Future[Status]] = {}
         self.stage = "starting the process"
         self._on_progress = on_progress
@@ -129,6 +133,9 @@ class CoreLink(asyncio.Protocol):
                 waiter = self._statuses.pop(nonce, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
+            case Remaining():
+                self.remaining = message
+                (self.drained.set if message.is_nothing else self.drained.clear)()
             case CoreProgress(stage=stage):
                 self.stage = stage
                 self._on_progress(stage)
@@ -207,6 +214,9 @@ class CoreLink(asyncio.Protocol):
             return await waiter
         finally:
             self._statuses.pop(nonce, None)
+
+    def drain(self) -> None:
+        self._send([Drain()])
 
     def shut_down(self) -> None:
         self._send([Shutdown()])

@@ -1,7 +1,8 @@
 """What the API process and the engine core say to each other, as msgspec structs over one pipe.
 
-API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or `CoreFailed` once, then
-`RequestOutput`s in batches (one `Outputs` per step), `Status`, and `CoreFailed` if the core dies with a reason.
+API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `Drain`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or `CoreFailed`
+once, then `RequestOutput`s in batches (one `Outputs` per step), `Status`, `Remaining` once it drains, and `CoreFailed` if the core dies
+with a reason.
 """
 
 from typing import Any
@@ -16,9 +17,11 @@ __all__ = [
     "CoreFailed",
     "CoreProgress",
     "CoreReady",
+    "Drain",
     "FromCore",
     "GetStatus",
     "Outputs",
+    "Remaining",
     "RequestOutput",
     "Shutdown",
     "Status",
@@ -52,6 +55,10 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     nonce: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """The engine is to end once nobody needs it: say what is left, now and whenever that changes. Nothing else changes in the core."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -133,7 +140,22 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """The connector's own stats since start, as its `to_dict` gives them."""
 
 
-ToCore = list[AddRequest | AbortRequest | GetStatus | Shutdown]
+class Remaining(msgspec.Struct, frozen=True, tag=True):
+    """Who still needs a draining engine. Sent before the outputs of the same step: whoever has seen a request end knows what it left."""
+
+    num_requests: int = 0
+    """Running, queued or loading."""
+    num_leases: int = 0
+    """Finished requests whose blocks a peer may still read, or a load may still write."""
+    num_blocks: int = 0
+    """Blocks that either of them hold."""
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.num_requests or self.num_leases)
+
+
+ToCore = list[AddRequest | AbortRequest | GetStatus | Drain | Shutdown]
 """One frame holds a batch; requests in one frame enter the engine before its next step."""
 
-FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | Status
+FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | Status | Remaining

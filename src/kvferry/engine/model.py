@@ -1,23 +1,25 @@
 """The forward pass of one tensor-parallel rank: a batch in, logits of the sampled rows out.
 
-    tokens -> embedding -> layers x (norm, qkv, rotate, write cache, attend, o, sum; norm, gate * up, down, sum) -> norm -> logits
+    tokens -> embedding -> layers x (norm, q and KV, rotate, write cache, attend, o, sum; norm, gate * up, down, sum) -> norm -> logits
 
 Stateless but for the weights; the caller owns the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn.functional import gelu, silu
 
-from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.attention import attend
 from kvferry.engine.flat_batch import AttentionPlan, FlatBatch
 from kvferry.engine.kv_cache import LayerCache
+from kvferry.engine.layer_kinds import RopeConfig
 from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.parallel import TensorParallelGroup
 from kvferry.engine.precision import Precision
+from kvferry.engine.projection import merge_heads, project
 from kvferry.engine.rope import RotaryTable, make_rotary_table
 from kvferry.engine.weights import LayerWeights, ModelWeights
 
@@ -39,64 +41,57 @@ class Model:
     config: ModelConfig
     weights: ModelWeights
     precision: Precision
-    parallel: ParallelConfig
     group: TensorParallelGroup
-    rotary: RotaryTable
+    rotary: Mapping[RopeConfig, RotaryTable]
 
     @classmethod
-    def build(
-        cls, config: ModelConfig, weights: ModelWeights, precision: Precision, parallel: ParallelConfig, group: TensorParallelGroup
-    ) -> "Model":
-        rotary = make_rotary_table(config.attention.rope, config.attention.head_dim, config.max_position_embeddings, precision.compute)
-        return cls(config, weights, precision, parallel, group, rotary)
+    def build(cls, config: ModelConfig, weights: ModelWeights, precision: Precision, group: TensorParallelGroup) -> "Model":
+        rotary = {
+            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute)
+            for rope in {layer.rope for layer in config.layers}
+        }
+        return cls(config, weights, precision, group, rotary)
 
     def forward(self, batch: FlatBatch, caches: Sequence[LayerCache], hooks: LayerHooks | None = None) -> torch.Tensor:
         """[sampled rows, vocabulary], the same on every rank. Writes K and V of every row into `caches`, one per layer."""
-        hidden = self.weights.embedding[batch.token_ids]
-        rotary = self.rotary.at(batch.positions)
+        hidden = self._embed(batch.token_ids)
+        rotary = {rope: table.at(batch.positions) for rope, table in self.rotary.items()}
         for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
             if hooks is not None:
                 hooks.before_layer(cache.name)
-            queries = self._project_and_store(layer, cache, batch, self._norm(hidden, layer.input_norm), rotary)
-            plan = batch.plan
+            group, rope = batch.groups[cache.group], self.config.layers[index].rope
+            queries, content = project(layer.attention, self.config.attention, layer.input_norm(hidden), rotary[rope])
+            cache.write(group.blocks, batch.offsets, content)
+            plan = group.plan
             if index == len(caches) - 1:
                 # Only sampled rows go on from here; nobody looks at what the last layer makes of the others.
-                plan, hidden, queries = batch.sampled_plan, hidden[batch.sampled_rows], queries[batch.sampled_rows]
+                plan, hidden, queries = group.sampled_plan, hidden[batch.sampled_rows], queries[batch.sampled_rows]
             if len(hidden):
                 hidden = self._finish_layer(layer, cache, plan, queries, hidden)
             if hooks is not None:
                 hooks.after_layer(cache.name, cache.tensor)
         return self._logits(hidden)
 
-    def _project_and_store(
-        self, layer: LayerWeights, cache: LayerCache, batch: FlatBatch, inputs: torch.Tensor, rotary: RotaryTable
-    ) -> torch.Tensor:
-        """Write K and V of every row; return the rotated queries, [rows, heads, head_dim]."""
-        shape, ranks = self.config.attention, self.parallel.tp_size
-        heads = layer.qkv(inputs).view(len(inputs), -1, shape.head_dim)
-        num_queries, num_keys = shape.num_heads // ranks, shape.num_kv_heads // ranks
-        queries, keys, values = heads.split((num_queries, num_keys, num_keys), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)
-        cache.write(batch.blocks, batch.offsets, rotary.rotate(keys), values)
-        return rotary.rotate(queries)
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.weights.embedding[token_ids]
+        if not self.config.is_gemma:
+            return hidden
+        # The factor is rounded to the format of the weights, as it was in training.
+        return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=self.precision.weights).to(hidden.dtype)
 
     def _finish_layer(
         self, layer: LayerWeights, cache: LayerCache, plan: AttentionPlan, queries: torch.Tensor, hidden: torch.Tensor
     ) -> torch.Tensor:
-        attended = attend(queries, cache, plan, self.precision.attention).flatten(1).to(hidden.dtype)
-        hidden = hidden + self.group.sum(layer.output(attended))
-        gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).chunk(2, dim=-1)
-        return hidden + self.group.sum(layer.down(torch.nn.functional.silu(gate) * up))
+        attended = attend(queries, cache, plan, self.config.attention.scale, self.precision.attention).to(hidden.dtype)
+        output = self.group.sum(layer.output(merge_heads(layer.attention, attended)))
+        hidden = hidden + (output if layer.output_norm is None else layer.output_norm(output))
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+        activated = gelu(gate, approximate="tanh") if self.config.is_gemma else silu(gate)
+        output = self.group.sum(layer.down(activated * up))
+        return hidden + (output if layer.down_norm is None else layer.down_norm(output))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not len(hidden):
             return hidden.new_empty((0, self.config.vocab_size))
-        share = self.weights.lm_head(self._norm(hidden, self.weights.norm))
+        share = self.weights.lm_head(self.weights.norm(hidden))
         return self.group.concatenate(share)[:, : self.config.vocab_size]
-
-    def _norm(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Root mean square norm over the last dimension, in at least float32."""
-        wide = values.to(self.precision.attention)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.norm_eps)
-        return (wide * scale).to(values.dtype) * weight

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineOptions", "flag_of"]
 
+MAX_TIMEOUT_S = 86_400
+"""Event loops take no timers that are much longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -21,7 +24,7 @@ class EngineOptions:
     dtype: str = "auto"
     """Of weights and activations: auto (the checkpoint's), float32, bfloat16, float16."""
     kv_cache_dtype: str = "auto"
-    """Of the cache: auto (as `dtype`), float32, bfloat16, float16."""
+    """Of the cache: auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3, fp8_e5m2."""
     compute_dtype: str = "auto"
     """Of arithmetic. auto: float64 for small float32 models on CPUs, so that greedy tokens do not depend on batching; else `dtype`."""
     device: str = "cpu"
@@ -30,6 +33,8 @@ class EngineOptions:
     """Blocks in the cache; 0: as many as fit into `kv_cache_memory_bytes`."""
     kv_cache_memory_bytes: int = 256 * 1024 * 1024
     kv_cache_layout: KVLayout = KVLayout.HND
+    cross_layer_blocks: bool = False
+    """Whether all layers of a block lie together in memory, so that a transfer moves them as one piece."""
     max_model_len: int = 0
     """0: the checkpoint's own limit."""
     max_num_seqs: int = 128
@@ -42,18 +47,23 @@ class EngineOptions:
     seed: int = 0
     kv_transfer: "KVTransferConfig | None" = None
     shutdown_timeout_s: float = 10.0
-    """How long requests may take to finish after the first signal to stop."""
+    """How long requests may take to finish after Ctrl-C (SIGINT)."""
+    drain_timeout_s: float = 30.0
+    """How long requests may take to finish, and peers to fetch what is held for them, after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes", "shutdown_timeout_s"):
+        for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag_of(name)} must not be negative, got {getattr(self, name)}")
+        for name in ("shutdown_timeout_s", "drain_timeout_s"):
+            if not 0 <= getattr(self, name) <= MAX_TIMEOUT_S:
+                raise ConfigError(f"{flag_of(name)} must be from 0 to {MAX_TIMEOUT_S} seconds, got {getattr(self, name)}")
 
 
 def flag_of(name: str) -> str:
     """The flag of `kvferry serve` that sets an option: what a sentence for its user names."""
-    renamed = {"num_blocks": "--num-gpu-blocks-override", "shutdown_timeout_s": "--shutdown-timeout"}
-    return renamed.get(name, f"--{name.replace('_', '-')}")
+    renamed = {"num_blocks": "--num-gpu-blocks-override"}
+    return renamed.get(name, f"--{name.removesuffix('_s').replace('_', '-')}")

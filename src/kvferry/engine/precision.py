@@ -18,6 +18,7 @@ the memory, so models above the limit are computed in their own format.
 """
 
 WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = {**WEIGHT_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 COMPUTE_DTYPES = {**WEIGHT_DTYPES, "float64": torch.float64}
 
 
@@ -26,6 +27,7 @@ class Precision:
     weights: torch.dtype
     """The values of the weights are rounded to this; they are kept in `compute`."""
     cache: torch.dtype
+    """K and V are stored in this, with a scale of 1, and widened before anything is computed with them."""
     compute: torch.dtype
 
     @property
@@ -41,7 +43,7 @@ def choose_precision(options: EngineOptions, checkpoint_dtype: str, checkpoint_b
     wide = weights is torch.float32 and options.device == "cpu" and is_small
     return Precision(
         weights=weights,
-        cache=_dtype("kv_cache_dtype", options.kv_cache_dtype, WEIGHT_DTYPES, weights),
+        cache=_dtype("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES, weights),
         compute=_dtype("compute_dtype", options.compute_dtype, COMPUTE_DTYPES, torch.float64 if wide else weights),
     )
 

@@ -76,4 +76,4 @@ class SequenceQueues:
 
     def holdings(self) -> Iterator[list[int]]:
         """The blocks of every sequence, for `BlockPool.check`."""
-        return (seq.block_ids for seq in self.known.values())
+        return (table.held for seq in self.known.values() for table in seq.tables)

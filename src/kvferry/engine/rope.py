@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.engine.model_config import Llama3Scaling, RopeConfig
+from kvferry.engine.layer_kinds import LinearScaling, Llama3Scaling, RopeConfig
 
 __all__ = ["RotaryTable", "make_rotary_table"]
 
@@ -23,8 +23,14 @@ class RotaryTable:
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """`heads` is [tokens, heads, head_dim]; dimension i turns with dimension i + head_dim / 2."""
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)
+        return torch.cat(self._turned(*heads.chunk(2, dim=-1)), dim=-1)
+
+    def rotate_neighbours(self, heads: torch.Tensor) -> torch.Tensor:
+        """The same where dimension 2i turns with dimension 2i + 1."""
+        return torch.stack(self._turned(heads[..., 0::2], heads[..., 1::2]), dim=-1).flatten(-2)
+
+    def _turned(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return first * self.cos - second * self.sin, second * self.cos + first * self.sin
 
 
 def make_rotary_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype) -> RotaryTable:
@@ -32,8 +38,11 @@ def make_rotary_table(rope: RopeConfig, head_dim: int, positions: int, dtype: to
     checkpoint was trained and is served with elsewhere."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    if rope.scaling is not None:
-        frequencies = _scaled(frequencies, rope.scaling)
+    match rope.scaling:
+        case LinearScaling(factor):
+            frequencies = frequencies / factor
+        case Llama3Scaling():
+            frequencies = _scaled(frequencies, rope.scaling)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
 

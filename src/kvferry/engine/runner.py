@@ -3,17 +3,16 @@
 Not thread-safe: one thread of a worker process makes every call, in the order `load`, `allocate_cache`, `run`*, `close`.
 """
 
-import mmap
 from collections.abc import Mapping, Sequence
-from math import prod
 
 import torch
 
-from kvferry.connectors.contract import KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig
+from kvferry.connectors.contract import KVCacheConfig, ModelIdentity, ParallelConfig
+from kvferry.engine.cache_shape import CacheShape, cache_shape
 from kvferry.engine.checkpoint import open_checkpoint
 from kvferry.engine.flat_batch import make_flat_batch
 from kvferry.engine.identity import model_identity
-from kvferry.engine.kv_cache import LayerCache, block_shape
+from kvferry.engine.kv_cache import LayerCache
 from kvferry.engine.model import LayerHooks, Model
 from kvferry.engine.model_config import ModelConfig, read_model_config
 from kvferry.engine.options import EngineOptions
@@ -44,6 +43,7 @@ class Runner:
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
         self._model: Model | None = None
+        self._shape: CacheShape | None = None
         self._caches: tuple[LayerCache, ...] = ()
         self._memory: CacheMemory | None = None
 
@@ -63,42 +63,26 @@ class Runner:
         precision = choose_precision(self._options, config.dtype, checkpoint.size_bytes)
         weights = load_weights(config, checkpoint, self._parallel, precision)
         group = join_group(self._parallel, self._rendezvous, self._timeout_s)
-        self._model = Model.build(config, weights, precision, self._parallel, group)
+        self._model = Model.build(config, weights, precision, group)
 
     def identity(self) -> ModelIdentity:
         """What decides whether another engine's KV can be used here. After `load`."""
         return model_identity(self._loaded.config, self._options)
 
     def allocate_cache(self, kit: PlaneKit) -> KVCacheConfig:
-        """Allocate one buffer for all layers and build `kv_caches` in it. Once, after `load`.
-
-        buffer   | layer 0: num_blocks x block | pad to a page | layer 1 … |
-        """
-        config, layout, dtype = self._loaded.config, self._options.kv_cache_layout, self._loaded.precision.cache
-        num_kv_heads = config.attention.num_kv_heads // self._parallel.tp_size
-        shape = block_shape(layout, num_kv_heads, self._options.block_size, config.attention.head_dim)
-        num_blocks = self._num_blocks(prod(shape) * dtype.itemsize)
-        layer_bytes = -(-num_blocks * prod(shape) * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._memory = kit.allocate_cache(layer_bytes * config.num_layers)
-        names = tuple(config.layer_name(layer) for layer in range(config.num_layers))
-        self._caches = tuple(
-            LayerCache(name, _tensor_at(self._memory, layer * layer_bytes, (num_blocks, *shape), dtype), layout)
-            for layer, name in enumerate(names)
-        )
-        return KVCacheConfig(
-            num_blocks=num_blocks,
-            block_size=self._options.block_size,
-            groups=(KVCacheGroup(names),),
-            layout=layout.value,
-            num_kv_heads=num_kv_heads,
-            head_dim=config.attention.head_dim,
-            cache_dtype=str(dtype).removeprefix("torch."),
-        )
+        """Allocate one buffer for all layers and build `kv_caches` in it. Once, after `load`."""
+        config = self._loaded.config
+        self._shape = cache_shape(config, self._parallel, self._options, self._loaded.precision.cache)
+        self._memory = kit.allocate_cache(self._shape.size_bytes)
+        caches = self._shape.layer_caches(self._memory)
+        self._caches = tuple(caches[config.layer_name(layer)] for layer in range(config.num_layers))
+        return self._shape.described()
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
         """Cache tensor by layer name `model.layers.{i}.self_attn`; HND: [blocks, kv_heads, block_size, 2 * head_dim],
-        NHD: [blocks, block_size, kv_heads, 2 * head_dim]; K is the first half of the last dimension."""
+        NHD: [blocks, block_size, kv_heads, 2 * head_dim], K is the first half of the last dimension; latent: [blocks, block_size, width].
+        Layers of different groups may have the same tensor."""
         return {cache.name: cache.tensor for cache in self._caches}
 
     @property
@@ -122,15 +106,15 @@ class Runner:
 
     def logits(self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None) -> torch.Tensor:
         """The forward pass of `run` alone: [slices that have `sampling`, vocabulary], the same on every rank."""
-        num_blocks = len(self._caches[0].tensor) if self._caches else 0
+        model, shape = self._loaded, self._allocated
         with torch.inference_mode():
-            batch = make_flat_batch(slices, self._options.block_size, num_blocks, self.config.vocab_size)
-            return self._loaded.forward(batch, self._caches, hooks)
+            batch = make_flat_batch(slices, shape.groups, shape.block_size, shape.num_blocks, model.config.vocab_size)
+            return model.forward(batch, self._caches, hooks)
 
     def close(self) -> None:
         """Leave the other ranks and give the memory back. Idempotent. Whoever holds views of `kv_caches` drops them first."""
         model, memory = self._model, self._memory
-        self._model, self._memory, self._caches = None, None, ()
+        self._model, self._memory, self._shape, self._caches = None, None, None, ()
         if model is not None:
             model.group.close()
         if memory is not None:
@@ -142,15 +126,8 @@ class Runner:
             raise LocalProtocolError("the model was used before it was loaded")
         return self._model
 
-    def _num_blocks(self, block_bytes: int) -> int:
-        if self._options.num_blocks:
-            return self._options.num_blocks
-        total_bytes, per_block = self._options.kv_cache_memory_bytes, block_bytes * self._loaded.config.num_layers
-        if total_bytes < per_block:
-            raise ConfigError(f"--kv-cache-memory-bytes {total_bytes} holds no block; one takes {per_block} bytes in all layers")
-        return total_bytes // per_block
-
-
-def _tensor_at(memory: CacheMemory, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    flat = torch.frombuffer(memory.buffer, dtype=dtype, count=prod(shape), offset=offset)
-    return flat.view(shape)
+    @property
+    def _allocated(self) -> CacheShape:
+        if self._shape is None:
+            raise LocalProtocolError("the cache was used before it was allocated")
+        return self._shape

@@ -19,6 +19,7 @@ from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorOutput, R
 from kvferry.engine.batch import Batch, Batcher
 from kvferry.engine.blocks import BlockPool
 from kvferry.engine.counters import Counters
+from kvferry.engine.holdings import Holdings
 from kvferry.engine.intake import choose_draw_seed, find_excess, find_fault
 from kvferry.engine.limits import Limits
 from kvferry.engine.messages import AddRequest, RequestOutput, Status
@@ -38,10 +39,11 @@ class Scheduler:
     def __init__(self, limits: Limits, connector: KVConnectorBase_V1 | None = None) -> None:
         self._limits = limits
         self._connector = connector
-        self._pool = BlockPool(limits.num_blocks)
+        self._pool = BlockPool(limits.num_blocks, len(limits.groups))
+        self._holdings = Holdings(limits, self._pool)
         self._queues = SequenceQueues()
         self._counters = Counters()
-        self._batcher = Batcher(limits, self._pool, self._queues, self._counters, connector)
+        self._batcher = Batcher(limits, self._holdings, self._queues, self._counters, connector)
         self._batch = Batch(limits)
         self._finished_ids: set[str] = set()
         self._load_failures: dict[str, str] = {}
@@ -159,6 +161,9 @@ class Scheduler:
         params = None
         if self._connector is not None:
             self._finished_ids.add(seq.request_id)
+            if seq.tables and not seq.hold:
+                # A peer computes the last token again, so what that one looks at is all that is worth keeping for it.
+                self._holdings.give_back_unseen(seq, max(0, seq.num_computed_tokens - 1))
             is_delayed, params = self._tell_finished(self._connector, seq)
             if is_delayed:
                 seq.hold |= Hold.SENDING
@@ -166,18 +171,18 @@ class Scheduler:
         return params
 
     def _tell_finished(self, connector: KVConnectorBase_V1, seq: Sequence) -> tuple[bool, dict[str, Any] | None]:
-        block_ids = seq.block_ids[: self._limits.blocks_for(seq.num_computed_tokens)]
+        num_blocks = self._limits.blocks_for(seq.num_computed_tokens)
+        block_ids = tuple(table.block_ids[:num_blocks] for table in seq.tables) or tuple([] for _ in self._limits.groups)
         if isinstance(connector, SupportsHMA):
-            return connector.request_finished_all_groups(seq, (block_ids,))
-        return connector.request_finished(seq, block_ids)
+            return connector.request_finished_all_groups(seq, block_ids)
+        return connector.request_finished(seq, block_ids[0])
 
     def _settle(self, seq: Sequence) -> None:
         """Forget a finished request, or keep its blocks while somebody touches them."""
         if seq.hold:
             self._queues.held[seq.request_id] = seq
             return
-        self._pool.release(seq.block_ids)
-        seq.block_ids = []
+        self._holdings.release(seq)
         self._queues.held.pop(seq.request_id, None)
         del self._queues.known[seq.request_id]
 
@@ -216,7 +221,7 @@ class Scheduler:
             # Its blocks turned out to be invalid in this step: what was computed from them does not count.
             return None
         seq.num_computed_tokens += len(piece.token_ids)
-        self._publish(seq)
+        self._holdings.publish(seq)
         if piece.sampling is None:
             return None
         if token is None:
@@ -239,16 +244,6 @@ class Scheduler:
             kv_transfer_params=self._finish(seq, stop.status),
             num_cached_tokens=seq.num_saved_tokens,
         )
-
-    def _publish(self, seq: Sequence) -> None:
-        """Let others share the blocks that are full and computed, or loaded and not to be written again."""
-        if not self._limits.enable_prefix_caching:
-            return
-        num_full = seq.num_computed_tokens // self._limits.block_size
-        hashes = seq.block_hashes(self._limits.block_size)
-        for index in range(seq.num_published_blocks, num_full):
-            self._pool.publish(seq.block_ids[index], hashes[index])
-        seq.num_published_blocks = max(seq.num_published_blocks, num_full)
 
     # -- what the connector reports --------------------------------------------------------------------------------
 
@@ -292,7 +287,7 @@ class Scheduler:
         loaded = seq.num_computed_tokens + seq.matched.external_tokens
         # The last token is computed again for its logits; its block is published after that, never written while shared.
         seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
-        self._publish(seq)
+        self._holdings.publish(seq)
         self._queues.make_ready(seq)
 
     def _refuse_load(self, seq: Sequence, failure: str) -> list[RequestOutput]:
@@ -317,15 +312,19 @@ class Scheduler:
 
     def _drop_invalid(self, block_ids: set[int]) -> list[RequestOutput]:
         """Blocks that a load should have filled and did not: nothing that was computed from them counts."""
-        for block in block_ids & set(range(self._limits.num_blocks)):
+        block_ids = {block for block in block_ids if 0 <= block < self._limits.num_blocks}
+        if not block_ids:
+            return []
+        for block in block_ids:
             self._pool.forget(block)
         reason = f"{len(block_ids)} blocks were reported as not loaded"
         for request_id, seq in self._queues.loading.items():
-            if not block_ids.isdisjoint(seq.block_ids):
+            if any(not block_ids.isdisjoint(table.block_ids) for table in seq.tables):
                 self._load_failures.setdefault(request_id, reason)
         outputs: list[RequestOutput] = []
         for seq in [*self._queues.ready, *self._queues.running]:
-            if not block_ids.isdisjoint(seq.block_ids[: self._limits.blocks_for(seq.num_computed_tokens)]):
+            num_used = self._limits.blocks_for(seq.num_computed_tokens)
+            if any(not block_ids.isdisjoint(table.block_ids[:num_used]) for table in seq.tables):
                 self._queues.leave(seq)
                 outputs += self._refuse_load(seq, reason)
         return outputs

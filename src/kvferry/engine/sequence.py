@@ -10,7 +10,7 @@ from enum import Enum, Flag, auto
 from typing import Any
 
 from kvferry.connectors.contract import RequestStatus
-from kvferry.engine.blocks import hash_block, hash_root
+from kvferry.engine.blocks import GroupTable, hash_block, hash_root
 from kvferry.engine.messages import AddRequest
 from kvferry.engine.step import SamplingParams
 
@@ -59,10 +59,9 @@ class Sequence:
     """Prompt and output."""
     status: RequestStatus = field(default=RequestStatus.WAITING, init=False)
     num_computed_tokens: int = field(default=0, init=False)
-    """Leading tokens whose KV is in `block_ids`, complete and usable."""
-    block_ids: list[int] = field(default_factory=list, init=False)
-    num_published_blocks: int = field(default=0, init=False)
-    """Leading blocks that the pool knows by their hashes."""
+    """Leading tokens whose KV is in `tables`, complete and usable as far as any later token looks at it."""
+    tables: tuple[GroupTable, ...] = field(default=(), init=False)
+    """Per KV-cache group; all of one length. None at all while it holds nothing."""
     matched: Match = field(default=Match(), init=False)
     """Of the last admission."""
     num_cached_tokens: int = field(default=0, init=False)
@@ -106,6 +105,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_places(self) -> int:
+        """Blocks of tokens that the tables have room for."""
+        return len(self.tables[0].block_ids) if self.tables else 0
 
     @property
     def draw_seed(self) -> int:

@@ -37,8 +37,9 @@ class SequenceSlice:
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_ids: tuple[int, ...]
-    """The sequence's whole block table so far, enough for `start + len(token_ids)` tokens."""
+    block_ids: tuple[tuple[int, ...], ...]
+    """The sequence's whole block table so far per KV-cache group, each from token 0 on and enough for `start + len(token_ids)` tokens;
+    `HOLE` where a block was given back because no token from `start` on looks at it."""
     sampling: SamplingParams | None
     """None: these are not the last known tokens, nothing is sampled."""
     draw_seed: int = 0

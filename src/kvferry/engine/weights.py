@@ -1,26 +1,26 @@
 """The weights of one tensor-parallel rank, cut out of a checkpoint.
 
-Heads and feed-forward columns are split evenly: rank r of t holds output rows [r/t, (r+1)/t) of q, k, v, gate and up, the matching input
-columns of o and down (their products are summed over ranks), and its share of the output vocabulary. Norms and input embeddings are whole
-on every rank. Reads files; otherwise pure.
+Query heads and feed-forward columns are split evenly: rank r of t holds output rows [r/t, (r+1)/t) of q, gate and up, the matching input
+columns of o and down (their products are summed over ranks), and its share of the output vocabulary. KV heads are split likewise; with
+more ranks than KV heads, neighbours hold the same one. Norms, input embeddings and what makes latents are whole on every rank.
+Reads files; otherwise pure.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 
 import torch
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.checkpoint import Checkpoint
-from kvferry.engine.model_config import ModelConfig
+from kvferry.engine.model_config import LatentShape, ModelConfig
 from kvferry.engine.precision import Precision
-from kvferry.errors import ConfigError
+from kvferry.engine.tensor_shapes import check_shapes
+from kvferry.protocol.ranks import heads_of
 
-__all__ = ["LayerWeights", "Linear", "ModelWeights", "load_weights"]
+__all__ = ["HeadWeights", "LatentWeights", "LayerWeights", "Linear", "ModelWeights", "Norm", "load_weights"]
 
-IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)
-"""Old Llama files carry the rotary frequencies, which follow from the configuration."""
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek-V2's norms of latents do not follow rms_norm_eps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,24 +33,67 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    input_norm: torch.Tensor
+class Norm:
+    """Root mean square norm over the last dimension, in at least float32; multiplied in the format of `weight`."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return ((wide * scale).to(self.weight.dtype) * self.weight).to(values.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Attention with K and V of its own per KV head."""
+
     qkv: Linear
     """Rows of this rank's q heads, then k heads, then v heads."""
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    num_kv_heads: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """Attention whose heads share a latent; `keys` and `values` are what each head makes of it."""
+
+    query_down: Linear | None
+    query_norm: Norm | None
+    query: Linear
+    """Rows of this rank's heads."""
+    down: Linear
+    """To the latent and the key that is rotated."""
+    norm: Norm
+    """Of the latent."""
+    keys: torch.Tensor
+    """[heads, qk_nope_head_dim, kv_lora_rank]"""
+    values: torch.Tensor
+    """[heads, v_head_dim, kv_lora_rank]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    input_norm: Norm
+    attention: HeadWeights | LatentWeights
     output: Linear
     """Its bias is on rank 0 only, because the ranks' products are summed."""
-    post_norm: torch.Tensor
+    output_norm: Norm | None
+    """Of the sum, before it is added to the hidden state."""
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
+    down_norm: Norm | None
+    """Of the sum, before it is added to the hidden state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
+    norm: Norm
     lm_head: Linear
     """This rank's share of the vocabulary, padded with zero rows so that all shares are equal."""
 
@@ -58,15 +101,15 @@ class ModelWeights:
 def load_weights(config: ModelConfig, checkpoint: Checkpoint, parallel: ParallelConfig, precision: Precision) -> ModelWeights:
     """Everything is checked against the configuration before the first tensor is read."""
     config.check_tensor_parallel(parallel.tp_size)
-    _check_shapes(config, checkpoint)
-    share = _Share(checkpoint, parallel, precision)
+    check_shapes(config, checkpoint)
+    share = _Share(checkpoint, config, parallel, precision)
     embedding = share.whole("model.embed_tokens.weight")
     is_tied = config.has_tied_embeddings
     lm_head = share.vocabulary_of(embedding) if is_tied else share.vocabulary("lm_head.weight", config.vocab_size)
     return ModelWeights(
         embedding=embedding,
         layers=tuple(_load_layer(config, share, f"model.layers.{layer}.") for layer in range(config.num_layers)),
-        norm=share.whole("model.norm.weight"),
+        norm=share.norm("model.norm"),
         lm_head=Linear(lm_head),
     )
 
@@ -76,8 +119,13 @@ class _Share:
     """Reads this rank's part of a tensor, in the format of the arithmetic."""
 
     checkpoint: Checkpoint
+    config: ModelConfig
     parallel: ParallelConfig
     precision: Precision
+
+    @property
+    def kv_heads(self) -> range:
+        return heads_of(self.parallel.tp_rank, self.parallel.tp_size, self.config.attention.num_kv_heads)
 
     def whole(self, name: str) -> torch.Tensor:
         return self._cast(self.checkpoint.read(name))
@@ -85,13 +133,22 @@ class _Share:
     def optional(self, name: str) -> torch.Tensor | None:
         return self.whole(name) if name in self.checkpoint.tensors else None
 
+    def norm(self, prefix: str, eps: float | None = None) -> Norm:
+        """Gemma counts weights from 1 and multiplies before it rounds."""
+        weight = self.whole(f"{prefix}.weight")
+        if self.config.is_gemma:
+            weight = weight.to(self.precision.attention) + 1
+        return Norm(weight, self.config.norm_eps if eps is None else eps)
+
     def rows(self, *names: str) -> torch.Tensor:
         """This rank's rows of several tensors, one below the other."""
-        parts = [self.checkpoint.read(name, rows=self._part(self.checkpoint.tensors[name].shape[0])) for name in names]
-        return self._cast(torch.cat(parts))
+        return self._cast(torch.cat([self.checkpoint.read(name, rows=self._rows_of(name)) for name in names]))
 
     def columns(self, name: str) -> torch.Tensor:
         return self._cast(self.checkpoint.read(name, columns=self._part(self.checkpoint.tensors[name].shape[1])))
+
+    def replicated(self, prefix: str) -> Linear:
+        return Linear(self.whole(f"{prefix}.weight"), self.optional(f"{prefix}.bias"))
 
     def column_parallel(self, *prefixes: str) -> Linear:
         has_bias = f"{prefixes[0]}.bias" in self.checkpoint.tensors
@@ -110,6 +167,12 @@ class _Share:
         """The same of tensors that are tied to the embedding; a view of it unless rows must be added."""
         return self._padded(embedding[self._vocabulary_rows(len(embedding))], len(embedding))
 
+    def _rows_of(self, name: str) -> slice:
+        if name.endswith((".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias")):
+            head_dim = self.config.attention.head_dim
+            return slice(self.kv_heads.start * head_dim, self.kv_heads.stop * head_dim)
+        return self._part(self.checkpoint.tensors[name].shape[0])
+
     def _part(self, total: int) -> slice:
         step = total // self.parallel.tp_size
         return slice(self.parallel.tp_rank * step, (self.parallel.tp_rank + 1) * step)
@@ -127,60 +190,42 @@ class _Share:
 
 
 def _load_layer(config: ModelConfig, share: _Share, prefix: str) -> LayerWeights:
-    attention = f"{prefix}self_attn."
+    latent = config.attention.latent
+    is_gemma = config.is_gemma
     return LayerWeights(
-        input_norm=share.whole(f"{prefix}input_layernorm.weight"),
-        qkv=share.column_parallel(f"{attention}q_proj", f"{attention}k_proj", f"{attention}v_proj"),
-        q_norm=share.optional(f"{attention}q_norm.weight"),
-        k_norm=share.optional(f"{attention}k_norm.weight"),
-        output=share.row_parallel(f"{attention}o_proj"),
-        post_norm=share.whole(f"{prefix}post_attention_layernorm.weight"),
+        input_norm=share.norm(f"{prefix}input_layernorm"),
+        attention=_load_heads(config, share, f"{prefix}self_attn.")
+        if latent is None
+        else _load_latent(latent, share, f"{prefix}self_attn."),
+        output=share.row_parallel(f"{prefix}self_attn.o_proj"),
+        output_norm=share.norm(f"{prefix}post_attention_layernorm") if is_gemma else None,
+        mlp_norm=share.norm(f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"),
         gate_up=share.column_parallel(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
         down=share.row_parallel(f"{prefix}mlp.down_proj"),
+        down_norm=share.norm(f"{prefix}post_feedforward_layernorm") if is_gemma else None,
     )
 
 
-def _check_shapes(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    expected = dict(_expected_shapes(config))
-    for name, shape in expected.items():
-        stored = checkpoint.tensors.get(name)
-        if stored is None:
-            raise ConfigError(f"{config.directory}: tensor {name} is missing from the weights; copy the whole checkpoint")
-        if stored.shape != shape:
-            raise ConfigError(f"{stored.path}: tensor {name} has shape {list(stored.shape)} where config.json needs {list(shape)}")
-    for name in sorted(checkpoint.tensors.keys() - expected.keys()):
-        is_tied_copy = name == "lm_head.weight" and config.has_tied_embeddings
-        if not is_tied_copy and not any(fnmatch(name, pattern) for pattern in IGNORED_TENSORS):
-            raise ConfigError(
-                f"{checkpoint.tensors[name].path}: tensor {name} is not part of a {config.architecture} as config.json describes it"
-            )
+def _load_heads(config: ModelConfig, share: _Share, prefix: str) -> HeadWeights:
+    has_norms = config.attention.has_qk_norm
+    return HeadWeights(
+        qkv=share.column_parallel(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
+        num_kv_heads=len(share.kv_heads),
+        q_norm=share.norm(f"{prefix}q_norm") if has_norms else None,
+        k_norm=share.norm(f"{prefix}k_norm") if has_norms else None,
+    )
 
 
-def _expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
-    yield "model.norm.weight", (config.hidden_size,)
-    if not config.has_tied_embeddings:
-        yield "lm_head.weight", (config.vocab_size, config.hidden_size)
-    for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config):
-            yield f"model.layers.{layer}.{name}", shape
-
-
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    attention, hidden = config.attention, config.hidden_size
-    heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
-    for name, count in heads.items():
-        yield f"self_attn.{name}_proj.weight", (count * attention.head_dim, hidden)
-        if attention.has_qkv_bias:
-            yield f"self_attn.{name}_proj.bias", (count * attention.head_dim,)
-    yield "self_attn.o_proj.weight", (hidden, attention.num_heads * attention.head_dim)
-    if attention.has_output_bias:
-        yield "self_attn.o_proj.bias", (hidden,)
-    if attention.has_qk_norm:
-        yield "self_attn.q_norm.weight", (attention.head_dim,)
-        yield "self_attn.k_norm.weight", (attention.head_dim,)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    yield "mlp.gate_proj.weight", (config.intermediate_size, hidden)
-    yield "mlp.up_proj.weight", (config.intermediate_size, hidden)
-    yield "mlp.down_proj.weight", (hidden, config.intermediate_size)
+def _load_latent(latent: LatentShape, share: _Share, prefix: str) -> LatentWeights:
+    is_direct = latent.q_lora_rank is None
+    up = share.rows(f"{prefix}kv_b_proj.weight").unflatten(0, (-1, latent.qk_nope_head_dim + latent.v_head_dim))
+    keys, values = up.split((latent.qk_nope_head_dim, latent.v_head_dim), dim=1)
+    return LatentWeights(
+        query_down=None if is_direct else share.replicated(f"{prefix}q_a_proj"),
+        query_norm=None if is_direct else share.norm(f"{prefix}q_a_layernorm", LATENT_NORM_EPS),
+        query=share.column_parallel(f"{prefix}q_proj" if is_direct else f"{prefix}q_b_proj"),
+        down=share.replicated(f"{prefix}kv_a_proj_with_mqa"),
+        norm=share.norm(f"{prefix}kv_a_layernorm", LATENT_NORM_EPS),
+        keys=keys.contiguous(),
+        values=values.contiguous(),
+    )

@@ -34,6 +34,7 @@ class SideChannel:
         self._wake_engine = wake_engine
         self._released: deque[HandBack] = deque(maxlen=MAX_RELEASED)
         self._num_dropped = 0
+        self._num_told = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
 
@@ -41,6 +42,11 @@ class SideChannel:
     def num_dropped(self) -> int:
         """Messages that were malformed, forged or out of place."""
         return self._num_dropped
+
+    def take_num_dropped(self) -> int:
+        """How many of them since the last call."""
+        before, self._num_told = self._num_told, self._num_dropped
+        return self._num_told - before
 
     @property
     def has_released(self) -> bool:

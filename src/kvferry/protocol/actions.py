@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.handshake import PlaneChoice
 from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo
 from kvferry.protocol.placement import Placement
-from kvferry.protocol.planning import Geometry, Pieces
+from kvferry.protocol.planning import Pieces
 from kvferry.types import PeerId, RequestId
 
 __all__ = ["Action", "ClosePeer", "Expose", "HangUp", "OpenPeer", "Place", "Send", "StartRead", "StopRead"]

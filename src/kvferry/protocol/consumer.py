@@ -27,7 +27,7 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
-from kvferry.protocol.planning import plan_placement, plan_read
+from kvferry.protocol.planning import Pieces, plan_placement, plan_read
 from kvferry.protocol.pulls import Destination, Pull, PullTable, reader_name
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TROUBLE, TransferEvent, TransferState, next_state
@@ -177,7 +177,7 @@ class Consumer:
         for peer_id in self._beats.lost(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull))
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull, now))
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer.life)
             if peer is not None and peer.is_ready:
@@ -243,14 +243,8 @@ class Consumer:
         peer = self._peers.get(pull.life)
         assert peer is not None
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
-        ours, theirs = self._settings.peers.geometry, pull.ticket.block_ids()
         try:
-            plans = {
-                rank: plan_read(ours, peer.geometries[rank], visit.heads, pull.to.blocks, theirs, pull.to.tokens)
-                for rank, visit in peer.visits.items()
-            }
-            visited = [peer.geometries[rank] for rank in peer.visits]
-            pull.to.placements = tuple(plan_placement(ours, visited, pull.to.blocks, pull.to.tokens, pull.to.needed_from))
+            plans = self._plan(pull, peer)
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
@@ -261,6 +255,21 @@ class Consumer:
             self._actions += [Send(peer.control_address(rank), beat) for rank in plans]
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
+
+    def _plan(self, pull: Pull, peer: Peer) -> dict[int, list[Pieces]]:
+        """What to read from each rank; the pull is told what is to be put in order afterwards."""
+        ours, to, ticket = self._settings.peers.geometry, pull.to, pull.ticket
+        visited = {rank: peer.geometries[rank] for rank in peer.visits}
+        for geometry in visited.values():
+            if geometry.block_size != ticket.block_size:
+                raise RemoteProtocolError(
+                    f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold {geometry.block_size}"
+                )
+        to.placements = tuple(plan_placement(ours, list(visited.values()), to.blocks, to.tokens))
+        return {
+            rank: plan_read(ours, geometry, peer.visits[rank].heads, to.blocks, ticket.block_ids(), to.tokens, to.needed_from)
+            for rank, geometry in visited.items()
+        }
 
     def _stop_reads(self, pull: Pull) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
@@ -327,7 +336,7 @@ class Consumer:
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
-        peer_id = self._peer_at(address)
+        peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
         self._beats.answered(peer_id, message.beat)
@@ -367,19 +376,15 @@ class Consumer:
         peer = self._peers.get(pull.life)
         return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
 
-    def _peer_at(self, address: str) -> PeerId | None:
-        peers = [peer for life in self._pulls.lives() if (peer := self._peers.get(life)) is not None]
-        return next((peer.peer_id(rank) for peer in peers for rank in peer.layouts if peer.control_address(rank) == address), None)
-
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
 
-    def _overdue_reason(self, pull: Pull) -> str:
+    def _overdue_reason(self, pull: Pull, now: float) -> str:
         settings = self._settings
         match pull.state:
-            case TransferState.MOVING:
+            case TransferState.MOVING if now < pull.to.give_up_at:
                 return f"the read did not end within {settings.read_timeout_s:g} s"
-            case TransferState.CONFIRMING:
+            case TransferState.CONFIRMING if now < pull.to.give_up_at:
                 return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {settings.receive_timeout_s:g} s"

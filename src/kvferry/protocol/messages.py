@@ -4,7 +4,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
-    3  host buffers: Ready, `is_staged` in RankLayout
+    3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
 """
 
 from typing import Annotated
@@ -46,6 +46,7 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 
 MAX_LEASES_PER_BEAT = 1000
 MAX_COMPANIONS = 1000
+MAX_AXES = 8
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -152,7 +153,10 @@ class RegionInfo(msgspec.Struct, frozen=True):
     memory: str
     device: int
     group: int = 0
-    head_runs: int = 0
+    axes: Annotated[list[tuple[str, int, int]], msgspec.Meta(max_length=MAX_AXES)] | None = None
+    """Of a block, outermost first: what it counts (`layer`, `token`, `head`), how many, how many bytes apart. None: not known."""
+    layers: list[str] = []
+    """That share its blocks, in the order of the layer axis; none: the one it is named after."""
 
 
 class OfferInfo(msgspec.Struct, frozen=True):

@@ -2,16 +2,18 @@
 
 Handshakes run side by side, each with its own deadline, so a dead peer delays no other. A failed one is remembered for a growing time
 (0.5 s to 10 s), in which requests to that engine life fail at once; a restarted engine is another life and is tried at once.
+What is asked of the book once per turn looks only at those it concerns: with 200 ready peers a turn would cost as much as a read.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
+from kvferry.protocol.geometry import Geometry, check_geometry, geometry_from_layout
 from kvferry.protocol.handshake import candidate_planes, check_reply
 from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
-from kvferry.protocol.planning import Geometry, check_geometry, geometry_from_layout
 from kvferry.protocol.ranks import Visit, visits
 from kvferry.types import Address, EngineLife, PeerId
 
@@ -83,6 +85,9 @@ class PeerBook:
         """What is to be done is appended to `actions`, among what others append there, so that the order is the true one."""
         self._settings = settings
         self._peers: dict[EngineLife, Peer] = {}
+        self._unready: dict[EngineLife, Peer] = {}
+        self._by_control: dict[str, PeerId] = {}
+        self._look_for_idle_at = math.inf
         self._rejections: dict[EngineLife, _Rejection] = {}
         self._nonce = 0
         self._actions = actions
@@ -92,6 +97,10 @@ class PeerBook:
 
     def get(self, life: EngineLife) -> Peer | None:
         return self._peers.get(life)
+
+    def at(self, control_address: str) -> PeerId | None:
+        """Whose control channel that is; of several lives at one address, the last to come."""
+        return self._by_control.get(control_address)
 
     def ensure(self, life: EngineLife, address: Address, tp_size: int, now: float) -> Peer | LostPeer:
         """The peer, a producer of that TP, whose handshake starts now if it is new; or why it is out of reach for the moment."""
@@ -105,7 +114,8 @@ class PeerBook:
         ours = self._settings.geometry
         planned = {visit.rank: visit for visit in visits(ours.tp_rank, ours.tp_size, tp_size, ours.total_kv_heads)}
         peer = Peer(life, f"tcp://{address}", tp_size, planned, now + self._settings.handshake_timeout_s, {}, used_at=now)
-        self._peers[life] = peer
+        self._peers[life] = self._unready[life] = peer
+        self._look_for_idle_at = min(self._look_for_idle_at, now + self._settings.idle_ttl_s)
         for rank in planned:
             self._nonce += 1
             peer.waiting[self._nonce] = rank
@@ -114,7 +124,7 @@ class PeerBook:
 
     def receive(self, reply: HandshakeReply | HandshakeRefused, now: float) -> LostPeer | None:
         """Take an answer; unknown nonces (late, or not ours) are ignored. A lost peer has been forgotten."""
-        peer = next((p for p in self._peers.values() if reply.nonce in p.waiting), None)
+        peer = next((p for p in self._unready.values() if reply.nonce in p.waiting), None)
         if peer is None:
             return None
         rank = peer.waiting[reply.nonce]
@@ -137,6 +147,7 @@ class PeerBook:
         peer.planes[peer_id.tp_rank] = plane
         if not peer.is_ready:
             return None
+        self._unready.pop(peer.life, None)
         self._rejections.pop(peer.life, None)
         return peer
 
@@ -146,16 +157,22 @@ class PeerBook:
         return [lost for life in lives if (lost := self.lose(life, f"the connection to {address} was lost", now)) is not None]
 
     def advance(self, now: float) -> list[LostPeer]:
-        overdue = [peer.life for peer in self._peers.values() if not peer.is_ready and peer.deadline <= now]
+        overdue = [peer.life for peer in self._unready.values() if peer.deadline <= now]
         reason = f"no answer to the handshake within {self._settings.handshake_timeout_s:g} s"
         return [lost for life in overdue if (lost := self.lose(life, f"{reason} ({self._peers[life].address})", now)) is not None]
 
-    def evict_idle(self, now: float, busy: set[EngineLife]) -> None:
+    def evict_idle(self, now: float, busy: Container[EngineLife]) -> None:
         """Forget ready peers that nothing has used for `idle_ttl_s`."""
         ttl = self._settings.idle_ttl_s
+        if ttl <= 0 or now < self._look_for_idle_at:
+            return
         for peer in list(self._peers.values()):
-            if ttl > 0 and peer.is_ready and peer.life not in busy and peer.used_at + ttl <= now:
+            if peer.life in busy or not peer.is_ready:
+                peer.used_at = now
+            elif peer.used_at + ttl <= now:
                 self._forget(peer)
+        # Use only makes a peer younger, so nobody is due before the oldest of now.
+        self._look_for_idle_at = min((peer.used_at + ttl for peer in self._peers.values()), default=math.inf)
 
     def lose(self, life: EngineLife, reason: str, now: float) -> LostPeer | None:
         """Forget a peer. One that never became ready is remembered, so that the next requests fail at once instead of waiting again;
@@ -175,7 +192,7 @@ class PeerBook:
         return lost
 
     def next_deadline(self) -> float | None:
-        return min((peer.deadline for peer in self._peers.values() if not peer.is_ready), default=None)
+        return min((peer.deadline for peer in self._unready.values()), default=None)
 
     def _accept(self, peer: Peer, rank: int, reply: HandshakeReply) -> None:
         settings = self._settings
@@ -189,16 +206,22 @@ class PeerBook:
             raise KVFerryError(_no_plane(settings, layout))
         peer.layouts[rank] = layout
         peer.geometries[rank] = geometry
+        self._by_control[layout.control_address] = peer.peer_id(rank)
         self._actions.append(OpenPeer(peer.peer_id(rank), geometry, tuple(layout.offers), tuple(choices)))
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.life]
-        self._actions += [ClosePeer(peer.peer_id(rank), peer.control_address(rank)) for rank in peer.layouts]
+        self._unready.pop(peer.life, None)
+        for rank in peer.layouts:
+            peer_id, address = peer.peer_id(rank), peer.control_address(rank)
+            if self._by_control.get(address) == peer_id:
+                del self._by_control[address]
+            self._actions.append(ClosePeer(peer_id, address))
         if peer.waiting:
             self._hang_up_unless_shared(peer)
 
     def _hang_up_unless_shared(self, peer: Peer) -> None:
-        if not any(p.waiting and p.address == peer.address for p in self._peers.values() if p is not peer):
+        if not any(p.waiting and p.address == peer.address for p in self._unready.values() if p is not peer):
             self._actions.append(HangUp(peer.address))
 
     @staticmethod

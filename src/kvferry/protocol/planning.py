@@ -1,26 +1,33 @@
 """From two caches' geometry and two block lists to the pieces that move. Integer arithmetic only; pure.
 
-What cannot be planned is refused at the handshake, by `check_geometry`, with the reason. Block ids come from a ticket, so they are
-checked here against what the handshake said before any offset is computed.
+Both sides' blocks are cut into grains: as many tokens as the smaller block holds. A grain lies in one block on each side, so one template
+of runs, made once for two arrangements, is laid over all of them:
+
+    ours, 8 tokens      |  a:  0 .. 7                    |  b:  8 .. 15                   |
+    theirs, 4           |  p:  0 .. 3   |  q:  4 .. 7    |  r:  8 .. 11  |  s: 12 .. 15   |
+    grains                     0               1                2               3
+
+Block ids come from a ticket, so they are checked here against what the handshake said before any offset is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.messages import RankLayout
+from kvferry.errors import RemoteProtocolError
+from kvferry.protocol.arrangement import arrival_axes, common_steps, offsets_along, reads_in_producers_order
+from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.placement import Placement
-from kvferry.protocol.ranks import can_divide, heads_of
 from kvferry.protocol.tickets import HOLE
-from kvferry.types import KVLayout, MemoryKind, Region
+from kvferry.types import Axis, AxisKind, MemoryKind, Region
 
-__all__ = ["Geometry", "Pieces", "check_geometry", "geometry_from_layout", "plan_placement", "plan_read"]
+__all__ = ["Pieces", "plan_placement", "plan_read"]
 
-_MAX_ADDRESS = 1 << 63
-_MAX_DEVICE = 1 << 20
+Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +40,8 @@ class Pieces:
     local_region: int
     remote_region: int
     piece_bytes: int
-    local_offsets: npt.NDArray[np.int64]
-    remote_offsets: npt.NDArray[np.int64]
+    local_offsets: Offsets
+    remote_offsets: Offsets
 
     @property
     def total_bytes(self) -> int:
@@ -42,90 +49,38 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """How one worker's cache is cut: what planning needs of it."""
+class _Cut:
+    """What of one grain moves, and where in its block: these layers, tokens and heads of an arrangement."""
 
-    tp_rank: int
-    tp_size: int
-    block_size: int
-    num_blocks: int
-    layout: KVLayout
-    num_kv_heads: int
-    """Heads in this worker's cache."""
-    head_dim: int
-    regions: tuple[Region, ...]
-    total_kv_heads: int
-    """Heads of all ranks together, each counted once."""
+    axes: tuple[Axis, ...]
+    layers: tuple[int, ...]
+    tokens: range
+    heads: range
 
-    @property
-    def heads(self) -> range:
-        return heads_of(self.tp_rank, self.tp_size, self.total_kv_heads)
-
-    @property
-    def can_cut_blocks(self) -> bool:
-        """Whether it is known where in a block each head lies."""
-        return all(r.head_runs > 0 and r.block_bytes % (r.head_runs * self.num_kv_heads) == 0 for r in self.regions)
+    def offsets(self) -> Offsets:
+        layers = offsets_along(self.axes, AxisKind.LAYER)[list(self.layers)]
+        tokens = offsets_along(self.axes, AxisKind.TOKEN)[self.tokens.start : self.tokens.stop]
+        heads = offsets_along(self.axes, AxisKind.HEAD)[self.heads.start : self.heads.stop]
+        return (layers[:, None, None] + heads[:, None] + tokens).ravel()
 
 
-def geometry_from_layout(layout: RankLayout) -> Geometry:
-    """A peer's geometry, checked for sense; RemoteProtocolError otherwise."""
-    try:
-        regions = tuple(
-            Region(r.name, r.address, r.block_bytes, r.stride_bytes, r.num_blocks, MemoryKind(r.memory), r.device, r.group, r.head_runs)
-            for r in layout.regions
-        )
-        geometry = Geometry(
-            layout.tp_rank,
-            layout.tp_size,
-            layout.block_size,
-            layout.num_blocks,
-            KVLayout(layout.layout),
-            layout.num_kv_heads,
-            layout.head_dim,
-            regions,
-            layout.total_kv_heads,
-        )
-    except ValueError as error:
-        raise RemoteProtocolError(f"a layout that cannot be read: {error}") from None
-    sizes = (layout.tp_size, layout.block_size, layout.num_blocks, layout.num_kv_heads, layout.total_kv_heads, layout.head_dim)
-    is_good = (
-        min(sizes) > 0
-        and 0 <= layout.tp_rank < layout.tp_size
-        and len(regions) > 0
-        and all(r.num_blocks == layout.num_blocks and 0 < r.block_bytes <= r.stride_bytes and r.group >= 0 for r in regions)
-        and all(r.address >= 0 and r.address + r.size_bytes <= _MAX_ADDRESS for r in regions)
-        and all(0 <= r.device < _MAX_DEVICE for r in regions)
-    )
-    if not is_good:
-        raise RemoteProtocolError("a layout whose numbers do not fit together")
-    return geometry
+@dataclass(frozen=True, slots=True, eq=False)
+class _Template:
+    """Runs of equal size within a block on each side."""
+
+    run_bytes: int
+    local: Offsets
+    remote: Offsets
 
 
-def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
-    """IncompatiblePeer, naming each field, when blocks of `remote` cannot be placed into `local`."""
-    total = local.total_kv_heads
-    can_plan = can_divide(total, remote.tp_size) and (
-        local.num_kv_heads == remote.num_kv_heads or (local.can_cut_blocks and remote.can_cut_blocks)
-    )
-    pairs: dict[str, tuple[object, object]] = {
-        "block_size": (local.block_size, remote.block_size),
-        "kv_cache_layout": (str(local.layout), str(remote.layout)),
-        "total_kv_heads": (total, remote.total_kv_heads),
-        "num_kv_heads": (len(heads_of(remote.tp_rank, remote.tp_size, total)), remote.num_kv_heads),
-        "head_dim": (local.head_dim, remote.head_dim),
-        "regions": ([r.name for r in local.regions], [r.name for r in remote.regions]),
-        "block_bytes": (
-            [r.block_bytes * remote.num_kv_heads // local.num_kv_heads for r in local.regions],
-            [r.block_bytes for r in remote.regions],
-        ),
-        "head_runs": ([r.head_runs for r in local.regions], [r.head_runs for r in remote.regions]),
-        "groups": ([r.group for r in local.regions], [r.group for r in remote.regions]),
-    }
-    differences = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if not can_plan:
-        differences["tp_size"] = (local.tp_size, remote.tp_size)
-    if differences:
-        raise IncompatiblePeer(peer, differences)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grains:
+    """The grains of one group that are read: number within our block and within theirs, and the blocks."""
+
+    in_local: Offsets
+    in_remote: Offsets
+    local_blocks: Offsets
+    remote_blocks: Offsets
 
 
 def plan_read(
@@ -135,56 +90,173 @@ def plan_read(
     local_blocks: Sequence[Sequence[int]],
     remote_blocks: Sequence[Sequence[int]],
     tokens: range,
+    needed_from: Sequence[int] = (),
 ) -> list[Pieces]:
     """Pieces that fill our blocks with the KV of `tokens` (positions) and `heads`, which both sides hold.
 
     Both lists hold each group's blocks from token 0 on. Where ours has a hole, nothing is needed; where only theirs has one, there is no
-    plan.
+    plan, but for tokens before the group's `needed_from`, which nobody will look at.
     """
-    first, end = tokens.start // local.block_size, -(-tokens.stop // local.block_size)
-    if end <= first or not heads:
+    if not tokens or not heads:
         return []
     groups = {region.group for region in local.regions}
-    wanted = {g: _block_slice(local_blocks, g, first, end, "our") for g in groups}
-    ours = {g: _existing(blocks[blocks != HOLE], local.num_blocks, "our") for g, blocks in wanted.items()}
-    theirs = {
-        g: _existing(_block_slice(remote_blocks, g, first, end, "the ticket's")[wanted[g] != HOLE], remote.num_blocks, "the ticket's")
-        for g in groups
+    grains = {
+        group: _grains(local, remote, group, local_blocks, remote_blocks, tokens, needed_from[group] if needed_from else 0)
+        for group in groups
     }
-    are_whole = len(heads) == local.num_kv_heads == remote.num_kv_heads
-    plan = []
-    for index, (a, b) in enumerate(zip(local.regions, remote.regions, strict=True)):
-        runs = 1 if are_whole else a.head_runs
-        piece_bytes = len(heads) * a.block_bytes // (runs * local.num_kv_heads)
-        to, source = _offsets(local, a, heads, runs, ours[a.group]), _offsets(remote, b, heads, runs, theirs[b.group])
-        if len(to):
-            plan.append(Pieces(index, index, piece_bytes, to, source))
-    return plan
+    items = min(local.block_size, remote.block_size) // max(local.tokens_per_item)
+    mine, other = _Share(items, _within(heads, local)), _Share(items, _within(heads, remote))
+    return [
+        pieces
+        for overlap in _overlaps(local.regions, remote.regions)
+        for pieces in _pieces(overlap, mine, other, grains[overlap.local.group])
+    ]
 
 
-def plan_placement(
-    local: Geometry, remotes: Sequence[Geometry], local_blocks: Sequence[Sequence[int]], tokens: range, needed_from: Sequence[int]
-) -> list[Placement]:
-    """How blocks that arrived as `remotes` arrange theirs are put into our order; nothing where that is the same."""
-    return []
+def plan_placement(local: Geometry, remotes: Sequence[Geometry], local_blocks: Sequence[Sequence[int]], tokens: range) -> list[Placement]:
+    """What `plan_read` brings in a producer's order, once it is here from all of that producer's ranks in `remotes`."""
+    if not tokens or not remotes:
+        return []
+    first, end = tokens.start // local.block_size, -(-tokens.stop // local.block_size)
+    orders: dict[int, set[tuple[Axis, ...] | None]] = {}
+    for remote in remotes:
+        for overlap in _overlaps(local.regions, remote.regions):
+            orders.setdefault(overlap.local_index, set()).add(overlap.axes_here)
+    placements = []
+    for index, region in enumerate(local.regions):
+        if len(orders[index]) > 1:
+            raise RemoteProtocolError("the producer's ranks or layers arrange their blocks differently")
+        came = orders[index].pop()
+        if came is None or region.axes is None or came == region.axes:
+            continue
+        steps = common_steps(came, region.axes)
+        blocks = _block_slice(local_blocks, region.group, first, end, "our")
+        present = _existing(blocks[blocks != HOLE], local.num_blocks, "our")
+        if steps and len(present):
+            shape, arrived, wanted = zip(*((step.count, step.first_bytes, step.second_bytes) for step in steps), strict=True)
+            offsets = present * region.stride_bytes
+            placements.append(Placement(index, region.block_bytes, offsets, region.item_bytes, shape, arrived, wanted))
+    return placements
 
 
-def _offsets(geometry: Geometry, region: Region, heads: range, runs: int, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where `heads` lie: a block is `runs` rows, and each row is the same few bytes of every head in turn."""
-    row_bytes = region.block_bytes // runs
-    head_bytes = row_bytes // geometry.num_kv_heads
-    in_block = np.arange(runs, dtype=np.int64) * row_bytes + (heads.start - geometry.heads.start) * head_bytes
-    return (blocks[:, None] * region.stride_bytes + in_block).ravel()
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """A region of ours and one of theirs that hold some of the same layers."""
+
+    local_index: int
+    remote_index: int
+    local: Region
+    remote: Region
+    local_layers: tuple[int, ...]
+    remote_layers: tuple[int, ...]
+
+    @property
+    def axes_here(self) -> tuple[Axis, ...] | None:
+        """In which order our blocks are filled; None: not known, as a whole."""
+        ours, theirs, item_bytes = self.local.axes, self.remote.axes, self.local.item_bytes
+        if ours is None or theirs is None:
+            return None
+        can_place = self.local.memory is MemoryKind.DRAM
+        return arrival_axes(ours, theirs, item_bytes) if can_place and reads_in_producers_order(ours, theirs, item_bytes) else ours
 
 
-def _block_slice(blocks: Sequence[Sequence[int]], group: int, first: int, end: int, whose: str) -> npt.NDArray[np.int64]:
+def _overlaps(ours: Sequence[Region], theirs: Sequence[Region]) -> list[_Overlap]:
+    place = {layer: (index, number) for index, region in enumerate(theirs) for number, layer in enumerate(region.layer_names)}
+    overlaps = []
+    for index, region in enumerate(ours):
+        shared: dict[int, list[tuple[int, int]]] = {}
+        for number, layer in enumerate(region.layer_names):
+            there, remote_number = place[layer]
+            shared.setdefault(there, []).append((number, remote_number))
+        for there, numbers in shared.items():
+            here, at = zip(*numbers, strict=True)
+            overlaps.append(_Overlap(index, there, region, theirs[there], here, at))
+    return overlaps
+
+
+def _grains(
+    local: Geometry,
+    remote: Geometry,
+    group: int,
+    local_blocks: Sequence[Sequence[int]],
+    remote_blocks: Sequence[Sequence[int]],
+    tokens: range,
+    needed_from: int,
+) -> _Grains:
+    size = min(local.block_size, remote.block_size)
+    first = tokens.start // local.block_size * local.block_size
+    numbers = np.arange(first // size, -(-tokens.stop // size), dtype=np.int64)
+    in_ours, in_theirs = local.block_size // size, remote.block_size // size
+    last = int(numbers[-1])
+    ours = _block_slice(local_blocks, group, 0, last // in_ours + 1, "our")[numbers // in_ours]
+    theirs = _block_slice(remote_blocks, group, 0, last // in_theirs + 1, "the ticket's")[numbers // in_theirs]
+    wanted = (ours != HOLE) & ~((theirs == HOLE) & ((numbers + 1) * size <= needed_from))
+    return _Grains(
+        numbers[wanted] % in_ours,
+        numbers[wanted] % in_theirs,
+        _existing(ours[wanted], local.num_blocks, "our"),
+        _existing(theirs[wanted], remote.num_blocks, "the ticket's"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What of a grain of so many items moves: these heads of a rank's cache."""
+
+    items: int
+    heads: range
+
+    def cut(self, axes: tuple[Axis, ...], layers: tuple[int, ...], number: int) -> _Cut:
+        """Of grain `number` of a block."""
+        return _Cut(axes, layers, range(number * self.items, (number + 1) * self.items), self.heads)
+
+
+def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains) -> Iterator[Pieces]:
+    ours, theirs = overlap.local, overlap.remote
+    axes = overlap.axes_here
+    for here, there in sorted(set(zip(grains.in_local.tolist(), grains.in_remote.tolist(), strict=True))):
+        if axes is not None and theirs.axes is not None:
+            cuts = mine.cut(axes, overlap.local_layers, here), other.cut(theirs.axes, overlap.remote_layers, there)
+            template = _template(*cuts, ours.item_bytes)
+        else:
+            template = _Template(ours.block_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
+        chosen = (grains.in_local == here) & (grains.in_remote == there)
+        yield Pieces(
+            overlap.local_index,
+            overlap.remote_index,
+            template.run_bytes,
+            (grains.local_blocks[chosen][:, None] * ours.stride_bytes + template.local).ravel(),
+            (grains.remote_blocks[chosen][:, None] * theirs.stride_bytes + template.remote).ravel(),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _template(local: _Cut, remote: _Cut, item_bytes: int) -> _Template:
+    """The fewest runs of equal size that move one grain."""
+    to, source = local.offsets(), remote.offsets()
+    order = np.argsort(to)
+    to, source = to[order], source[order]
+    starts = np.flatnonzero(np.append(True, (np.diff(to) != item_bytes) | (np.diff(source) != item_bytes)))
+    sizes = np.diff(np.append(starts, len(to)))
+    items = gcd(*sizes.tolist())
+    kept = np.concatenate([np.arange(start, start + size, items) for start, size in zip(starts, sizes, strict=True)])
+    return _Template(items * item_bytes, to[kept], source[kept])
+
+
+def _within(heads: range, geometry: Geometry) -> range:
+    """Heads of the model as numbers within a rank's cache."""
+    first = geometry.heads.start
+    return range(heads.start - first, heads.stop - first)
+
+
+def _block_slice(blocks: Sequence[Sequence[int]], group: int, first: int, end: int, whose: str) -> Offsets:
     if group >= len(blocks) or len(blocks[group]) < end:
         held = len(blocks[group]) if group < len(blocks) else 0
         raise RemoteProtocolError(f"{whose} block list of group {group} has {held} blocks, {end} are needed")
     return np.asarray(blocks[group][first:end], dtype=np.int64)
 
 
-def _existing(chosen: npt.NDArray[np.int64], num_blocks: int, whose: str) -> npt.NDArray[np.int64]:
+def _existing(chosen: Offsets, num_blocks: int, whose: str) -> Offsets:
     if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= num_blocks):
         what = "has a hole where a block is needed" if HOLE in chosen else f"names blocks outside 0..{num_blocks - 1}"
         raise RemoteProtocolError(f"{whose} block list {what}")

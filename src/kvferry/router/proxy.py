@@ -164,7 +164,8 @@ class Proxy:
                 tail = (tail + chunk)[-4:] if len(chunk) < 4 else chunk[-4:]
                 async with asyncio.timeout(self._options.idle_timeout_s):
                     await response.write(chunk)
-            await response.write_eof()
+            async with asyncio.timeout(self._options.idle_timeout_s):
+                await response.write_eof()
         except (ConnectionError, TimeoutError):
             # The client left or stopped reading, before aiohttp had a chance to cancel us. D notices by its closed connection.
             self._metrics.aborts.inc()
@@ -180,8 +181,9 @@ class Proxy:
         if response.content_type != "text/event-stream":
             _abort(request)
             return
-        await response.write(error_event(502, message, tail))
-        await response.write_eof()
+        async with asyncio.timeout(self._options.idle_timeout_s):
+            await response.write(error_event(502, message, tail))
+            await response.write_eof()
 
     # -- both ----------------------------------------------------------------------------------------------------------
 

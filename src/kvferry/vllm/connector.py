@@ -66,10 +66,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         config = connector_config(vllm_config, self.inner_name, rank, formats)
         our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
         self._generation = 0
-        self._inner = KVConnectorFactory.create_connector(config, our_role, cache_config(vllm_config, kv_cache_config))
+        self._inner = KVConnectorFactory.create_connector(config, our_role, cache_config(vllm_config, kv_cache_config, formats))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and transfer.get_from_extra_config("enable_cross_layers_blocks", False):
+            return "BLHNC"
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.utils import tensor_data
@@ -22,10 +23,25 @@ from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
 
-__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "keep_from_workers", "without_null"]
+__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "has_token_rows", "keep_from_workers", "without_null"]
 
 NULL_BLOCK = 0
-LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD"}
+LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
+TOKEN_ROWS = frozenset(
+    {
+        "FLASH_ATTN",
+        "FLASHINFER",
+        "TRITON_ATTN",
+        "FLEX_ATTENTION",
+        "FLASH_ATTN_MLA",
+        "FLASHINFER_MLA",
+        "FLASHMLA",
+        "CUTLASS_MLA",
+        "TRITON_MLA",
+    }
+)
+"""Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a block together, as the CPU's does with
+its keys: their blocks are cut by heads only."""
 _HANDED_OVER = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -124,18 +140,26 @@ def keep_from_workers(request: Any) -> None:
     request.sampling_params.extra_args = {name: value for name, value in extra.items() if name != "kv_transfer_params"}
 
 
-def cache_config(vllm_config: Any, kv_cache_config: Any) -> KVCacheConfig:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str = "") -> KVCacheConfig:
+    """`attention_backends`: their names; known in workers only."""
+    model = vllm_config.model_config
+    spec = layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0]
     groups = tuple(_group(group) for group in kv_cache_config.kv_cache_groups)
     return KVCacheConfig(
         num_blocks=kv_cache_config.num_blocks,
-        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        block_size=spec.block_size,
         groups=groups,
         layout=_layout(kv_cache_config),
-        num_kv_heads=model.get_num_kv_heads(parallel),
+        num_kv_heads=spec.num_kv_heads,
         head_dim=model.get_head_size(),
         cache_dtype=_cache_dtype(vllm_config),
+        has_token_rows=has_token_rows(attention_backends),
     )
+
+
+def has_token_rows(attention_backends: str) -> bool:
+    """Whether all of these kernels keep each token's KV where the layout says."""
+    return current_platform.is_cuda() and TOKEN_ROWS.issuperset(attention_backends.split(","))
 
 
 def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_backends: str) -> ConnectorConfig:

@@ -33,7 +33,10 @@ def error_body(refusal: RequestRefused) -> bytes:
 
 
 def error_response(refusal: RequestRefused, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(status=refusal.status, body=error_body(refusal), content_type="application/json", headers=headers)
+    shown = {} if refusal.retry_after_s is None else {"Retry-After": str(refusal.retry_after_s)}
+    return web.Response(
+        status=refusal.status, body=error_body(refusal), content_type="application/json", headers={**shown, **(headers or {})}
+    )
 
 
 def _type_name(status: int) -> str:

@@ -16,7 +16,7 @@ from kvferry.engine.api.context import ApiSettings
 from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.serve import make_runner
 from kvferry.engine.link import OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, RequestOutput, Status
+from kvferry.engine.messages import AddRequest, CoreReady, Remaining, RequestOutput, Status
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SampledToken
 from kvferry.errors import KVFerryError, RemoteProtocolError
@@ -52,6 +52,9 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.abandoned: list[str] = []
         self.live: dict[str, OutputStream] = {}
+        self.held = 0
+        """Leases it says it has, once it drains."""
+        self.is_draining = False
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
@@ -86,6 +89,16 @@ class ScriptedEngine:
 
     def abandon(self, request_id: str) -> None:
         self.abandoned.append(request_id)
+
+    def drain(self) -> None:
+        self.is_draining = True
+
+    @property
+    def remaining(self) -> Remaining | None:
+        return Remaining(len(self.live), self.held, self.held * 3) if self.is_draining else None
+
+    async def drained(self) -> None:
+        await until(lambda: self.remaining is not None and self.remaining.is_nothing)
 
     def _closed(self, stream: OutputStream) -> None:
         if self.live.pop(stream.request_id, None) is not None:

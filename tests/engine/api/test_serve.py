@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -30,9 +31,10 @@ def silent(request: AddRequest) -> Sequence[RequestOutput]:
 class Serving:
     """`serve` as a task, with the address it listens on."""
 
-    def __init__(self, engine: ScriptedEngine, model: Path, shutdown_timeout_s: float = DEADLINE_S) -> None:
+    def __init__(self, engine: ScriptedEngine, model: Path, grace_s: float = DEADLINE_S) -> None:
+        """`grace_s`: after either signal."""
         self._listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        options = EngineOptions(model, served_model_name="tiny", shutdown_timeout_s=shutdown_timeout_s)
+        options = EngineOptions(model, served_model_name="tiny", shutdown_timeout_s=grace_s, drain_timeout_s=grace_s)
         self.task = asyncio.ensure_future(serve(engine, options, "127.0.0.1", 0, on_listening=self._note))
 
     def _note(self, model_name: str, address: Address) -> None:
@@ -48,7 +50,12 @@ async def ask(session: aiohttp.ClientSession, url: str) -> int:
         return answer.status
 
 
-def test_a_signal_lets_running_requests_finish_and_takes_no_new_ones(model: Path) -> None:
+async def health(session: aiohttp.ClientSession, url: str) -> tuple[int, Any]:
+    async with session.get(url + "/health") as answer:
+        return answer.status, await answer.json() if answer.content_type == "application/json" else None
+
+
+def test_ctrl_c_lets_running_requests_finish_and_takes_no_new_ones(model: Path) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         serving = Serving(engine, model)
@@ -56,7 +63,7 @@ def test_a_signal_lets_running_requests_finish_and_takes_no_new_ones(model: Path
             url = await serving.url()
             running = asyncio.ensure_future(ask(session, url))
             await until(lambda: bool(engine.live))
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
             port = int(url.rsplit(":", 1)[1])
             while True:
                 try:
@@ -74,15 +81,77 @@ def test_a_signal_lets_running_requests_finish_and_takes_no_new_ones(model: Path
     run_on_fast_loop(scene())
 
 
-def test_a_second_signal_does_not_wait_for_running_requests(model: Path) -> None:
+def test_a_draining_server_says_so_until_nobody_needs_it(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine(silent)
+        engine.held = 2
+        serving = Serving(engine, model)
+        async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
+            url = await serving.url()
+            assert await health(session, url) == (200, None)
+            running = asyncio.ensure_future(ask(session, url))
+            await until(lambda: bool(engine.live))
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: engine.is_draining)
+            assert await health(session, url) == (503, {"status": "draining", "requests": 1, "leases": 2, "blocks": 6})
+            async with session.post(url + "/v1/completions", json={"prompt": [5], "stream": True}) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+                assert (await refused.json())["error"]["type"] == "ServiceUnavailableError"
+            async with session.get(url + "/metrics") as metrics:
+                assert metrics.status == 200
+            (request_id,) = engine.live
+            engine.put(RequestOutput(request_id, [SampledToken(40)], "length"))
+            assert await running == 200
+            assert await health(session, url) == (503, {"status": "draining", "requests": 0, "leases": 2, "blocks": 6})
+            assert not serving.task.done()
+            engine.held = 0
+            await serving.task
+
+    run_on_fast_loop(scene())
+
+
+def test_what_peers_have_not_fetched_holds_up_a_drain_and_no_other_end(model: Path) -> None:
+    async def scene(number: signal.Signals, grace_s: float) -> None:
+        engine = ScriptedEngine()
+        engine.held = 1
+        serving = Serving(engine, model, grace_s)
+        async with asyncio.timeout(DEADLINE_S):
+            await serving.url()
+            os.kill(os.getpid(), number)
+            await serving.task
+            assert engine.is_draining == (number == signal.SIGTERM)
+
+    run_on_fast_loop(scene(signal.SIGINT, DEADLINE_S * 2))
+    run_on_fast_loop(scene(signal.SIGTERM, 0.05))
+    run_on_fast_loop(scene(signal.SIGTERM, 0.0))
+
+
+def test_a_core_that_dies_while_it_drains_is_no_orderly_end(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine()
+        engine.held = 1
+        serving = Serving(engine, model)
+        async with asyncio.timeout(DEADLINE_S):
+            await serving.url()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: engine.is_draining)
+            engine.die("out of memory")
+            with pytest.raises(KVFerryError, match="out of memory"):
+                await serving.task
+
+    run_on_fast_loop(scene())
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_signal_does_not_wait_for_running_requests(model: Path, numbers: tuple[signal.Signals, signal.Signals]) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         serving = Serving(engine, model)
         async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
             running = asyncio.ensure_future(ask(session, await serving.url()))
             await until(lambda: bool(engine.live))
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
+            for number in numbers:
+                os.kill(os.getpid(), number)
             assert await running == 503
             await serving.task
             assert not engine.live
@@ -90,14 +159,15 @@ def test_a_second_signal_does_not_wait_for_running_requests(model: Path) -> None
     run_on_fast_loop(scene())
 
 
-def test_a_request_that_does_not_finish_in_time_is_aborted(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_that_does_not_finish_in_time_is_aborted(model: Path, number: signal.Signals) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
-        serving = Serving(engine, model, shutdown_timeout_s=0.05)
+        serving = Serving(engine, model, grace_s=0.05)
         async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
             running = asyncio.ensure_future(ask(session, await serving.url()))
             await until(lambda: bool(engine.live))
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             assert await running == 503
             await serving.task
             assert len(engine.aborted) == 1
@@ -105,15 +175,16 @@ def test_a_request_that_does_not_finish_in_time_is_aborted(model: Path) -> None:
     run_on_fast_loop(scene())
 
 
-def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(model: Path, number: signal.Signals) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], None))
-        serving = Serving(engine, model, shutdown_timeout_s=0.05)
+        serving = Serving(engine, model, grace_s=0.05)
         async with asyncio.timeout(DEADLINE_S), aiohttp.ClientSession() as session:
             body = {"prompt": [5], "max_tokens": 100, "stream": True}
             async with session.post(await serving.url() + "/v1/completions", json=body) as answer:
                 first = await answer.content.readuntil(b"\n\n")
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
                 *tokens, last = events_of(first + await answer.read())
             assert [set(token) >= {"choices"} for token in tokens] == [True, True]
             assert last["error"]["code"] == 503
@@ -124,14 +195,15 @@ def test_a_stream_that_does_not_finish_in_time_ends_with_an_error_that_says_why(
     run_on_fast_loop(scene())
 
 
-def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_request_whose_body_is_still_coming_hears_that_the_server_stops(model: Path, number: signal.Signals) -> None:
     async def scene() -> None:
-        serving = Serving(ScriptedEngine(), model, shutdown_timeout_s=0.05)
+        serving = Serving(ScriptedEngine(), model, grace_s=0.05)
         async with asyncio.timeout(DEADLINE_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", int((await serving.url()).rsplit(":", 1)[1]))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 100\r\n\r\n")
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             head, _, said = (await reader.read()).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503")
             assert "the server is stopping" in json.loads(said)["error"]["message"]

@@ -15,7 +15,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connectors.geometry import geometry_of
 from kvferry.errors import ConfigError, IncompatiblePeer
-from kvferry.protocol.planning import Geometry, check_geometry, plan_read
+from kvferry.protocol.geometry import Geometry, check_geometry
+from kvferry.protocol.planning import plan_read
 from kvferry.vllm import translate
 
 FLOAT = 4
@@ -80,7 +81,7 @@ def test_a_plan_covers_exactly_the_blocks_of_the_tokens(model: Path, kind: str, 
         assert pieces.piece_bytes == tensor[0].numel() * FLOAT
 
 
-def test_layouts_of_one_model_are_not_mixed(model: Path) -> None:
+def test_layouts_of_a_kernel_that_packs_tokens_are_not_mixed(model: Path) -> None:
     heads_first, _ = measured(model, "full attention", "LBHNC")
     tokens_first, _ = measured(model, "full attention", "LBNHC")
     check_geometry("p", heads_first, heads_first)
@@ -88,7 +89,7 @@ def test_layouts_of_one_model_are_not_mixed(model: Path) -> None:
         check_geometry("p", heads_first, tokens_first)
 
 
-@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "LHBNC", "BHLNC"])
+@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC"])
 def test_other_layouts_are_refused_by_name(model: Path, layout: str) -> None:
     with pytest.raises(ConfigError, match=f"laid out as {layout} yet"):
         measured(model, "full attention", layout)
@@ -124,6 +125,60 @@ def test_where_attention_forgets_what_is_seen_is_handed_over(start_engine: Start
     is_gone = max(0, last) // BLOCK < max(0, following) // BLOCK
     assert (d.answers["b"].finish, d.loaded_tokens, d.wrong_slots) == ("length", 0 if is_gone else length - 1, [])
     run_until(lambda: not p.remains() and not d.remains(), p, d)
+
+
+BRIDGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"layout": "LBNHC"}, {"layout": "LBHNC"}),
+    ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
+    ({"block_size": 64}, {"block_size": 32}),
+    ({"block_size": 32}, {"block_size": 64, "layout": "LBNHC"}),
+    ({"block_size": 32, "kind": "MLA"}, {"block_size": 64, "kind": "MLA"}),
+    ({"layout": "BLHNC"}, {"layout": "LBHNC"}),
+    ({"layout": "BLNHC"}, {"layout": "BLHNC", "block_size": 64}),
+    ({"block_size": 64, "kind": "windows beside full attention"}, {"block_size": 32, "kind": "windows beside full attention"}),
+]
+
+
+@pytest.mark.parametrize(("at_p", "at_d"), BRIDGED)
+def test_where_kernels_keep_tokens_apart_caches_of_unequal_form_are_handed_over(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, at_p: dict[str, Any], at_d: dict[str, Any]
+) -> None:
+    """As the GPU backends do, none of which runs here; the made-up forward does too."""
+    monkeypatch.setattr(translate, "has_token_rows", lambda backends: True)
+    p, d = start_engine("p", **at_p), start_engine("d", **at_d)
+    tokens = [10 + (index * 7) % 300 for index in range(100)]
+    d.add("b", tokens, p.prefill("a", tokens))
+    run_until(lambda: d.answers["b"].finish is not None, p, d)
+    assert (d.answers["b"].finish, d.wrong_slots) == ("length", [])
+    assert d.loaded_tokens >= 99
+    run_until(lambda: not p.remains() and not d.remains(), p, d)
+
+
+def test_a_consumer_with_windows_refuses_blocks_that_would_fill_its_own_in_part(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would offer such a block to others as a whole one."""
+    monkeypatch.setattr(translate, "has_token_rows", lambda backends: True)
+    lease = {"kv_connector_extra_config": {"kv_lease_duration": 1.0}}
+    p = start_engine("p", kind="windows beside full attention", block_size=32, kv=lease)
+    d = start_engine("d", kind="windows beside full attention", block_size=64)
+    tokens = [10 + (index * 7) % 300 for index in range(100)]
+    d.add("b", tokens, p.prefill("a", tokens))
+    run_until(lambda: d.answers["b"].finish is not None, p, d)
+    assert (d.answers["b"].finish, d.answers["b"].tokens) == ("error", [])
+    run_until(lambda: not p.remains() and not d.remains(), p, d)
+
+
+def test_layers_that_share_blocks_are_one_region(model: Path) -> None:
+    geometry, _ = measured(model, "full attention", "BLHNC")
+    [region] = geometry.regions
+    assert region.layer_names == tuple(f"model.layers.{index}.self_attn.attn" for index in range(4))
+    assert (region.block_bytes, region.stride_bytes) == (4 * 2 * BLOCK * 128 * FLOAT,) * 2
+    [(size, here)] = [
+        (pieces.piece_bytes, pieces.local_offsets.tolist())
+        for pieces in plan_read(geometry, geometry, geometry.heads, [[5, 9]], [[1, 7]], range(2 * BLOCK))
+    ]
+    assert (size, here) == (region.block_bytes, [5 * region.block_bytes, 9 * region.block_bytes])
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ BOTH_ROLES = pytest.mark.parametrize("role", list(KVConnectorRole))
         pytest.param(cache_of(), "keeps no KV: there is nothing to hand over", id="no attention"),
         *(
             pytest.param(cache_of(FULL, layout=layout), f"does not read KV laid out as {layout} yet", id=layout)
-            for layout in ("BLHNC", "BLNHC", "LHBNC", "BHLNC")
+            for layout in ("LHBNC", "BHLNC")
         ),
     ],
 )

@@ -82,6 +82,9 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     REQUEST_ID.set("")
     try:
         REQUEST_ID.set(_request_id(request))
+        if request.method in ("GET", "HEAD"):
+            # Looking at a server that stops must go on working, and must not keep it.
+            return await handler(request)
         async with context_of(request).drain.admit():
             return await handler(request)
     except RequestRefused as refusal:

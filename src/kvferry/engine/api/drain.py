@@ -8,6 +8,9 @@ from kvferry.errors import RequestRefused
 
 __all__ = ["Drain"]
 
+_RETRY_AFTER_S = 1
+"""Another instance can serve it at once; this one will not come back before its replacement does."""
+
 
 class Drain:
     """Knows the live requests; once closed, admits no more."""
@@ -26,11 +29,19 @@ class Drain:
 
     @property
     def refusal(self) -> RequestRefused:
-        return RequestRefused("the server is stopping: send the request to another", status=503)
+        return RequestRefused("the server is stopping: send the request to another", status=503, retry_after_s=_RETRY_AFTER_S)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Around one request. RequestRefused with 503 when the server is stopping, also in the middle of it once `break_off` was called."""
+        """Around one generation. RequestRefused with 503 when the server is stopping, once `break_off` was called also in the middle."""
         if self._is_closed:
             raise self.refusal
         # A deadline that is set when there is one: it cancels this request and nothing else, however deep it waits.

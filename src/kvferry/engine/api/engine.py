@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.engine.link import OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, Status
+from kvferry.engine.messages import AddRequest, CoreReady, Remaining, Status
 
 __all__ = ["Engine"]
 
@@ -26,3 +26,13 @@ class Engine(Protocol):
         """The answer of this request reached nobody. Harmless for unknown ones."""
 
     async def status(self, timeout_s: float = 5.0) -> Status: ...
+
+    def drain(self) -> None:
+        """Keep count, from now on, of who still needs the core."""
+
+    @property
+    def remaining(self) -> Remaining | None:
+        """The count; None before the first."""
+
+    async def drained(self) -> None:
+        """Wait until nobody does."""

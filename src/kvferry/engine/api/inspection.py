@@ -11,6 +11,7 @@ from kvferry.engine.api.admission import check_token_ids
 from kvferry.engine.api.context import context_of, read_body
 from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest, decode_body
 from kvferry.engine.api.tokenizer import SpecialTokens
+from kvferry.engine.messages import Remaining
 from kvferry.errors import KVFerryError, RequestRefused
 
 __all__ = ["handle_detokenize", "handle_health", "handle_metrics", "handle_models", "handle_tokenize", "handle_version"]
@@ -33,6 +34,17 @@ class ModelList(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
+class Draining(msgspec.Struct, frozen=True):
+    """Not an OpenAI error: it is for whoever routes requests, and waits for the end."""
+
+    requests: int
+    """HTTP requests that are being served."""
+    leases: int
+    """Finished prefills whose blocks a peer may still fetch."""
+    blocks: int
+    status: str = "draining"
+
+
 class Tokenized(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
@@ -41,8 +53,13 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 async def handle_health(http: web.Request) -> web.Response:
-    if not context_of(http).engine.is_alive:
+    context = context_of(http)
+    if not context.engine.is_alive:
         raise RequestRefused("the engine core is not running", status=503)
+    if context.drain.is_closed:
+        left = context.engine.remaining or Remaining()
+        state = Draining(requests=context.drain.num_live, leases=left.num_leases, blocks=left.num_blocks)
+        return web.Response(status=503, body=msgspec.json.encode(state), content_type="application/json")
     return web.Response()
 
 

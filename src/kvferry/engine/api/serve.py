@@ -31,6 +31,8 @@ _LAST_WORDS_TIMEOUT_S = 2.0
 
 Result = TypeVar("Result")
 
+_log = logging.getLogger(__name__)
+
 
 async def serve(
     client: Engine,
@@ -43,8 +45,9 @@ async def serve(
     metric_sources: Sequence[MetricSource] = (),
     on_listening: Callable[[str, Address], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish (`shutdown_timeout_s`; a second signal cuts that short) and end the
-    others with an error that says so. `signals`: those of a caller who has been listening for longer.
+    """Serve until a signal, then let what is under way finish, for a while (a second signal cuts it short), and end the rest with an error
+    that says so. After SIGINT that is running requests, for `shutdown_timeout_s`; after SIGTERM also what peers may still fetch, for
+    `drain_timeout_s`, while newcomers and /health hear of it. `signals`: those of a caller who has been listening for longer.
 
     KVFerryError with the reason when the core dies; ConfigError when the address cannot be bound. The caller closes the client."""
     app = build_app(client, options, settings, metric_sources)
@@ -55,7 +58,10 @@ async def serve(
             address = await _listen(runner, host, port)
             (on_listening or announce)(app[CONTEXT].model_name, address)
             death = await _until_stopped(client, signals)
-            await _drain(runner, app, signals, options.shutdown_timeout_s if death is None else _LAST_WORDS_TIMEOUT_S)
+            grace_s = options.shutdown_timeout_s
+            if death is None and signals.asks_to_drain:
+                death, grace_s = await _drain(app, client, signals, options.drain_timeout_s), 0.0
+            await _finish(runner, app, signals, grace_s if death is None else _LAST_WORDS_TIMEOUT_S)
         finally:
             await runner.cleanup()
     if death is not None:
@@ -112,7 +118,35 @@ async def _until_stopped(client: Engine, signals: StopSignals) -> str | None:
         await _cancel(died, stopped)
 
 
-async def _drain(runner: web.AppRunner, app: web.Application, signals: StopSignals, grace_s: float) -> None:
+async def _drain(app: web.Application, client: Engine, signals: StopSignals, grace_s: float) -> str | None:
+    """Refuse new requests; wait for those under way and for peers that may still come for their blocks, for the grace period or until the
+    second signal. Why the core died, if it did."""
+    drain = app[CONTEXT].drain
+    drain.close()
+    client.drain()
+    _log.info("draining for up to %g s", grace_s)
+    drained = asyncio.ensure_future(_until_drained(app, client))
+    hurried = asyncio.ensure_future(signals.second.wait())
+    died = asyncio.ensure_future(client.died())
+    try:
+        done, _ = await asyncio.wait({drained, hurried, died}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if died in done:
+            return died.result()
+        left = client.remaining
+        if drained not in done and left is not None and left.num_leases:
+            _log.warning("stopping with blocks that peers have not fetched leases=%d blocks=%d", left.num_leases, left.num_blocks)
+        return None
+    finally:
+        await _cancel(drained, hurried, died)
+
+
+async def _until_drained(app: web.Application, client: Engine) -> None:
+    # One after the other: no request comes in any more, and the core counts what a request leaves before its last output is seen here.
+    await app[CONTEXT].drain.wait_idle()
+    await client.drained()
+
+
+async def _finish(runner: web.AppRunner, app: web.Application, signals: StopSignals, grace_s: float) -> None:
     """Take no new requests; wait for the running ones, for the grace period or until the second signal; then end those that are left."""
     for site in list(runner.sites):
         await site.stop()
@@ -121,8 +155,8 @@ async def _drain(runner: web.AppRunner, app: web.Application, signals: StopSigna
     idle = asyncio.ensure_future(drain.wait_idle())
     hurried = asyncio.ensure_future(signals.second.wait())
     try:
-        done, _ = await asyncio.wait({idle, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        if idle not in done:
+        await asyncio.wait({idle, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if drain.num_live:
             print("kvferry: stopping with requests unfinished", file=sys.stderr, flush=True)
             drain.break_off()
             await asyncio.wait({idle}, timeout=_LAST_WORDS_TIMEOUT_S)

@@ -25,12 +25,17 @@ class Stopped:
 
 
 class StopSignals:
-    """Counts them."""
+    """Counts them. SIGTERM, a supervisor's, asks to drain; SIGINT is a person at the keyboard, who waits."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._number = signal.SIGTERM
+
+    @property
+    def asks_to_drain(self) -> bool:
+        """What the first signal means."""
+        return self._number == signal.SIGTERM
 
     def arrived(self, number: signal.Signals) -> None:
         if self.first.is_set():

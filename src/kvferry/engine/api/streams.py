@@ -5,6 +5,7 @@ read holds up nobody but itself, and only until the stall deadline.
 """
 
 import asyncio
+from collections.abc import Awaitable
 
 from aiohttp import web
 
@@ -29,16 +30,16 @@ class EventStream:
         """Write events, in one piece; returns when the client's buffer has room again."""
         if not self.response.prepared:
             await self.response.prepare(self._http)
-        await self._bounded_write(b"".join(b"data: " + payload + b"\n\n" for payload in payloads))
+        await self._bounded(self.response.write(b"".join(b"data: " + payload + b"\n\n" for payload in payloads)))
 
     async def finish(self) -> None:
         await self.send(b"[DONE]")
-        await self.response.write_eof()
+        await self._bounded(self.response.write_eof())
 
-    async def _bounded_write(self, data: bytes) -> None:
+    async def _bounded(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
-                await self.response.write(data)
+                await writing
         except TimeoutError:
             if self._http.transport is not None:
                 self._http.transport.abort()

@@ -1,0 +1,128 @@
+"""What changes the blocks a sequence holds, for all its KV-cache groups at once: beginning, growing, forgetting, publishing, ending.
+
+    group 0, looks back for ever   | 4 5 6 7 8 9 |         places 0, 1, …: one per block of tokens, in all groups equally many
+    group 1, with a window         | . . . . 2 3 |         . is a hole: no token from the next one on looks there
+
+Pure. Each operation happens wholly or changes nothing.
+"""
+
+from dataclasses import dataclass
+
+from kvferry.engine.blocks import BlockPool, GroupTable, Want
+from kvferry.engine.limits import Limits
+from kvferry.engine.prefix import CachedPrefix, find_prefix
+from kvferry.engine.sequence import Match, Sequence
+from kvferry.protocol.tickets import HOLE
+
+__all__ = ["Holdings", "Placement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The blocks a sequence would begin with."""
+
+    match: Match
+    tables: tuple[GroupTable, ...]
+    """Holes and blocks that are shared with others."""
+    missing: tuple[int, ...]
+    """Per group, how many new blocks follow them."""
+
+    @property
+    def shared(self) -> list[int]:
+        return [block for table in self.tables for block in table.held]
+
+
+@dataclass(slots=True)
+class Holdings:
+    limits: Limits
+    pool: BlockPool
+
+    # -- beginning -------------------------------------------------------------------------------------------------
+
+    def find_cached(self, seq: Sequence) -> CachedPrefix:
+        limits = self.limits
+        if not limits.enable_prefix_caching:
+            return CachedPrefix(0, tuple([] for _ in limits.groups))
+        return find_prefix(self.pool.published, limits.groups, seq.block_hashes(limits.block_size), seq.num_tokens, limits.block_size)
+
+    def place(self, seq: Sequence, cached: CachedPrefix, match: Match, num_tokens: int) -> Placement:
+        """How `num_tokens` tokens would be held, of which `match` need no computing. Nothing is held by this."""
+        num_places = self.limits.blocks_for(num_tokens)
+        # A prompt that is there as a whole still has its last token computed, which looks further back than the one after it.
+        first_computed = min(match.total_tokens, seq.num_tokens - 1)
+        tables = []
+        for group, blocks in zip(self.limits.groups, cached.tables, strict=True):
+            first = self.limits.first_needed(group, first_computed)
+            # Of the block that a load's edge falls into, the producer may have had only a part: somebody whose window reaches further
+            # back must not find it.
+            edge = self.limits.blocks_for(group.first_seen(match.total_tokens))
+            tables.append(GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge)))
+        return Placement(match, tuple(tables), tuple(num_places - len(table.block_ids) for table in tables))
+
+    def num_left(self, placement: Placement) -> int:
+        """How many blocks would be free beside it; negative when it does not fit."""
+        return self.pool.num_free_beside(placement.shared) - sum(placement.missing)
+
+    def begin(self, seq: Sequence, placement: Placement) -> None:
+        """Let a sequence that holds nothing have a placement that fits."""
+        wants = [Want(table.last, count) for table, count in zip(placement.tables, placement.missing, strict=True)]
+        fresh = self.pool.acquire(placement.shared, wants)
+        assert fresh is not None, "the caller has looked"
+        for table, blocks in zip(placement.tables, fresh, strict=True):
+            table.block_ids += blocks
+        seq.tables = placement.tables
+        seq.matched = placement.match
+        if not seq.num_output_tokens:
+            seq.num_cached_tokens = min(placement.match.total_tokens, seq.num_prompt_tokens)
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def extend(self, seq: Sequence, num_tokens: int) -> bool:
+        """Make place for so many tokens in all; False, and nothing has changed, when there are too few blocks."""
+        missing = self.limits.blocks_for(num_tokens) - seq.num_places
+        if missing <= 0:
+            return True
+        fresh = self.pool.acquire((), [Want(table.last, missing) for table in seq.tables])
+        if fresh is None:
+            return False
+        for table, blocks in zip(seq.tables, fresh, strict=True):
+            table.block_ids += blocks
+        return True
+
+    def give_back_unseen(self, seq: Sequence, position: int) -> None:
+        """Give back the blocks that no token from `position` on looks at. What was given back before is not looked at again."""
+        for number, group in self.limits.forgetful_groups:
+            table = seq.tables[number]
+            first = min(self.limits.first_needed(group, position), seq.num_places)
+            if first > table.num_holes:
+                gone = slice(table.num_holes, first)
+                self.pool.release(table.block_ids[gone])
+                table.block_ids[gone] = [HOLE] * (first - table.num_holes)
+                table.num_holes = first
+
+    def num_still_needed(self, seq: Sequence) -> int:
+        """At most so many blocks more than it holds will a sequence hold at once, until all its known tokens are computed."""
+        num_places = self.limits.blocks_for(seq.num_tokens)
+        return sum(
+            max(0, min(num_places - table.num_holes, most) - table.num_held)
+            for table, most in zip(seq.tables, self.limits.most_held, strict=True)
+        )
+
+    def publish(self, seq: Sequence) -> None:
+        """Let others share the blocks that are full and computed, or loaded and not to be written again."""
+        if not self.limits.enable_prefix_caching:
+            return
+        num_full = seq.num_computed_tokens // self.limits.block_size
+        hashes = seq.block_hashes(self.limits.block_size)
+        for number, table in enumerate(seq.tables):
+            for index in range(table.num_published, num_full):
+                self.pool.publish(table.block_ids[index], hashes[index], number)
+            table.num_published = max(table.num_published, num_full)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def release(self, seq: Sequence) -> None:
+        """Give back everything."""
+        for table in seq.tables:
+            self.pool.release(table.held)
+        seq.tables = ()

@@ -1,0 +1,289 @@
+"""A TCP proxy that misbehaves on command: delay, stall, reset, half-open connections, a cut after so many bytes.
+
+One thread owns the sockets; commands may come from any other and have taken effect when they return. Bytes are passed on as they are, so
+whatever is spoken over it, encrypted or not, meets a bad network and nothing else.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+from kvferry.types import Address
+
+__all__ = ["BOTH", "Direction", "FaultProxy", "Side"]
+
+_CALL_S = 10.0
+_CHUNK_BYTES = 65536
+_QUEUED_CHUNKS = 64
+_NO_LINGER = struct.pack("ii", 1, 0)
+
+
+class Direction(Enum):
+    TO_SERVER = "to the server"
+    TO_CLIENT = "to the client"
+
+
+class Side(Enum):
+    CLIENT = "client"
+    SERVER = "server"
+
+
+BOTH = (Direction.TO_SERVER, Direction.TO_CLIENT)
+
+
+@dataclass(slots=True)
+class _Way:
+    """What happens to bytes in one direction."""
+
+    delay_s: float = 0.0
+    flows: asyncio.Event = field(default_factory=asyncio.Event)
+    bytes_left: int | None = None
+    """None: no limit."""
+    carried_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.flows.set()
+
+    def allowance(self, size_bytes: int) -> int:
+        """How many of these may pass."""
+        allowed = size_bytes if self.bytes_left is None else min(size_bytes, self.bytes_left)
+        if self.bytes_left is not None:
+            self.bytes_left -= allowed
+        self.carried_bytes += allowed
+        return allowed
+
+
+class FaultProxy:
+    """Listens from `start` to `close` and passes every connection on to `upstream`."""
+
+    def __init__(self, upstream: Address, listen: Address) -> None:
+        """`listen` with port 0: any free one."""
+        self._upstream = upstream
+        self._listen = listen
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="fault-proxy")
+        self._ways = {direction: _Way() for direction in Direction}
+        self._connections: set[_Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._num_accepted = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        self._thread.start()
+        self.accept()
+
+    def close(self) -> None:
+        """Every connection ends with a reset. Idempotent."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(_CALL_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CALL_S)
+        self._loop.close()
+
+    # -- what can be seen ------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> Address:
+        """Where to dial."""
+        return self._listen
+
+    @property
+    def num_accepted(self) -> int:
+        """Connections so far."""
+        return self._num_accepted
+
+    def carried_bytes(self, direction: Direction) -> int:
+        return self._ways[direction].carried_bytes
+
+    # -- what can be done to connections ---------------------------------------------------------------------------
+
+    def flow(self) -> None:
+        """Undo `delay`, `stall` and `cut_after`. What was held back goes on its way."""
+        self._call(self._flow)
+
+    def delay(self, seconds: float, *directions: Direction) -> None:
+        """Bytes that come from now on are passed on that much later."""
+
+        def act() -> None:
+            for each in directions or BOTH:
+                self._ways[each].delay_s = seconds
+
+        self._call(act)
+
+    def stall(self, *directions: Direction) -> None:
+        """Connections are accepted and stay open, and nothing moves."""
+
+        def act() -> None:
+            for each in directions or BOTH:
+                self._ways[each].flows.clear()
+
+        self._call(act)
+
+    def cut_after(self, size_bytes: int, direction: Direction) -> None:
+        """So many more bytes go in this direction, then every connection that wants to send more is reset."""
+
+        def act() -> None:
+            self._ways[direction].bytes_left = size_bytes
+
+        self._call(act)
+
+    def reset(self) -> None:
+        """Both sides of every connection get a reset, at once."""
+        self._call(self._reset_all)
+
+    def vanish(self, side: Side) -> None:
+        """One side of every connection is gone; the other is not told, and speaks to nobody."""
+
+        def act() -> None:
+            for connection in self._connections:
+                connection.vanish(side)
+
+        self._call(act)
+
+    def refuse(self) -> None:
+        """Listen no more. Connections that stand are left alone."""
+        self._call(self._stop_listening)
+
+    def accept(self) -> None:
+        """Listen, from the start or again."""
+        asyncio.run_coroutine_threadsafe(self._start_listening(), self._loop).result(_CALL_S)
+
+    # -- on the loop's thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, action: Callable[[], None]) -> None:
+        async def act() -> None:
+            action()
+
+        asyncio.run_coroutine_threadsafe(act(), self._loop).result(_CALL_S)
+
+    def _flow(self) -> None:
+        for way in self._ways.values():
+            way.delay_s, way.bytes_left = 0.0, None
+            way.flows.set()
+
+    def _reset_all(self) -> None:
+        for connection in list(self._connections):
+            connection.reset()
+
+    def _stop_listening(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def _start_listening(self) -> None:
+        if self._server is None:
+            self._server = await asyncio.start_server(self._accepted, self._listen.host, self._listen.port)
+            self._listen = Address(self._listen.host, self._server.sockets[0].getsockname()[1])
+
+    async def _shut(self) -> None:
+        self._stop_listening()
+        self._reset_all()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_accepted += 1
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(self._upstream.host, self._upstream.port)
+        except OSError:
+            _abort(writer)
+            return
+        connection = _Connection(writer, upstream_writer)
+        self._connections.add(connection)
+        try:
+            await asyncio.gather(
+                self._pump(reader, upstream_writer, Direction.TO_SERVER, connection),
+                self._pump(upstream_reader, writer, Direction.TO_CLIENT, connection),
+            )
+        finally:
+            self._connections.discard(connection)
+            connection.reset()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction, connection: "_Connection"
+    ) -> None:
+        """Until the sender ends. Reading and writing are apart, so that a delay does not become a limit on the rate."""
+        way = self._ways[direction]
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_CHUNKS)
+        writing = asyncio.create_task(self._write(queue, writer, way, connection))
+        try:
+            chunk = b"start"
+            while chunk:
+                try:
+                    chunk = await reader.read(_CHUNK_BYTES)
+                except OSError:
+                    chunk = b""
+                await queue.put((self._loop.time() + way.delay_s, chunk))
+            await writing
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _write(
+        self, queue: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter, way: _Way, connection: "_Connection"
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                due, chunk = await queue.get()
+                await asyncio.sleep(max(0.0, due - self._loop.time()))
+                await way.flows.wait()
+                if connection.is_half_open:
+                    continue
+                if not chunk:
+                    writer.write_eof()
+                    return
+                allowed = way.allowance(len(chunk))
+                writer.write(chunk[:allowed])
+                await writer.drain()
+                if allowed < len(chunk):
+                    connection.reset()
+                    return
+
+
+class _Connection:
+    """The two sockets of one connection."""
+
+    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+        self._writers = {Side.CLIENT: client, Side.SERVER: server}
+        self.is_half_open = False
+
+    def reset(self) -> None:
+        for writer in self._writers.values():
+            _abort(writer)
+
+    def vanish(self, side: Side) -> None:
+        self.is_half_open = True
+        _abort(self._writers[side])
+
+
+def _abort(writer: asyncio.StreamWriter) -> None:
+    """Close with a reset, without sending what is left."""
+    raw = writer.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # closed already
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    writer.transport.abort()

@@ -1,0 +1,66 @@
+"""What is done to whom and when, from a seed. Pure: the same seed and numbers give the same plan."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["LEASE_S", "Injury", "Kind", "make_plan"]
+
+LEASE_S = 3.0
+MEAN_PAUSE_BETWEEN_S = 2.5
+QUIET_END_S = 5.0
+"""Injuries that began earlier than this before the end are over by then, mostly."""
+
+
+class Kind(StrEnum):
+    KILL_PREFILL = "prefill killed, restarted"
+    KILL_DECODE = "decode killed, restarted"
+    KILL_ROUTER = "router killed, restarted"
+    SHORT_PAUSE = "engine stopped, shorter than its lease"
+    LONG_PAUSE = "engine stopped, longer than its lease"
+    SHORT_CUT = "cable cut, shorter than a lease"
+    LONG_CUT = "cable cut, longer than a lease"
+
+
+WEIGHTS = {
+    Kind.KILL_PREFILL: 2,
+    Kind.KILL_DECODE: 2,
+    Kind.KILL_ROUTER: 1,
+    Kind.SHORT_PAUSE: 4,
+    Kind.LONG_PAUSE: 3,
+    Kind.SHORT_CUT: 4,
+    Kind.LONG_CUT: 4,
+}
+LENGTHS_S = {
+    Kind.SHORT_PAUSE: (0.1, 0.6 * LEASE_S),
+    Kind.LONG_PAUSE: (1.2 * LEASE_S, 2.5 * LEASE_S),
+    Kind.SHORT_CUT: (0.1, 0.6 * LEASE_S),
+    Kind.LONG_CUT: (1.2 * LEASE_S, 4 * LEASE_S),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Injury:
+    at_s: float
+    kind: Kind
+    target: str
+    """Name of an engine, or of the router."""
+    length_s: float = 0.0
+    """Of what is undone afterwards."""
+
+
+def make_plan(seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], router: str) -> list[Injury]:
+    """One of each kind comes first, so that even a short run has seen them all if it is long enough; then at random."""
+    rng = random.Random(f"plan {seed}")
+    targets = {Kind.KILL_PREFILL: list(prefill), Kind.KILL_DECODE: list(decode), Kind.KILL_ROUTER: [router]}
+    ahead = rng.sample(list(Kind), len(Kind))
+    injuries = []
+    at_s = 1.0
+    while at_s < duration_s - QUIET_END_S:
+        kind = ahead.pop() if ahead else rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        target = rng.choice(targets.get(kind, [*prefill, *decode]))
+        length_s = rng.uniform(*LENGTHS_S[kind]) if kind in LENGTHS_S else 0.0
+        injuries.append(Injury(at_s, kind, target, length_s))
+        at_s += rng.expovariate(1 / MEAN_PAUSE_BETWEEN_S)
+    return injuries

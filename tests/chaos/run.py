@@ -1,0 +1,192 @@
+"""A chaos run from beginning to end: load, injuries, healing, and what must be true afterwards."""
+
+import asyncio
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tests.chaos.judge import Outcome
+from tests.chaos.load import Load, Question
+from tests.chaos.plan import Injury, Kind, make_plan
+from tests.chaos.yard import ROUTER, Yard
+from tests.e2e.harness import QUIET, Cluster, Prompt, ask_all, metrics, new_session, until
+
+__all__ = ["Report", "Settings", "run"]
+
+RESERVE = 40
+SETTLE_S = 60.0
+PROGRESS_S = 5.0
+LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls")
+SHOWN = ("kvferry:finished_pulls_total", "kvferry:failed_pulls_total", "kvferry:kv_expired_reqs_total", "kvferry:failed_handshakes_total")
+
+
+@dataclass(frozen=True)
+class Settings:
+    seed: int
+    duration_s: float = 300.0
+    streams: int = 24
+    prefill: int = 2
+    decode: int = 2
+    prompts: int = 300
+    bound_s: float = 60.0
+    """Above every deadline that a request can meet, the pauses included."""
+
+
+@dataclass
+class Report:
+    settings: Settings
+    hosts: str = ""
+    injected: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    engines: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of the last life of each."""
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.violations
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "is_clean": self.is_clean}
+
+
+def run(settings: Settings, directory: Path, model: Path) -> Report:
+    report = Report(settings)
+    say(f"seed {settings.seed}: computing {settings.prompts} right answers")
+    questions = asyncio.run(_questions(settings, directory / "reference", model))
+    with Yard.opened(directory / "yard", model, settings.prefill, settings.decode) as yard:
+        report.hosts = "network namespaces" if yard.hosts_are_namespaces else "fault proxies"
+        say(f"{settings.prefill} prefill and {settings.decode} decode engines are up, hosts are {report.hosts}")
+        asyncio.run(_Run(settings, yard, questions, report).whole())
+        family = [process for engine in (*yard.engines.values(), yard.router) for process in engine.family()]
+    report.violations += [f"process {process.pid} was left behind" for process in family if process.is_running()]
+    return report
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def _questions(settings: Settings, directory: Path, model: Path) -> list[Question]:
+    """Prompts of all lengths, some with common beginnings, and what an engine that knows nothing of transfers answers."""
+    rng = random.Random(f"prompts {settings.seed}")
+    prompts: list[Prompt] = []
+    for _ in range(settings.prompts + RESERVE):
+        tokens = tuple(rng.randrange(10, 500) for _ in range(rng.randrange(1, 400)))
+        if prompts and rng.random() < 0.2:
+            tokens = rng.choice(prompts).token_ids[:200] + tokens
+        prompts.append(Prompt(tokens, max_tokens=rng.randrange(2, 50)))
+    with Cluster(directory, model) as cluster:
+        answers = await ask_all(cluster.serve("reference", is_plain=True).ready(), prompts, timeout_s=300)
+    return [Question(prompt, answer.token_ids[0]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+class _Run:
+    def __init__(self, settings: Settings, yard: Yard, questions: list[Question], report: Report) -> None:
+        self._settings = settings
+        self._yard = yard
+        self._report = report
+        self._load = Load(yard.router.url, questions[:-RESERVE], settings.seed, settings.bound_s)
+        self._unasked = questions[-RESERVE:]
+        """No cache can answer these."""
+        self._locks = {name: asyncio.Lock() for name in (*yard.engines, ROUTER)}
+        self._began = time.monotonic()
+
+    async def whole(self) -> None:
+        yard, settings = self._yard, self._settings
+        plan = make_plan(settings.seed, settings.duration_s, yard.prefill, yard.decode, ROUTER)
+        load = asyncio.create_task(self._load.run(settings.streams))
+        progress = asyncio.create_task(self._show_progress())
+        try:
+            await asyncio.gather(*(self._injure(injury) for injury in plan), asyncio.sleep(settings.duration_s))
+            self._load.is_stopping = True
+            await load
+        finally:
+            progress.cancel()
+            load.cancel()
+            await asyncio.gather(progress, load, return_exceptions=True)
+        await self._check_end()
+        self._report.outcomes = Counter({str(outcome): self._load.outcomes[outcome] for outcome in Outcome})
+        self._report.errors = self._load.refusals
+        self._report.violations += self._load.violations
+
+    async def _injure(self, injury: Injury) -> None:
+        await asyncio.sleep(max(0.0, self._began + injury.at_s - time.monotonic()))
+        async with self._locks[injury.target]:
+            self._report.violations += await asyncio.to_thread(self._yard.replace_if_dead, injury.target)
+            match injury.kind:
+                case Kind.KILL_PREFILL | Kind.KILL_DECODE | Kind.KILL_ROUTER:
+                    await asyncio.to_thread(self._yard.restart, injury.target)
+                case Kind.SHORT_PAUSE | Kind.LONG_PAUSE:
+                    engine = self._yard.engines[injury.target]
+                    engine.pause()
+                    await asyncio.sleep(injury.length_s)
+                    engine.resume()
+                case Kind.SHORT_CUT | Kind.LONG_CUT:
+                    self._yard.cut(injury.target)
+                    await asyncio.sleep(injury.length_s)
+                    self._yard.heal(injury.target)
+        self._report.injected[injury.kind] += 1
+
+    async def _check_end(self) -> None:
+        """Everything is healed: all blocks come back, and everybody works with everybody, with nothing restarted."""
+        for name in self._locks:
+            self._report.violations += await asyncio.to_thread(self._yard.replace_if_dead, name)
+        say("load and injuries are over; waiting until every block is free")
+        await self._expect("all blocks free, no lease, nothing waiting", self._is_quiet)
+        before = await self._pulled()
+
+        async def is_working() -> bool:
+            if not self._unasked:
+                return False
+            await self._load.ask_once(self._unasked.pop())
+            await asyncio.sleep(0.3)  # a peer that was out of reach is tried again a little later
+            after = await self._pulled()
+            return all(after[name] > before[name] for name in after)
+
+        await self._expect("every decode engine fetches KV again", is_working)
+        await self._expect("all blocks free once more", self._is_quiet)
+        async with new_session() as session:
+            for name, engine in self._yard.engines.items():
+                found = await metrics(session, engine)
+                planes = {key: value for key, value in found.items() if key.startswith("kvferry:transfers_total/")}
+                self._report.engines[name] = {key: found.get(key, 0.0) for key in SHOWN} | planes
+
+    async def _expect(self, what: str, condition: Any) -> None:
+        try:
+            await until(what, condition, SETTLE_S)
+        except AssertionError as error:
+            self._report.violations.append(f"{error}: {await self._state()}")
+        except aiohttp.ClientError as error:
+            self._report.violations.append(f"an engine does not answer: {error}")
+
+    async def _state(self) -> dict[str, dict[str, float]]:
+        async with new_session() as session:
+            return {
+                name: {key: value for key, value in (await metrics(session, engine)).items() if key in (*QUIET, *LEVELS) and value}
+                for name, engine in self._yard.engines.items()
+            }
+
+    async def _is_quiet(self) -> bool:
+        return not any((await self._state()).values())
+
+    async def _pulled(self) -> dict[str, float]:
+        async with new_session() as session:
+            engines = {name: self._yard.engines[name] for name in self._yard.decode}
+            return {name: (await metrics(session, engine))["kvferry:finished_pulls_total"] for name, engine in engines.items()}
+
+    async def _show_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            counts = self._load.outcomes
+            say(
+                f"{time.monotonic() - self._began:5.0f} s  {sum(counts.values())} requests: {counts[Outcome.RIGHT]} right, "
+                f"{counts[Outcome.REFUSED]} refused, {counts[Outcome.BROKEN]} broken off, {counts[Outcome.LEFT]} left, "
+                f"{len(self._load.violations)} violations; {self._report.injected.total()} injuries"
+            )

@@ -1,0 +1,70 @@
+"""The chaos run is repeatable, sees what it must see, and a short one is clean. The long one is `make chaos`."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.chaos.judge import VIOLATIONS, Attempt, Outcome, judge
+from tests.chaos.plan import Kind, make_plan
+
+ROOT = Path(__file__).parents[2]
+RIGHT = (4, 5, 6)
+WHOLE = Attempt(200, [4, 5, 6], is_whole=True)
+NAMES = (["prefill-0", "prefill-1"], ["decode-0"], "router")
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_gives_another() -> None:
+    assert make_plan(1, 300, *NAMES) == make_plan(1, 300, *NAMES)
+    assert make_plan(1, 300, *NAMES) != make_plan(2, 300, *NAMES)
+
+
+def test_a_plan_has_injuries_of_every_kind_for_the_right_targets() -> None:
+    plan = make_plan(3, 300, *NAMES)
+    assert {injury.kind for injury in plan} == set(Kind)
+    assert {injury.target for injury in plan if injury.kind is Kind.KILL_PREFILL} <= {"prefill-0", "prefill-1"}
+    assert all(injury.target == "router" for injury in plan if injury.kind is Kind.KILL_ROUTER)
+    assert all(injury.at_s < 300 for injury in plan)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "outcome"),
+    [
+        (WHOLE, Outcome.RIGHT),
+        (Attempt(200, [4, 5, 7], is_whole=True), Outcome.WRONG),
+        (Attempt(200, [4, 5], is_whole=True), Outcome.WRONG),
+        (Attempt(200, [4, 5, 6, 7], is_whole=True), Outcome.WRONG),
+        (Attempt(200, [4, 5], error="D broke off"), Outcome.BROKEN),
+        (Attempt(200, [5], error="D broke off"), Outcome.WRONG),
+        (Attempt(200, [4, 5]), Outcome.SILENT),
+        (Attempt(502, error="P is gone"), Outcome.REFUSED),
+        (Attempt(502), Outcome.ODD),
+        (Attempt(500, error="a bug"), Outcome.ODD),
+        (Attempt(error="refused"), Outcome.UNREACHED),
+        (Attempt(200, [4], is_overdue=True), Outcome.HUNG),
+        (Attempt(200, [4], has_left=True), Outcome.LEFT),
+        (Attempt(200, [9], has_left=True), Outcome.WRONG),
+    ],
+)
+def test_what_a_client_saw_is_judged(attempt: Attempt, outcome: Outcome) -> None:
+    assert judge(attempt, RIGHT) is outcome
+
+
+def test_every_outcome_in_capitals_is_a_violation() -> None:
+    assert {outcome for outcome in Outcome if str(outcome).isupper()} == set(VIOLATIONS)
+    assert judge(replace(WHOLE, tokens=[0, 0, 0]), RIGHT) in VIOLATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_short_chaos_run_is_clean(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.chaos", "--seed", "7", "--duration-s", "20", "--streams", "20", "--prompts", "40"]
+    done = subprocess.run([*command, "--json", str(tmp_path / "report.json")], cwd=ROOT, capture_output=True, text=True, timeout=220)
+    print(done.stderr)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["is_clean"]
+    assert sum(report["injected"].values()) >= 4
+    assert report["outcomes"][str(Outcome.RIGHT)] > 20

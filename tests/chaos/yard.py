@@ -1,0 +1,153 @@
+"""The engines and the router that get hurt, and how. With root each engine is a host of its own; otherwise its channels go through proxies
+that can be stalled. Blocking; the caller keeps injuries of one member apart."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.plan import LEASE_S
+from tests.e2e.behind import BEHIND, Channels
+from tests.e2e.harness import Cluster, Engine, Host, Starting
+from tests.e2e.hosts import Hosts, why_impossible
+
+from kvferry.errors import KVFerryError
+from kvferry.testing.fault_proxy import FaultProxy
+
+__all__ = ["ROUTER", "Yard"]
+
+ROUTER = "router"
+DEADLINES = {"handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
+EXTRA: dict[str, Any] = {"kv_lease_duration": LEASE_S, **DEADLINES}
+
+
+@dataclass
+class Member:
+    """One engine through all its lives."""
+
+    name: str
+    policy: str
+    flags: tuple[str, ...]
+    extra: Mapping[str, Any]
+    at: Host
+    engine: Engine | None = None
+    channels: ExitStack = field(default_factory=ExitStack)
+    proxies: Channels | None = None
+
+
+class Yard:
+    def __init__(self, cluster: Cluster, hosts: Hosts | None, members: dict[str, Member]) -> None:
+        self._cluster = cluster
+        self._hosts = hosts
+        self._members = members
+        self._router: Engine | None = None
+
+    @classmethod
+    @contextmanager
+    def opened(cls, directory: Path, model: Path, prefill: int, decode: int) -> Iterator["Yard"]:
+        """Policies take turns among D, planes among P; every second D has no prefix cache, so that it must fetch."""
+        with ExitStack() as stack:
+            hosts = None if why_impossible() else stack.enter_context(Hosts.opened(prefill + decode))
+            cluster = stack.enter_context(Cluster(directory, model))
+            members = {}
+            for number in range(prefill + decode):
+                index = number if number < prefill else number - prefill
+                name = f"prefill-{index}" if number < prefill else f"decode-{index}"
+                extra = {**EXTRA, "planes": ["nixl"]} if number < prefill and index % 2 == 0 else EXTRA
+                flags = ("--no-enable-prefix-caching",) if number >= prefill and index % 2 == 0 else ()
+                at = BEHIND if hosts is None else hosts[number]
+                members[name] = Member(name, "fail" if index % 2 == 0 else "recompute", flags, extra, at)
+            yard = cls(cluster, hosts, members)
+            stack.callback(yard.close)
+            yard.start()
+            yield yard
+
+    @property
+    def hosts_are_namespaces(self) -> bool:
+        return self._hosts is not None
+
+    @property
+    def prefill(self) -> list[str]:
+        return [name for name in self._members if name.startswith("prefill")]
+
+    @property
+    def decode(self) -> list[str]:
+        return [name for name in self._members if name.startswith("decode")]
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        return {name: member.engine for name, member in self._members.items() if member.engine is not None}
+
+    @property
+    def router(self) -> Engine:
+        assert self._router is not None
+        return self._router
+
+    def start(self) -> None:
+        starting = {name: self._serve(member) for name, member in self._members.items()}
+        for name, process in starting.items():
+            self._take_in(self._members[name], process)
+        self._router = self._start_router(port=0)
+
+    def restart(self, name: str) -> None:
+        """Kill with -9; another life at the same address, with the same engine id."""
+        self._process(name).kill()
+        self._replace(name)
+
+    def replace_if_dead(self, name: str) -> list[str]:
+        """Nobody dies by himself: what is to be said of one that did."""
+        process = self._process(name).process
+        try:
+            process.check_alive()
+        except KVFerryError as error:
+            last_words = "\n".join(process.tail(60))
+            self._replace(name)
+            return [f"{error}, by itself; its last words:\n{last_words}"]
+        return []
+
+    def _process(self, name: str) -> Engine:
+        return self.router if name == ROUTER else self.engines[name]
+
+    def _replace(self, name: str) -> None:
+        self._cluster.dismiss(self._process(name).process)
+        if name == ROUTER:
+            self._router = self._start_router(self.router.address.port)
+            return
+        member = self._members[name]
+        member.channels.close()
+        self._take_in(member, self._serve(member))
+
+    def cut(self, name: str) -> None:
+        member = self._members[name]
+        if self._hosts is not None:
+            self._hosts.cut(self._hosts[list(self._members).index(name)])
+        elif member.proxies is not None:
+            member.proxies.all(FaultProxy.stall)
+
+    def heal(self, name: str) -> None:
+        member = self._members[name]
+        if self._hosts is not None:
+            self._hosts.heal(self._hosts[list(self._members).index(name)])
+        elif member.proxies is not None:
+            member.proxies.flow()
+
+    def close(self) -> None:
+        for member in self._members.values():
+            member.channels.close()
+
+    def _serve(self, member: Member) -> Starting:
+        port = member.engine.address.port if member.engine is not None else 0
+        return self._cluster.serve(
+            member.name, *member.flags, extra=dict(member.extra), policy=member.policy, port=port, engine_id=member.name, at=member.at
+        )
+
+    def _take_in(self, member: Member, process: Starting) -> None:
+        member.engine = process.ready()
+        if self._hosts is None:
+            member.channels = ExitStack()
+            member.proxies = member.channels.enter_context(Channels.opened(member.engine))
+
+    def _start_router(self, port: int) -> Engine:
+        engines = self.engines
+        return self._cluster.proxy([engines[name] for name in self.prefill], [engines[name] for name in self.decode], port=port).ready()

@@ -1,0 +1,85 @@
+"""What came out for each pair of forms, and the page that shows it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PAGE", "Form", "Outcomes", "page"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+@dataclass(frozen=True, order=True)
+class Form:
+    tp_size: int
+    block_size: int
+    layout: str
+
+    @property
+    def shape(self) -> str:
+        """Without the number of ranks."""
+        return f"{self.block_size} {self.layout}"
+
+    def __str__(self) -> str:
+        return f"tp{self.tp_size}-{self.block_size}-{self.layout}"
+
+
+class Outcomes:
+    """By model family and plane: for each pair of producer and consumer, an empty string or why it was refused."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[str, str], dict[tuple[Form, Form], str]] = {}
+        self.refusals: dict[str, str] = {}
+        """What differs between two engines, and what the request's error said."""
+
+    def add(self, family: str, plane: str, p: Form, d: Form, refusal: str = "") -> None:
+        self.pairs.setdefault((family, plane), {})[p, d] = refusal
+
+
+INTRODUCTION = """\
+# What may differ between two engines
+
+Written by `make compatibility` from the results of `tests/compatibility`, which starts an embedded engine of every form, lets every one
+fetch from every other, and compares the tokens with a single engine's.
+"""
+
+WORDS = """\
+Rows are the producer's form, columns the consumer's: tokens per block, and how a block is laid out (`HND`, `NHD`, or all layers in one
+block). `yes`: a single engine's tokens for every combination of tensor-parallel sizes {sizes} on both sides, over {planes}.
+"""
+
+REFUSALS = """\
+## Refused
+
+A consumer refuses these at the handshake; the request follows `kv_load_failure_policy`, and its error ends with the reason.
+
+| what differs | reason |
+|---|---|
+"""
+
+
+def page(outcomes: Outcomes) -> str:
+    families = sorted({family for family, _ in outcomes.pairs})
+    planes = sorted({plane for _, plane in outcomes.pairs}, reverse=True)
+    sizes = sorted({p.tp_size for pairs in outcomes.pairs.values() for p, _ in pairs})
+    words = WORDS.format(sizes=_listed(map(str, sizes)), planes=_listed(f"`{plane}`" for plane in planes))
+    tables = [f"## {family}\n\n{_table([pairs for (name, _), pairs in outcomes.pairs.items() if name == family])}" for family in families]
+    rows = "".join(f"| {what} | {reason} |\n" for what, reason in outcomes.refusals.items())
+    return "\n".join([INTRODUCTION, words, *tables, REFUSALS + rows])
+
+
+def _table(results: list[dict[tuple[Form, Form], str]]) -> str:
+    shapes = list(dict.fromkeys(p.shape for p, _ in results[0]))
+    lines = [f"| | {' | '.join(shapes)} |", f"|---{'|---' * len(shapes)}|"]
+    for row in shapes:
+        cells = []
+        for column in shapes:
+            found = [text for pairs in results for (p, d), text in pairs.items() if (p.shape, d.shape) == (row, column)]
+            reasons = sorted({text for text in found if text})
+            cells.append("yes" if found and not reasons else "; ".join(reasons) or "not run")
+        lines.append(f"| **{row}** | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(words: Iterable[str]) -> str:
+    return " and ".join(words)

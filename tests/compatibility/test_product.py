@@ -1,0 +1,127 @@
+"""Every pair of cache forms of one model: a single engine's tokens, or a refusal at the handshake that says why.
+
+One engine of each form is started for a model and a plane, each is prefilled by all others and reads from all others. What came out is the
+table in docs/compatibility.md; `make compatibility` writes it anew.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.compatibility.engines import LocalEngine, run_all
+from tests.compatibility.table import Form, Outcomes
+
+from kvferry.engine.make_model import make_model
+from kvferry.engine.options import EngineOptions
+from kvferry.types import KVLayout
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+FAMILIES = {"GQA": "qwen3", "MLA": "mla", "hybrid": "window"}
+PLANES = ("shm", "nixl")
+TP_SIZES = (1, 2)
+BLOCK_SIZES = (16, 32, 64)
+LAYOUTS = ("HND", "NHD", "cross-layer")
+MAX_TOKENS = 8
+CAPACITY_TOKENS = 4096
+
+
+FORMS = [Form(*each) for each in itertools.product(TP_SIZES, BLOCK_SIZES, LAYOUTS)]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Longer than the largest block and the window; lengths on, before and behind block edges."""
+    rng = random.Random(4)
+    lengths = [65, 80, 96, 97, 111, 112, 113, 127, 128, 129, 144, 150]
+    return [[rng.randrange(10, 500) for _ in range(lengths[index % len(lengths)])] for index in range(count)]
+
+
+PROMPTS = prompts(12)
+
+
+def prompt_of(p: Form, d: Form) -> int:
+    return (FORMS.index(p) * 5 + FORMS.index(d)) % len(PROMPTS)
+
+
+@dataclass(frozen=True)
+class House:
+    """An engine of each form, and what a single engine says to each prompt."""
+
+    family: str
+    plane: str
+    directory: Path
+    engines: dict[Form, LocalEngine]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=list(itertools.product(FAMILIES, PLANES)), ids=lambda pair: " over ".join(pair))
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    family, plane = request.param
+    directory = tmp_path_factory.mktemp("compatibility")
+    make_model(directory / "model", family=FAMILIES[family])
+    plain = start(directory, Form(1, 16, "HND"), "plain", None)
+    for index, prompt in enumerate(PROMPTS):
+        plain.add(str(index), prompt, MAX_TOKENS)
+    run_all([plain], lambda: len(plain.finished) == len(PROMPTS))
+    plain.close()
+    engines: dict[Form, LocalEngine] = {}
+    try:
+        for form in FORMS:
+            engines[form] = start(directory, form, str(form), plane)
+        yield House(family, plane, directory, engines, [plain.tokens[str(index)] for index in range(len(PROMPTS))])
+    finally:
+        # Readers first: a producer that closes while it is read is another test.
+        for engine in engines.values():
+            engine.close()
+
+
+def start(directory: Path, form: Form, name: str, plane: str | None) -> LocalEngine:
+    options = EngineOptions(
+        directory / "model",
+        block_size=form.block_size,
+        num_blocks=3 * CAPACITY_TOKENS // form.block_size,
+        kv_cache_layout=KVLayout.NHD if form.layout == "NHD" else KVLayout.HND,
+        tensor_parallel_size=form.tp_size,
+        cross_layer_blocks=form.layout == "cross-layer",
+        # The same prompt goes to many pairs; each has to fetch it.
+        enable_prefix_caching=False,
+    )
+    extra = {
+        "planes": [plane],
+        "num_threads": 1,
+        "kv_lease_duration": 600,
+        "enable_cross_layers_blocks": form.layout == "cross-layer",
+    }
+    return LocalEngine(options, name, None if plane is None else extra, directory)
+
+
+@pytest.fixture
+def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
+    """An engine of the same form as the consumer; nobody reads from himself."""
+    engine = start(house.directory, d, f"twin-of-{d}", house.plane)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("d", FORMS, ids=str)
+def test_what_is_fetched_from_every_form_gives_a_single_engines_tokens(
+    house: House, d: Form, twin: LocalEngine, outcomes: Outcomes
+) -> None:
+    consumer, producers = house.engines[d], house.engines | {d: twin}
+    for p, producer in producers.items():
+        producer.add(f"for {d}", PROMPTS[prompt_of(p, d)], 1, {"do_remote_decode": True})
+    run_all(list(producers.values()), lambda: all(f"for {d}" in producer.finished for producer in producers.values()))
+    for p, producer in producers.items():
+        consumer.add(f"from {p}", PROMPTS[prompt_of(p, d)], MAX_TOKENS, producer.finished[f"for {d}"].kv_transfer_params)
+    run_all([consumer], lambda: all(f"from {p}" in consumer.finished for p in FORMS))
+    for p in FORMS:
+        output, wanted = consumer.finished[f"from {p}"], house.expected[prompt_of(p, d)]
+        assert output.error is None, f"from {p}: {output.error}"
+        assert consumer.tokens[f"from {p}"] == wanted, f"from {p}"
+        assert output.num_cached_tokens > 0, f"from {p}: nothing was fetched"
+        outcomes.add(house.family, house.plane, p, d)
+    run_all(list(producers.values()), lambda: all(producer.num_used_blocks == 0 for producer in producers.values()))
+    assert consumer.num_used_blocks == 0

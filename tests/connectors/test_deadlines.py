@@ -1,0 +1,198 @@
+"""Every deadline of a transfer, from the key an operator sets to the error that names it. The clock is the tests' own.
+
+Each value is its own, so a deadline that takes another's would show.
+"""
+
+import msgspec
+import pytest
+
+from kvferry.config import KVTransferConfig, NixlExtraConfig, SideChannelConfig
+from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
+from kvferry.connectors.pull_worker import ferry_settings
+from kvferry.events import LeaseEnded, PullFailed, PullGivenUp
+from kvferry.ferry.ferry import FerrySettings
+from kvferry.protocol import codec
+from kvferry.protocol.actions import ClosePeer, Send, StopRead
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.messages import (
+    WIRE_VERSION,
+    Attach,
+    Confirm,
+    HandshakeReply,
+    HandshakeRequest,
+    Heartbeat,
+    HeartbeatReply,
+    OfferInfo,
+    RankLayout,
+    Refused,
+    RegionInfo,
+)
+from kvferry.protocol.producer import Producer
+from kvferry.protocol.tickets import Ticket, TicketKey
+from kvferry.testing.local_kit import LocalKit
+from kvferry.types import EngineId, Epoch, KVLayout, LeaseEnd, PeerId, Region, RequestId, Route
+
+SECRET = b"a secret of the cluster"
+VALUES = {
+    "kv_lease_duration": 60,
+    "handshake_timeout": 7,
+    "read_timeout": 11,
+    "confirm_timeout": 13,
+    "receive_timeout": 19,
+    "grant_wait": 23,
+    "engine_ttl": 29,
+}
+SIDE, CONTROL = "tcp://p-host:5600", "tcp://p-host:6000"
+P, R, A = PeerId(EngineId("p"), Epoch("e1"), 0), RequestId("r"), RequestId("a")
+EARLIER = 0.01
+"""Just before a deadline nothing happens."""
+
+
+def settings(**changes: float) -> FerrySettings:
+    """What the connector makes of the JSON an operator writes."""
+    extra = {**VALUES, **changes}
+    transfer = KVTransferConfig.from_mapping(
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "p", "kv_connector_extra_config": extra}
+    )
+    assert isinstance(transfer.extra, NixlExtraConfig)
+    model = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
+    config = ConnectorConfig(transfer, model, ParallelConfig(), SideChannelConfig(port=0), SECRET, "e1", LocalKit())
+    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
+    return ferry_settings(config, transfer.extra, geometry, (OfferInfo("memory", "", b"us"),), {"dtype": "float32"})
+
+
+def ticket() -> Ticket:
+    return Ticket("p", "e1", "a", 1, "p-host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 60.0)
+
+
+class Reader:
+    """A consumer whose producer answers heartbeats and nothing else, unless told to."""
+
+    def __init__(self, **changes: float) -> None:
+        self.consumer = Consumer(settings(**changes).consumer)
+
+    def track(self) -> "Reader":
+        self.consumer.track(R, ticket(), "T", now=0)
+        return self
+
+    def shake_hands(self) -> "Reader":
+        [nonce] = [a.message.nonce for a in self.consumer.take_actions() if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)]
+        region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
+        layout = codec.encode_layout(RankLayout(0, 1, 4, 16, "HND", 1, 8, CONTROL, [region], [offer], 1))
+        self.consumer.receive(SIDE, HandshakeReply(nonce, WIRE_VERSION, "p", "e1", {"dtype": "float32"}, msgspec.Raw(layout)), 0)
+        self.consumer.peer_opened(P, "memory", 0)
+        return self
+
+    def start(self) -> "Reader":
+        self.consumer.start(R, [[5, 6]], range(0, 8), now=0)
+        return self
+
+    def advance(self, now: float) -> list[str]:
+        """Why it failed or was given up, if it did."""
+        self.consumer.advance(now)
+        for action in self.consumer.take_actions():
+            if isinstance(action, Send) and isinstance(action.message, Heartbeat):
+                self.consumer.receive(CONTROL, HeartbeatReply("e1", action.message.beat, []), now)
+            elif isinstance(action, StopRead):
+                self.consumer.read_ended(R, P, "cancelled", now)
+        return list(dict.fromkeys(e.reason for e in self.consumer.take_events() if isinstance(e, PullFailed | PullGivenUp)))
+
+
+def test_handshake_timeout_bounds_the_wait_for_a_producers_first_word() -> None:
+    reader = Reader().track().start()
+    assert reader.advance(7 - EARLIER) == []
+    assert reader.advance(7) == [f"no answer to the handshake within 7 s ({SIDE})"]
+
+
+def test_read_timeout_bounds_one_read() -> None:
+    reader = Reader().track().shake_hands().start()
+    assert reader.advance(11 - EARLIER) == []
+    assert reader.advance(11) == ["the read did not end within 11 s"]
+
+
+def test_confirm_timeout_bounds_the_wait_for_the_confirmation() -> None:
+    reader = Reader(receive_timeout=100).track().shake_hands().start()
+    reader.consumer.read_ended(R, P, None, now=5)
+    assert reader.advance(5 + 13 - EARLIER) == []
+    assert reader.advance(5 + 13) == ["the producer did not confirm the read within 13 s"]
+
+
+@pytest.mark.parametrize("stage", ["shaking hands", "reading", "confirming"])
+def test_receive_timeout_bounds_the_whole_whatever_the_parts_may_take(stage: str) -> None:
+    reader = Reader(handshake_timeout=100, read_timeout=100, confirm_timeout=100).track()
+    if stage != "shaking hands":
+        reader.shake_hands()
+    reader.start()
+    if stage == "confirming":
+        reader.consumer.read_ended(R, P, None, now=5)
+    assert reader.advance(19 - EARLIER) == []
+    assert reader.advance(19) == ["the KV did not arrive within 19 s"]
+    assert reader.consumer.num_pulls == 0
+
+
+def test_engine_ttl_bounds_how_long_an_idle_producer_is_remembered() -> None:
+    reader = Reader().track().shake_hands()
+    reader.consumer.settle(R, now=1)
+    reader.consumer.take_actions()
+    reader.consumer.advance(29 - EARLIER)
+    assert reader.consumer.num_peers == 1
+    reader.consumer.advance(29)
+    assert reader.consumer.num_peers == 0
+    assert ClosePeer(P, CONTROL) in reader.consumer.take_actions()
+
+
+def test_an_engine_ttl_of_zero_forgets_nobody() -> None:
+    reader = Reader(engine_ttl=0).track().shake_hands()
+    reader.consumer.settle(R, now=1)
+    reader.consumer.advance(10**9)
+    assert reader.consumer.num_peers == 1
+
+
+def producer() -> Producer:
+    return Producer(settings().producer, TicketKey(SECRET))
+
+
+def test_kv_lease_duration_bounds_how_long_blocks_are_kept_for_nobody() -> None:
+    kept = producer()
+    kept.grant(A, 1, now=0)
+    kept.advance(60 - EARLIER)
+    assert kept.take_ended() == []
+    kept.advance(60)
+    assert [LeaseEnded(ended.request, ended.end) for ended in kept.take_ended()] == [LeaseEnded(A, LeaseEnd.EXPIRED)]
+
+
+def test_a_heartbeat_keeps_blocks_for_two_thirds_of_the_lease_from_then_on() -> None:
+    kept, route = producer(), Route(b"d")
+    kept.grant(A, 1, now=0)
+    kept.receive(route, Heartbeat("e1", 1, ["a"]), now=50)
+    kept.advance(50 + 40 - EARLIER)
+    assert kept.take_ended() == []
+    kept.receive(route, Confirm("e1", "a", "d/r/0"), now=50 + 40)
+    kept.advance(50 + 40)
+    assert [ended.end for ended in kept.take_ended()] == [LeaseEnd.EXPIRED]
+    assert [reply.message.reason for reply in kept.take_replies() if isinstance(reply.message, Refused)] == [
+        "the lease ended before the read was confirmed"
+    ]
+
+
+def test_grant_wait_bounds_how_long_a_reader_is_believed_before_its_lease_begins() -> None:
+    kept = producer()
+    kept.receive(Route(b"d"), Attach(TicketKey(SECRET).sign(ticket()), "d/r/0", "memory", []), now=0)
+    kept.advance(23 - EARLIER)
+    assert kept.take_replies() == []
+    kept.advance(23)
+    [reply] = kept.take_replies()
+    assert isinstance(reply.message, Refused)
+    assert reply.message.reason == "no lease was granted within 23 s"
+
+
+def test_every_deadline_is_told_in_time_to_whoever_sleeps_until_it() -> None:
+    assert Reader().track().start().consumer.next_deadline() == 7
+    # A sixth of the lease: the next heartbeat comes before the read's own deadline.
+    assert Reader().track().shake_hands().start().consumer.next_deadline() == 10
+    assert Reader(read_timeout=3).track().shake_hands().start().consumer.next_deadline() == 3
+    kept = producer()
+    kept.grant(A, 1, now=0)
+    assert kept.next_deadline() == 60

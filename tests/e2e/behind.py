@@ -1,0 +1,49 @@
+"""An engine whose side channel and control channel are reached through proxies that misbehave on command; its KV and HTTP are not.
+
+It tells others to dial 127.0.0.2 and listens on 127.0.0.1, where the proxies find it under the same port numbers. Works without root.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import psutil
+from tests.e2e.harness import Engine, Host
+
+from kvferry.testing.fault_proxy import FaultProxy
+from kvferry.types import Address
+
+__all__ = ["BEHIND", "Channels"]
+
+INNER, OUTER = "127.0.0.1", "127.0.0.2"
+BEHIND = Host(variables={"KVFERRY_SIDE_CHANNEL_HOST": OUTER, "KVFERRY_SIDE_CHANNEL_BIND": INNER})
+"""Where an engine is started that shall be put behind `Channels`."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    proxies: list[FaultProxy]
+
+    @classmethod
+    @contextmanager
+    def opened(cls, engine: Engine) -> Iterator["Channels"]:
+        with ExitStack() as stack:
+            ports = sorted(listening_ports(engine))
+            assert len(ports) == 2, f"a side channel and a control channel were expected, there is {ports}"
+            yield cls([stack.enter_context(FaultProxy(Address(INNER, port), Address(OUTER, port))) for port in ports])
+
+    def all(self, command: Callable[[FaultProxy], None]) -> None:
+        for proxy in self.proxies:
+            command(proxy)
+
+    def flow(self) -> None:
+        self.all(FaultProxy.flow)
+
+
+def listening_ports(engine: Engine) -> set[int]:
+    """Those of ZeroMQ, whose sockets speak IPv6 too: HTTP and UCX listen on the plain address."""
+    found: set[int] = set()
+    for member in engine.family():
+        connections = member.net_connections("tcp")
+        found |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.ip == f"::ffff:{INNER}"}
+    return found

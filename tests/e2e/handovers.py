@@ -1,0 +1,56 @@
+"""What tests of faults do again and again: take both legs of a request by hand, and say what must be true of its end."""
+
+import random
+from collections.abc import Iterable
+
+import aiohttp
+from tests.e2e.harness import Answer, Engine, Prompt, ask, metrics, prefill, until
+
+__all__ = ["FAILED", "FINISHED", "assert_ended_well", "assert_recovers", "count", "fresh", "hand_over", "is_free", "is_loading"]
+
+FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
+
+_rng = random.Random("handovers")
+
+
+def fresh(length: int = 100, max_tokens: int = 16) -> Prompt:
+    """A prompt nobody has seen yet: engines are shared between tests, and so are their prefix caches."""
+    return Prompt(tuple(_rng.randrange(10, 500) for _ in range(length)), max_tokens)
+
+
+async def count(session: aiohttp.ClientSession, engine: Engine, name: str) -> float:
+    return (await metrics(session, engine)).get(name, 0.0)
+
+
+async def is_free(session: aiohttp.ClientSession, engine: Engine) -> bool:
+    return await count(session, engine, "kvferry:num_used_blocks") == 0
+
+
+async def is_loading(session: aiohttp.ClientSession, engines: Iterable[Engine]) -> bool:
+    """Whether all of them wait for somebody's KV."""
+    return all([await count(session, engine, "kvferry:num_requests_waiting_for_remote_kvs") > 0 for engine in engines])
+
+
+async def hand_over(session: aiohttp.ClientSession, p: Engine, d: Engine, prompt: Prompt) -> Answer:
+    return await ask(session, d, prompt, kv_transfer_params=await prefill(session, p, prompt))
+
+
+def assert_ended_well(answer: Answer, right: Answer, policy: str, *reasons: str) -> None:
+    """A pull that could not succeed: computed here, or an error that gives one of these reasons."""
+    if policy == "recompute":
+        assert answer == right, answer.body
+        return
+    assert answer.status == 502, answer.body
+    assert any(reason in answer.message for reason in reasons), answer.message
+
+
+async def assert_recovers(session: aiohttp.ClientSession, p: Engine, d: Engine, plain: Engine) -> None:
+    """Nothing is restarted: sooner or later a request's KV comes over again, and every answer on the way is right or an error."""
+
+    async def comes_over() -> bool:
+        prompt, before = fresh(), await count(session, d, FINISHED)
+        answer = await hand_over(session, p, d, prompt)
+        assert not answer.is_ok or answer == await ask(session, plain, prompt)
+        return answer.is_ok and await count(session, d, FINISHED) > before
+
+    await until("KV comes over again", comes_over)

@@ -1,0 +1,147 @@
+"""Several hosts on one machine: network namespaces, each with two cables. One leads to us and stays whole, so that a test can always ask
+an engine over HTTP; the other leads to a switch that all share, where peers meet, and is what gets cut and throttled.
+
+    us ── management switch ── 10.x.r.1, 10.x.r.2 …      HTTP
+       └─ peers' switch ────── 10.y.r.1, 10.y.r.2 …      side channel, control channel, NIXL over TCP
+
+Needs root and iproute2. Names carry our pid, so what a killed run has left is removed by the next.
+"""
+
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.harness import Host
+
+__all__ = ["Hosts", "Namespace", "skip_unless_possible", "why_impossible"]
+
+OURS = 254
+NAME = re.compile(r"kvf([0-9a-f]+)-")
+_numbers = itertools.count()
+
+
+def ip(*words: str) -> str:
+    return run("ip", *words)
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def why_impossible() -> str:
+    """Empty where namespaces can be made."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"network namespaces need the command {missing[0]} (Debian: iproute2)" if missing else ""
+
+
+def skip_unless_possible() -> None:
+    if why := why_impossible():
+        pytest.skip(why)
+
+
+class Namespace(Host):
+    """One of the hosts, and its cable to the others."""
+
+    def __init__(self, name: str, port: str, address: str, dialled: str) -> None:
+        variables = {"KVFERRY_SIDE_CHANNEL_HOST": dialled, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "peers"}
+        super().__init__(("ip", "netns", "exec", name), address, variables)
+        self.name = name
+        self.dialled = dialled
+        self._port = port
+
+    def cut(self) -> None:
+        """Nobody is told: packets go nowhere, in both directions."""
+        ip("link", "set", self._port, "nomaster")
+
+    def heal(self, switch: str) -> None:
+        ip("link", "set", self._port, "master", switch)
+
+    def throttle(self, rate: str) -> None:
+        """What it sends to others, for example `4mbit`."""
+        run("tc", "-n", self.name, "qdisc", "replace", "dev", "peers", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
+
+    def hurry(self) -> None:
+        """Undo `throttle`."""
+        run("tc", "-n", self.name, "qdisc", "del", "dev", "peers", "root")
+
+    def sent_bytes(self) -> int:
+        """To the others, so far."""
+        found: list[dict[str, Any]] = json.loads(ip("-n", self.name, "-s", "-j", "link", "show", "peers"))
+        return int(found[0]["stats64"]["tx"]["bytes"])
+
+
+class Hosts:
+    """Namespaces and their switches from `opened` to the end of its `with` block."""
+
+    def __init__(self, members: list[Namespace], switch: str) -> None:
+        self.members = members
+        self._switch = switch
+
+    def __getitem__(self, index: int) -> Namespace:
+        return self.members[index]
+
+    def cut(self, member: Namespace) -> None:
+        member.cut()
+
+    def heal(self, member: Namespace) -> None:
+        member.heal(self._switch)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, count: int) -> Iterator["Hosts"]:
+        remove_leftovers()
+        tag = f"kvf{os.getpid():x}-{next(_numbers)}"
+        net = secrets.randbelow(250) + 1
+        with ExitStack() as undo:
+            for suffix, second in (("m", 231), ("p", 232)):
+                ip("link", "add", tag + suffix, "type", "bridge")
+                undo.callback(ip, "link", "del", tag + suffix)
+                ip("addr", "add", f"10.{second}.{net}.{OURS}/24", "dev", tag + suffix)
+                ip("link", "set", tag + suffix, "up")
+            members = [_add(undo, tag, index, net) for index in range(count)]
+            yield cls(members, f"{tag}p")
+
+
+def _add(undo: ExitStack, tag: str, index: int, net: int) -> Namespace:
+    name = f"{tag}-{index}"
+    ip("netns", "add", name)
+    undo.callback(ip, "netns", "del", name)
+    ip("-n", name, "link", "set", "lo", "up")
+    addresses = []
+    for suffix, second, device in (("m", 231, "us"), ("p", 232, "peers")):
+        port = f"{tag}{index}{suffix}"
+        ip("link", "add", port, "type", "veth", "peer", "name", device, "netns", name)
+        ip("link", "set", port, "master", tag + suffix, "up")
+        addresses.append(f"10.{second}.{net}.{index + 1}")
+        ip("-n", name, "addr", "add", f"{addresses[-1]}/24", "dev", device)
+        ip("-n", name, "link", "set", device, "up")
+    return Namespace(name, f"{tag}{index}p", *addresses)
+
+
+def remove_leftovers() -> None:
+    """Of runs that were killed."""
+    spaces = [line.split()[0] for line in ip("netns", "list").splitlines()]
+    switches = [link["ifname"] for link in json.loads(ip("-j", "link", "show", "type", "bridge") or "[]") if link]
+    for name in filter(_is_left_over, spaces):
+        ip("netns", "del", name)
+    for name in filter(_is_left_over, switches):
+        ip("link", "del", name)
+
+
+def _is_left_over(name: str) -> bool:
+    match = NAME.match(name)
+    return match is not None and not Path(f"/proc/{int(match[1], 16)}").exists()

@@ -1,0 +1,120 @@
+"""Engines that stage their KV in host memory, on one side or both, over every plane: a single engine's tokens, and nothing left behind.
+
+The embedded engine's cache is host memory itself, so staging is forced: the same copies, messages and waits as with a cache on a device.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.e2e.conftest import PATIENT, random_prompts
+from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+GREEDY = random_prompts(40, seed=41, longest=500)
+STAGED = {"force_host_buffer": True}
+SIDES = {"prefill": (STAGED, {}), "decode": ({}, STAGED), "both": (STAGED, STAGED)}
+
+
+@dataclass(frozen=True)
+class Trio:
+    plane: str
+    p: Engine
+    d: Engine
+    router: Engine
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[Answer]:
+    return asyncio.run(ask_all(plain, GREEDY))
+
+
+@pytest.fixture(scope="module", params=[(staged, plane) for staged in SIDES for plane in ("shm", "nixl")], ids="-".join)
+def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
+    staged, plane = request.param
+    with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
+        starting = [
+            cluster.serve(name, extra={"planes": [plane], **PATIENT, **extra})
+            for name, extra in zip(("prefill", "decode"), SIDES[staged], strict=True)
+        ]
+        p, d = (process.ready() for process in starting)
+        for engine, extra in zip((p, d), SIDES[staged], strict=True):
+            assert any("host buffer allocated" in line for line in engine.process.tail(1000)) == bool(extra)
+        yield Trio(plane, p, d, cluster.proxy([p], [d]).ready())
+
+
+def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(trio: Trio, expected: list[Answer]) -> None:
+    async def check() -> None:
+        answers = await ask_all(trio.router, GREEDY)
+        assert [answer.status for answer in answers] == [200] * len(GREEDY)
+        assert answers == expected
+        async with new_session() as session:
+            seen = await metrics(session, trio.d)
+            assert seen[f"kvferry:transfer_bytes_total/{trio.plane}"] > 0
+            assert seen["kvferry:finished_pulls_total"] >= 20
+            assert seen["kvferry:failed_pulls_total"] == 0
+            await assert_quiescent(session, trio.p, trio.d)
+
+    asyncio.run(check())
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> None:
+    rng = random.Random(7)
+    prompts = [Prompt(tuple(rng.randrange(10, 500) for _ in range(400)), max_tokens=50) for _ in range(24)]
+
+    async def check() -> None:
+        async with new_session() as session:
+
+            async def leave(prompt: Prompt) -> None:
+                asking = asyncio.create_task(ask(session, trio.router, prompt))
+                await asyncio.sleep(rng.random() * 0.6)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+
+            await asyncio.gather(*(leave(prompt) for prompt in prompts))
+            await assert_quiescent(session, trio.p, trio.d)
+            assert (await ask(session, trio.router, prompts[0])).is_ok
+
+    asyncio.run(check())
+
+
+def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
+    prompt = Prompt(tuple(range(20, 220)), n=4, temperature=0.9, seed=5)
+
+    async def check() -> None:
+        async with new_session() as session:
+            answer = await ask(session, trio.router, prompt)
+            assert answer == await ask(session, plain, prompt)
+            await assert_quiescent(session, trio.p, trio.d)
+
+    asyncio.run(check())
+
+
+def test_bytes_that_are_corrupted_on_their_way_to_a_host_buffer_change_the_tokens(cluster: Cluster, plain: Engine) -> None:
+    """The negative control of the comparisons above: what D's engine uses came through the mirror."""
+    faults = {"KVFERRY_FAULTS": "corrupt:every=1"}
+    starting = [cluster.serve("prefill", extra=STAGED), cluster.serve("decode", extra=STAGED, environment=faults)]
+    p, d = (process.ready() for process in starting)
+    router = cluster.proxy([p], [d]).ready()
+    prompts = [Prompt(tuple(random.Random(n).randrange(10, 500) for _ in range(200))) for n in range(4)]
+    assert asyncio.run(ask_all(router, prompts)) != asyncio.run(ask_all(plain, prompts))
+
+
+def test_ranks_of_both_sides_wait_for_each_other(cluster: Cluster, expected: list[Answer]) -> None:
+    """Every rank of P copies its own heads; a rank of D reads when all that it visits are ready."""
+    sizes = (("prefill", 2), ("decode", 1))
+    starting = [cluster.serve(name, "--tensor-parallel-size", str(size), extra={**PATIENT, **STAGED}) for name, size in sizes]
+    p, d = (process.ready() for process in starting)
+    router = cluster.proxy([p], [d]).ready()
+
+    async def check() -> None:
+        assert await ask_all(router, GREEDY) == expected
+        async with new_session() as session:
+            assert (await metrics(session, d))["kvferry:failed_pulls_total"] == 0
+            await assert_quiescent(session, p, d)
+
+    asyncio.run(check())

@@ -1,0 +1,226 @@
+"""Cables that are cut, heal or are slow, between engines on hosts of their own: as if the other side had died, then as if nothing had been.
+
+Both failure policies at once: two D, one of each, read from one P.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+from tests.e2e.conftest import NETWORKED, Network
+from tests.e2e.handovers import FAILED, FINISHED, assert_ended_well, assert_recovers, count, fresh, hand_over, is_free, is_loading
+from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, assert_quiescent, new_session, prefill, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+LONG = 800
+"""Tokens, 4 KiB each: several seconds at the rates below."""
+SOME_BYTES = 300_000
+SILENCE = "no longer answers heartbeats", "was lost"
+EXPIRED = "kvferry:kv_expired_reqs_total"
+
+Story = Callable[[aiohttp.ClientSession], Awaitable[None]]
+
+
+def play(story: Story, network: Network, plain: Engine) -> None:
+    """A story, then: everybody works with everybody again, and every block is free."""
+
+    async def whole() -> None:
+        async with new_session() as session:
+            await story(session)
+            for d in network.decoders.values():
+                await assert_recovers(session, network.p, d, plain)
+            await assert_quiescent(session, network.p, *network.decoders.values())
+
+    asyncio.run(whole())
+
+
+async def warm(session: aiohttp.ClientSession, network: Network) -> None:
+    """Every D knows P."""
+    for d in network.decoders.values():
+        assert (await hand_over(session, network.p, d, fresh())).is_ok
+
+
+async def begin(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
+    """P holds everybody's blocks, and D begins."""
+    params = {policy: await prefill(session, network.p, prompt) for policy, prompt in prompts.items()}
+    return {
+        policy: asyncio.create_task(ask(session, d, prompts[policy], kv_transfer_params=params[policy]))
+        for policy, d in network.decoders.items()
+    }
+
+
+async def begin_reads(session: aiohttp.ClientSession, network: Network, prompts: dict[str, Prompt]) -> dict[str, asyncio.Task[Answer]]:
+    """The same, until so much has come from P that reads are under way."""
+    sent = network.hosts[0].sent_bytes()
+    begun = await begin(session, network, prompts)
+
+    async def has_moved() -> bool:
+        return network.hosts[0].sent_bytes() > sent + SOME_BYTES and await is_loading(session, network.decoders.values())
+
+    await until("bytes are moving", has_moved)
+    return begun
+
+
+async def right_answers(plain: Engine, prompts: dict[str, Prompt]) -> dict[str, Answer]:
+    return dict(zip(prompts, await ask_all(plain, list(prompts.values())), strict=True))
+
+
+def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(network: Network, plain: Engine) -> None:
+    """The first request finds a peer it knows silent, the second cannot shake hands; P's leases run out while nobody reaches it."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        expired = await count(session, network.p, EXPIRED)
+        prompts = [{policy: fresh() for policy in network.decoders} for _ in range(2)]
+        params = [{policy: await prefill(session, network.p, prompt) for policy, prompt in part.items()} for part in prompts]
+        with network.cut():
+            for part, tickets, reasons in zip(prompts, params, (SILENCE, ("no answer to the handshake", *SILENCE)), strict=True):
+                right = await right_answers(plain, part)
+                asked = (ask(session, d, part[policy], kv_transfer_params=tickets[policy]) for policy, d in network.decoders.items())
+                for policy, answer in zip(network.decoders, await asyncio.gather(*asked), strict=True):
+                    assert_ended_well(answer, right[policy], policy, *reasons)
+            await assert_quiescent(session, network.p, *network.decoders.values())
+            assert await count(session, network.p, EXPIRED) == expired + 4
+
+    play(story, network, plain)
+
+
+def test_a_cable_cut_during_the_read_frees_both_sides_while_it_is_cut(network: Network, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        prompts = {policy: fresh(LONG) for policy in network.decoders}
+        right = await right_answers(plain, prompts)
+        with network.throttled("4mbit"):
+            reading = await begin_reads(session, network, prompts)
+            with network.cut():
+                for policy, task in reading.items():
+                    assert_ended_well(await task, right[policy], policy, *SILENCE)
+                # Bytes that were under way cannot land any more, or D's blocks would not be free.
+                await assert_quiescent(session, network.p, *network.decoders.values())
+
+    play(story, network, plain)
+
+
+def test_a_cable_cut_after_the_read_disturbs_no_answer(network: Network, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        prompts = {policy: fresh(max_tokens=200) for policy in network.decoders}
+        right = await right_answers(plain, prompts)
+        before = {policy: await count(session, d, FINISHED) for policy, d in network.decoders.items()}
+        decoding = await begin(session, network, prompts)
+
+        async def is_read() -> bool:
+            return all([await count(session, d, FINISHED) > before[policy] for policy, d in network.decoders.items()])
+
+        await until("the KV is there", is_read)
+        with network.cut():
+            for policy, task in decoding.items():
+                assert await task == right[policy]
+
+    play(story, network, plain)
+
+
+def test_a_read_slower_than_its_lease_is_kept_alive_by_heartbeats(network: Network, plain: Engine) -> None:
+    """At this rate two reads of 3 MB take twice the lease, or more."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        prompts = {policy: fresh(LONG) for policy in network.decoders}
+        right = await right_answers(plain, prompts)
+        expired = await count(session, network.p, EXPIRED)
+        failed = [await count(session, d, FAILED) for d in network.decoders.values()]
+        sent = network.hosts[0].sent_bytes()
+        with network.throttled("6mbit"):
+            reading = await begin(session, network, prompts)
+            for policy, task in reading.items():
+                assert await task == right[policy]
+        assert network.hosts[0].sent_bytes() - sent > 2 * LONG * 4096
+        assert [await count(session, d, FAILED) for d in network.decoders.values()] == failed
+        assert await count(session, network.p, EXPIRED) == expired
+
+    play(story, network, plain)
+
+
+def test_a_read_slower_than_its_deadline_ends_by_it(network: Network, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        prompts = {policy: fresh(LONG) for policy in network.decoders}
+        right = await right_answers(plain, prompts)
+        with network.throttled("1mbit"):
+            for policy, task in (await begin(session, network, prompts)).items():
+                assert_ended_well(await task, right[policy], policy, f"did not end within {NETWORKED['read_timeout']} s")
+
+    play(story, network, plain)
+
+
+def test_p_killed_during_the_read_is_replaced_by_its_next_life(network: Network, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        prompts = {policy: fresh(LONG) for policy in network.decoders}
+        right = await right_answers(plain, prompts)
+        with network.throttled("4mbit"):
+            reading = await begin_reads(session, network, prompts)
+            network.replace_p()
+            for policy, task in reading.items():
+                assert_ended_well(await task, right[policy], policy, "reading from the producer failed", *SILENCE)
+
+    play(story, network, plain)
+
+
+def test_p_killed_behind_a_cut_cable_leaves_half_open_connections_that_harm_nobody(network: Network, plain: Engine) -> None:
+    """No reset can reach D: its connections look as good as before, and lead nowhere."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        with network.cut():
+            network.replace_p()
+
+    play(story, network, plain)
+
+
+def test_a_lease_that_runs_out_during_the_read_is_refused_never_read_wrong(network: Network, plain: Engine) -> None:
+    """Both D stand still in the middle of a read until P has given the blocks to other prompts; then they read on, what is there now."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        prompts = {policy: fresh(LONG) for policy in network.decoders}
+        right = await right_answers(plain, prompts)
+        expired = await count(session, network.p, EXPIRED)
+        with network.throttled("4mbit"):
+            reading = await begin_reads(session, network, prompts)
+            for d in network.decoders.values():
+                d.pause()
+            try:
+                await until("the leases have run out", lambda: is_free(session, network.p))
+                assert await count(session, network.p, EXPIRED) == expired + 2
+                for _ in range(4):
+                    assert (await ask(session, network.p, fresh(LONG))).is_ok
+            finally:
+                for d in network.decoders.values():
+                    d.resume()
+        for policy, task in reading.items():
+            assert_ended_well(await task, right[policy], policy, "lease", "heartbeats", "was lost", "read did not end")
+            # Neither is D's prefix cache poisoned.
+            assert await ask(session, network.decoders[policy], prompts[policy]) == right[policy]
+
+    play(story, network, plain)
+
+
+def test_d_cut_off_costs_p_nothing_but_one_lease(network: Network, plain: Engine) -> None:
+    """The other D goes on as if nothing had happened."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        await warm(session, network)
+        prompt = fresh()
+        params = await prefill(session, network.p, prompt)
+        with network.cut(host=1):
+            answer = await ask(session, network.decoders["fail"], prompt, kv_transfer_params=params)
+            assert_ended_well(answer, Answer(200), "fail", *SILENCE)
+            other = fresh()
+            failed = await count(session, network.decoders["recompute"], FAILED)
+            assert await hand_over(session, network.p, network.decoders["recompute"], other) == await ask(session, plain, other)
+            assert await count(session, network.decoders["recompute"], FAILED) == failed
+            await assert_quiescent(session, network.p)
+
+    play(story, network, plain)

@@ -1,0 +1,294 @@
+"""Many producers, dead ones, restarted ones and idle ones, over real sockets: nobody waits for another, and nothing is left open."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.ferry.world import NUM_BLOCKS, SECRET, Side
+
+from kvferry.planes.memory import MemoryNetwork
+from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.ports.control import ControlEvent, ControlPlane, Route
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
+from kvferry.testing.clock import ManualClock
+
+KEYS = CurveKeys.from_secret(b"of these tests")
+DEADLINE_S = 60.0
+CROWD = 200
+PEER_TTL_S = 3600
+"""Of the sides that `world` makes; the clock is turned by hand."""
+
+
+class Counted:
+    """A control plane that counts what its owner sends and is told."""
+
+    def __init__(self, inner: ControlPlane) -> None:
+        self._inner = inner
+        self.sent = self.received = 0
+
+    @property
+    def address(self) -> str:
+        return self._inner.address
+
+    def send(self, address: str, frame: bytes) -> None:
+        self.sent += 1
+        self._inner.send(address, frame)
+
+    def reply(self, route: Route, frame: bytes) -> None:
+        self._inner.reply(route, frame)
+
+    def poll(self, timeout_s: float | None) -> list[ControlEvent]:
+        events = self._inner.poll(timeout_s)
+        self.received += len(events)
+        return events
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def forget(self, address: str) -> None:
+        self._inner.forget(address)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Yard:
+    """One consumer and as many producers as a test asks for, each with sockets of its own. `run` waits on the wall clock for real
+    sockets; deadlines of the protocol pass only when a test turns its clock."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self._network = MemoryNetwork()
+        self._sides: list[Side] = []
+        self.wire = Counted(opened())
+        self.d = self._add(Side("d", "f1", self._network, self.clock, channels=(self.wire, opened())))
+
+    def producer(self, name: str, epoch: str = "e1", port: int = 0) -> Side:
+        """Its side channel is on the port asked for."""
+        side = self._add(Side(name, epoch, self._network, self.clock, channels=(opened(), opened(port))))
+        side.memory[:] = np.random.default_rng(len(self._sides)).integers(1, 256, side.memory.shape, dtype=np.uint8)
+        return side
+
+    def _add(self, side: Side) -> Side:
+        self._sides.append(side)
+        return side
+
+    def end(self, side: Side) -> None:
+        self._sides.remove(side)
+        side.close()
+
+    def hand_over(self, side: Side, request: str, block: int) -> None:
+        """One block of the producer to the block of that number here."""
+        self.announce(side, request, block)
+        self.d.start(request, [block], range(0, 4))
+
+    def announce(self, side: Side, request: str, block: int) -> None:
+        ticket = side.issue(f"{request} at {side.name}", [block])
+        side.grant(f"{request} at {side.name}")
+        self.d.track(request, ticket)
+
+    def run(self, is_done: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_done():
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
+            for side in self._sides:
+                side.step()
+
+    def finish(self, *requests: str) -> None:
+        self.run(lambda: set(requests) <= set(self.d.finished()), f"{len(requests)} transfers")
+
+    def close(self) -> None:
+        for side in self._sides:
+            side.close()
+
+
+def opened(port: int = 0) -> ZmqControlPlane:
+    return ZmqControlPlane("127.0.0.1", "127.0.0.1", port, KEYS)
+
+
+def port_of(side: Side) -> int:
+    return int(side.side_channel.address.rpartition(":")[2])
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def yard() -> Iterator[Yard]:
+    with contextlib.closing(Yard()) as made:
+        yield made
+
+
+# -- many --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each_as_one(yard: Yard) -> None:
+    alone = yard.producer("alone")
+    yard.hand_over(alone, "first", 0)
+    yard.finish("first")
+    sent, received = yard.wire.sent, yard.wire.received
+    crowd = [yard.producer(f"p{number}") for number in range(CROWD)]
+    for number, side in enumerate(crowd):
+        yard.announce(side, f"r{number}", number % NUM_BLOCKS)
+    yard.run(lambda: yard.d.ferry.snapshot().peers == CROWD + 1 and yard.wire.sent >= sent + 2 * CROWD, "all are greeted and attached to")
+    for first in range(0, CROWD, NUM_BLOCKS):
+        wave = list(enumerate(crowd))[first : first + NUM_BLOCKS]
+        for number, _ in wave:
+            yard.d.start(f"r{number}", [number % NUM_BLOCKS], range(0, 4))
+        yard.finish(*(f"r{number}" for number, _ in wave))
+        assert all((yard.d.memory[:, number % NUM_BLOCKS] == side.memory[:, number % NUM_BLOCKS]).all() for number, side in wave)
+    assert yard.d.failed() == []
+    assert (yard.wire.sent, yard.wire.received) == (sent * (CROWD + 1), received * (CROWD + 1))
+    yard.run(lambda: all(len(side.freed()) == 1 for side in crowd), "every lease has ended")
+
+
+# -- dead ones ---------------------------------------------------------------------------------------------------------
+
+
+def refused(stack: ExitStack) -> int:
+    """A port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        return int(gone.getsockname()[1])
+
+
+def silent(stack: ExitStack) -> int:
+    """The kernel takes connections in, and nobody ever says a word."""
+    return int(stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)).getsockname()[1])
+
+
+def black_hole(stack: ExitStack) -> int:
+    """The queue of connections is full, so the first packet of any other is dropped."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(4):
+        filler = stack.enter_context(socket.socket())
+        filler.setblocking(False)
+        filler.connect_ex(listener.getsockname())
+    return int(listener.getsockname()[1])
+
+
+def dead_ticket(port: int) -> str:
+    """A genuine one, of an engine that is not there."""
+    tokens = fingerprint(range(4), 4, "")
+    return TicketKey(SECRET).sign(Ticket("dead", "e9", "lost", 1, "127.0.0.1", port, 1, 4, [runs_from_blocks([0])], tokens, 30.0))
+
+
+@pytest.mark.parametrize("death", [refused, silent, black_hole])
+def test_one_dead_producer_delays_nobody(yard: Yard, death: Callable[[ExitStack], int]) -> None:
+    with ExitStack() as stack:
+        port = death(stack)
+        yard.d.track("lost", dead_ticket(port))
+        yard.d.start("lost", [31], range(0, 4))
+        yard.run(lambda: yard.wire.sent == 1, "the dead one is greeted")
+        living = [yard.producer(f"p{number}") for number in range(10)]
+        for number, side in enumerate(living):
+            yard.hand_over(side, f"r{number}", number)
+        yard.finish(*(f"r{number}" for number in range(10)))
+        assert yard.d.failed() == [], "the dead one's handshake was over before the others' transfers"
+        for number, side in enumerate(living):
+            assert (yard.d.memory[:, number] == side.memory[:, number]).all()
+        yard.clock.advance(5)
+        yard.run(lambda: bool(yard.d.failed()), "the dead one's deadline")
+        assert f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})" in yard.d.failed()[0]
+        assert not yard.d.memory[:, 31].any()
+
+
+def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(yard: Yard) -> None:
+    with ExitStack() as stack:
+        files, text = num_files(), dead_ticket(refused(stack))
+        for turn in range(50):
+            yard.d.track(f"r{turn}", text)
+            yard.d.start(f"r{turn}", [31], range(0, 4))
+            yard.d.step()
+            yard.clock.advance(5)
+            yard.d.step()
+            assert len(yard.d.failed()) == turn + 1
+            yard.clock.advance(11)
+        assert yard.wire.sent == 50
+        yard.run(lambda: num_files() <= files, f"as few open files as before ({files})")
+
+
+# -- those that come back ----------------------------------------------------------------------------------------------
+
+
+def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(yard: Yard) -> None:
+    port = files = 0
+    for life in range(51):
+        p = yard.producer("p", f"life {life}", port)
+        port = port_of(p)
+        yard.hand_over(p, f"r{life}", life % NUM_BLOCKS)
+        yard.finish(f"r{life}")
+        assert (yard.d.memory[:, life % NUM_BLOCKS] == p.memory[:, life % NUM_BLOCKS]).all()
+        yard.end(p)
+        yard.run(lambda: yard.d.ferry.snapshot().peers == 0, "the old life is forgotten")
+        files = files or num_files()
+    yard.run(lambda: num_files() <= files, f"as many open files as after the first life ({files})")
+
+
+def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_is_used(yard: Yard) -> None:
+    old = yard.producer("old")
+    ticket, port = old.issue("a", [3]), port_of(old)
+    yard.end(old)
+    new = yard.producer("new", port=port)
+    yard.d.track("late", ticket)
+    yard.d.start("late", [5], range(0, 4))
+    yard.hand_over(new, "r", 7)
+    yard.run(lambda: bool(yard.d.failed()) and bool(yard.d.finished()), "one fails, one is served")
+    assert yard.d.finished() == ["r"]
+    assert "old" in yard.d.failed()[0]
+    assert "new" in yard.d.failed()[0]
+    assert not yard.d.memory[:, 5].any()
+
+
+# -- idle ones ---------------------------------------------------------------------------------------------------------
+
+
+def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_times(yard: Yard) -> None:
+    p = yard.producer("p")
+    files = num_files()
+    for turn in range(50):
+        yard.hand_over(p, f"r{turn}", 3)
+        yard.finish(f"r{turn}")
+        assert num_files() > files, "a connection is open, or closing it proves nothing"
+        yard.clock.advance(PEER_TTL_S - 1)
+        yard.d.step()
+        assert yard.d.ferry.snapshot().peers == 1, "it was used less than its time ago"
+        yard.clock.advance(1)
+        yard.d.step()
+        assert yard.d.ferry.snapshot().peers == 0
+        yard.run(lambda: num_files() <= files, f"as few open files as before ({files})")
+
+
+# -- both ways ---------------------------------------------------------------------------------------------------------
+
+
+def test_two_engines_take_from_each_other_at_the_same_time(yard: Yard) -> None:
+    a, b = yard.d, yard.producer("b")
+    a.memory[:] = np.random.default_rng(7).integers(1, 256, a.memory.shape, dtype=np.uint8)
+    before_a, before_b = a.memory.copy(), b.memory.copy()
+    theirs: dict[str, Any] = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
+    for source, sink in ((a, b), (b, a)):
+        for block in theirs[source.name.replace("d", "a")]:
+            request = f"{block} of {source.name}"
+            ticket = source.issue(request, [block])
+            source.grant(request)
+            sink.track(request, ticket)
+            sink.start(request, [block], range(0, 4))
+    yard.run(lambda: len(a.finished()) == len(b.finished()) == 4, "four transfers each way")
+    assert (b.memory[:, 0:4] == before_a[:, 0:4]).all()
+    assert (a.memory[:, 4:8] == before_b[:, 4:8]).all()
+    assert (a.memory[:, 0:4] == before_a[:, 0:4]).all()
+    assert not (before_a[:, 0:8] == before_b[:, 0:8]).all(axis=(0, 2)).any(), "both held the same, so equality proves nothing"
+    assert a.failed() == b.failed() == []
+    yard.run(lambda: len(a.freed()) == len(b.freed()) == 4, "every lease has ended")
+    for side in (a, b):
+        held = side.ferry.snapshot()
+        assert (held.leases, held.pulls, held.reads) == (0, 0, 0)

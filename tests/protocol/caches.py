@@ -1,0 +1,142 @@
+"""Caches in plain memory for planning tests: any rank, block size, order of heads and tokens, layers apart or together."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.protocol.arrangement import dense_axes
+from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.placement import Placement
+from kvferry.protocol.planning import plan_placement, plan_read
+from kvferry.protocol.ranks import heads_of, visits
+from kvferry.protocol.tickets import HOLE
+from kvferry.types import AxisKind, KVLayout, MemoryKind, Region
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What may differ between two engines of one model."""
+
+    tp_size: int = 1
+    block_size: int = 4
+    layout: KVLayout = KVLayout.HND
+    parts: int = 1
+    """Into how many the attention kernel cuts a block."""
+    has_shared_blocks: bool = False
+    """All layers of a group in one region."""
+    num_blocks: int = 12
+    gap: int = 0
+    memory: MemoryKind = MemoryKind.DRAM
+
+
+@dataclass(frozen=True)
+class Model:
+    heads: int = 2
+    layers: tuple[tuple[str, ...], ...] = (("layer.0", "layer.1"),)
+    """Per group."""
+    item_bytes: int = 4
+
+
+@dataclass
+class Cache:
+    """One rank's cache. `memory` is per region: [blocks, stride]."""
+
+    model: Model
+    form: Form
+    rank: int
+    geometry: Geometry = field(init=False)
+    memory: list[Bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        form, heads = self.form, heads_of(self.rank, self.form.tp_size, self.model.heads)
+        regions = []
+        for group, names in enumerate(self.model.layers):
+            for layers in [names] if form.has_shared_blocks else [(name,) for name in names]:
+                regions.append(self._region(group, layers, len(heads)))
+        self.geometry = Geometry(
+            self.rank, form.tp_size, form.block_size, form.num_blocks, form.layout, len(heads), 8, tuple(regions), self.model.heads
+        )
+        self.memory = [np.zeros((form.num_blocks, region.stride_bytes), np.uint8) for region in regions]
+
+    def _region(self, group: int, layers: tuple[str, ...], heads: int) -> Region:
+        form, size = self.form, self.model.item_bytes
+        by_head, by_token = (AxisKind.HEAD, heads), (AxisKind.TOKEN, form.block_size // form.parts)
+        order = (by_head, by_token) if form.layout is KVLayout.HND else (by_token, by_head)
+        axes = dense_axes([(AxisKind.LAYER, len(layers)), (AxisKind.TOKEN, form.parts), *order], size)
+        block_bytes = len(layers) * form.block_size * heads * size
+        shared = layers if form.has_shared_blocks else ()
+        stride = block_bytes + form.gap
+        return Region(layers[0], 4096, block_bytes, stride, form.num_blocks, form.memory, 0, group, axes, shared)
+
+    def views(self) -> dict[str, Bytes]:
+        """By layer: [blocks, heads, tokens, item], whatever the order in memory; writes go through."""
+        views = {}
+        form, heads, size = self.form, self.geometry.num_kv_heads, self.model.item_bytes
+        for region, memory in zip(self.geometry.regions, self.memory, strict=True):
+            tokens = form.block_size // form.parts
+            order = (heads, tokens) if form.layout is KVLayout.HND else (tokens, heads)
+            shape = (form.num_blocks, len(region.layer_names), form.parts, *order, size)
+            whole = np.lib.stride_tricks.as_strided(memory, shape, (region.stride_bytes, *_dense_strides(shape[1:])))
+            by_head = whole if form.layout is KVLayout.HND else whole.swapaxes(3, 4)
+            for index, name in enumerate(region.layer_names):
+                views[name] = by_head[:, index].swapaxes(1, 2)
+        return views
+
+    def tokens(self, layer: str, blocks: list[int]) -> Bytes:
+        """A copy, [heads, tokens, item], of the tokens in these blocks; zeros for holes."""
+        view = self.views()[layer]
+        parts = [_flat(view[block]) if block != HOLE else np.zeros_like(_flat(view[0])) for block in blocks]
+        return np.concatenate(parts, axis=1)
+
+    def fill(self, layer: str, blocks: list[int], content: Bytes) -> None:
+        """`content` is [all heads, tokens, item]; the last block may be filled in part."""
+        view, size, own = self.views()[layer], self.form.block_size, content[self.geometry.heads]
+        for index, block in enumerate(blocks):
+            part = own[:, index * size : (index + 1) * size]
+            if block != HOLE and part.shape[1]:
+                whole = np.zeros((part.shape[0], size, part.shape[2]), np.uint8)
+                whole[:, : part.shape[1]] = part
+                view[block] = whole.reshape(view[block].shape)
+
+
+def read(
+    into: Cache, sources: list[Cache], ours: list[list[int]], theirs: list[list[int]], tokens: range, needed: list[int]
+) -> list[Bytes]:
+    """Do what the plans say, and return how often each byte of each region was written by a read."""
+    counts = [np.zeros_like(memory) for memory in into.memory]
+    ours_is = into.geometry
+    planned = visits(ours_is.tp_rank, ours_is.tp_size, sources[0].form.tp_size, into.model.heads)
+    for visit in planned:
+        source = sources[visit.rank]
+        for pieces in plan_read(ours_is, source.geometry, visit.heads, ours, theirs, tokens, needed):
+            here, there = into.memory[pieces.local_region].reshape(-1), source.memory[pieces.remote_region].reshape(-1)
+            for to, at in zip(pieces.local_offsets, pieces.remote_offsets, strict=True):
+                assert 0 <= at <= at + pieces.piece_bytes <= there.size
+                here[to : to + pieces.piece_bytes] = there[at : at + pieces.piece_bytes]
+                counts[pieces.local_region].reshape(-1)[to : to + pieces.piece_bytes] += 1
+    for placement in plan_placement(ours_is, [sources[visit.rank].geometry for visit in planned], ours, tokens):
+        put_in_order(into.memory[placement.region], placement)
+    return counts
+
+
+def put_in_order(memory: Bytes, placement: Placement) -> None:
+    """Item by item, as the definition says."""
+    flat = memory.reshape(-1)
+    for offset in placement.offsets:
+        arrived = flat[offset : offset + placement.block_bytes].copy()
+        for index in np.ndindex(*placement.shape):
+            source = int(np.dot(index, placement.arrived))
+            target = int(offset + np.dot(index, placement.wanted))
+            flat[target : target + placement.item_bytes] = arrived[source : source + placement.item_bytes]
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(np.prod(shape[index + 1 :], dtype=np.int64)) for index in range(len(shape)))
+
+
+def _flat(block: Bytes) -> Bytes:
+    """[heads, parts, tokens, item] to [heads, tokens, item]."""
+    return block.reshape(block.shape[0], -1, block.shape[-1])

@@ -1,0 +1,163 @@
+"""What a peer says of its cache is checked for sense; what cannot be planned is refused by name."""
+
+from dataclasses import replace
+
+import pytest
+from tests.protocol.caches import Cache, Form, Model
+
+from kvferry.errors import IncompatiblePeer, RemoteProtocolError
+from kvferry.protocol.geometry import Geometry, check_geometry, geometry_from_layout, region_info
+from kvferry.protocol.messages import RankLayout, RegionInfo
+from kvferry.types import AxisKind, KVLayout
+
+
+def make(form: Form = Form(), model: Model = Model(), rank: int = 0) -> Geometry:  # noqa: B008  frozen
+    return Cache(model, form, rank).geometry
+
+
+def opaque(geometry: Geometry) -> Geometry:
+    """The same, of which nobody knows what lies where in a block."""
+    return replace(geometry, regions=tuple(replace(region, axes=None) for region in geometry.regions))
+
+
+def packed(form: Form) -> Geometry:
+    """A kernel has packed the tokens of each head in its own way."""
+    made = make(form)
+    regions = tuple(replace(r, axes=tuple(axis for axis in r.axes or () if axis.kind is AxisKind.HEAD)) for r in made.regions)
+    return replace(made, regions=regions)
+
+
+def make_layout(**changes: object) -> RankLayout:
+    fields = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "block_size": 4,
+        "num_blocks": 12,
+        "layout": "HND",
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "control_address": "tcp://h:1",
+        "regions": [region_info(region) for region in make().regions],
+        "offers": [],
+        "total_kv_heads": 2,
+    }
+    return RankLayout(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 64])
+@pytest.mark.parametrize("layout", list(KVLayout))
+@pytest.mark.parametrize("has_shared_blocks", [False, True])
+def test_block_size_layout_and_shared_blocks_may_differ(block_size: int, layout: KVLayout, has_shared_blocks: bool) -> None:
+    other = Form(block_size=block_size, layout=layout, has_shared_blocks=has_shared_blocks, num_blocks=99, gap=8)
+    check_geometry("p", make(), make(other))
+    check_geometry("p", make(other), make())
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (make(Form(block_size=6)), "block_size"),
+        (make(model=Model(layers=(("layer.0",),))), "layers"),
+        (make(model=Model(layers=(("layer.0",), ("layer.1",)))), "groups"),
+        (make(model=Model(item_bytes=8)), "token_bytes"),
+        (replace(make(), head_dim=16), "head_dim"),
+        (replace(make(), total_kv_heads=4), "total_kv_heads"),
+        (replace(make(), tp_size=2), "num_kv_heads"),
+        (replace(make(), tp_size=3), "tp_size"),
+    ],
+)
+def test_a_difference_is_refused_by_name_with_both_values(other: Geometry, field: str) -> None:
+    with pytest.raises(IncompatiblePeer, match=f"{field}: ours .*, theirs .*") as caught:
+        check_geometry("p", make(), other)
+    assert field in caught.value.differences
+
+
+@pytest.mark.parametrize(
+    ("form", "field"),
+    [
+        (Form(block_size=8), "block_size"),
+        (Form(layout=KVLayout.NHD), "kv_cache_layout"),
+        (Form(tp_size=2), "tp_size"),
+        (Form(has_shared_blocks=True), "regions"),
+    ],
+)
+def test_blocks_that_cannot_be_cut_must_be_alike(form: Form, field: str) -> None:
+    check_geometry("p", opaque(make()), opaque(make(Form(num_blocks=5, gap=16))))
+    with pytest.raises(IncompatiblePeer, match=f"{field}: ours .*, theirs .*"):
+        check_geometry("p", opaque(make()), opaque(make(form)))
+    with pytest.raises(IncompatiblePeer, match=f"{field}: ours .*, theirs .*"):
+        check_geometry("p", make(), opaque(make(form)))
+
+
+def test_blocks_whose_tokens_are_packed_can_be_cut_by_heads_but_not_by_tokens() -> None:
+    check_geometry("p", packed(Form()), packed(Form(tp_size=2)))
+    for form in (Form(block_size=8), Form(block_size=2)):
+        with pytest.raises(IncompatiblePeer, match="block_size: ours 4, theirs"):
+            check_geometry("p", packed(Form()), packed(form))
+    with pytest.raises(IncompatiblePeer, match=r"order in a block: ours .*4 tokens.*, theirs"):
+        check_geometry("p", packed(Form()), make())
+
+
+def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_blocks_that_fill_its_own() -> None:
+    ours = replace(make(), needs_whole_blocks=True)
+    check_geometry("p", ours, make(Form(block_size=8)))
+    check_geometry("p", make(), make(Form(block_size=2)))
+    with pytest.raises(IncompatiblePeer, match="block_size: ours 4, theirs 2"):
+        check_geometry("p", ours, make(Form(block_size=2)))
+
+
+@pytest.mark.parametrize("form", [Form(), Form(layout=KVLayout.NHD, has_shared_blocks=True, gap=4), Form(parts=2)])
+def test_a_layout_from_the_wire_becomes_the_geometry_it_was_made_from(form: Form) -> None:
+    ours = make(form)
+    layout = make_layout(layout=str(form.layout), regions=[region_info(region) for region in ours.regions])
+    assert geometry_from_layout(layout) == ours
+
+
+def info(**changes: object) -> RegionInfo:
+    fields: dict[str, object] = {
+        "name": "l",
+        "address": 0,
+        "block_bytes": 64,
+        "stride_bytes": 64,
+        "num_blocks": 12,
+        "memory": "DRAM",
+        "device": 0,
+    }
+    return RegionInfo(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layout": "XYZ"},
+        {"tp_rank": 1},
+        {"tp_rank": -1},
+        {"tp_size": 0},
+        {"block_size": 0},
+        {"num_blocks": -1},
+        {"regions": []},
+        {"regions": [info(), info()]},
+        {"regions": [info(stride_bytes=32)]},
+        {"regions": [info(block_bytes=0)]},
+        {"regions": [info(address=-1)]},
+        {"regions": [info(address=2**64 - 1)]},
+        {"regions": [info(num_blocks=13)]},
+        {"regions": [info(device=-1)]},
+        {"regions": [info(memory="VRAM", device=2**40)]},
+        {"regions": [info(memory="TAPE")]},
+        {"regions": [info(group=-1)]},
+        {"regions": [info(axes=[("head", 2, 32), ("planet", 4, 8)])]},
+        {"regions": [info(axes=[("head", 4, 16), ("token", 4, 4)])]},
+        {"regions": [info(axes=[("head", 2, 32), ("token", 3, 8)])]},
+        {"regions": [info(axes=[("head", 2, 64), ("token", 4, 8)])]},
+        {"regions": [info(axes=[("head", 2, 32), ("token", 4, -8)])]},
+        {"regions": [info(axes=[("head", 2, 32), ("token", 0, 8)])]},
+        {"regions": [info(axes=[("head", 2, 32), ("token", 4, 4)])]},
+        {"regions": [info(axes=[("layer", 2, 32), ("head", 2, 16), ("token", 4, 4)])]},
+        {"regions": [info(layers=["a", "b"], axes=[("head", 2, 32), ("token", 4, 8)])]},
+    ],
+)
+def test_a_senseless_layout_is_refused(changes: dict[str, object]) -> None:
+    geometry_from_layout(make_layout(regions=[info()]))
+    with pytest.raises(RemoteProtocolError):
+        geometry_from_layout(make_layout(**changes))
