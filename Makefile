@@ -15,6 +15,7 @@ ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
+SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=
 DURATION_S ?= 300
@@ -58,6 +59,9 @@ setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in i
 
 test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
 	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
+
+soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
+	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
 
 chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=
 	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED))

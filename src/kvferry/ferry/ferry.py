@@ -35,6 +35,8 @@ from kvferry.types import PeerId, RequestId
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
 MAX_WAIT_S = 1.0
+EXPIRY_GRAIN_S = 0.05
+"""A lease that has run out is no longer good at once; its blocks may be freed this much later."""
 READ_WATCH_INTERVAL_S = 0.01
 """How often planes that need our help are looked at while a read is likely to begin."""
 
@@ -105,7 +107,11 @@ class Ferry:
     def idle_s(self) -> float:
         """How long nothing needs to be done, unless news comes in."""
         now = self._clock()
-        waits = [at - now for at in (self._producer.next_deadline(), self._consumer.next_deadline()) if at is not None]
+        producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
+        waits = [] if consumer_at is None else [consumer_at - now]
+        if producer_at is not None:
+            # Thousands of leases have thousands of deadlines; whatever is due within a moment is dealt with together.
+            waits.append(max(EXPIRY_GRAIN_S, producer_at - now))
         waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
         for plane in self._planes.values():
             intervals = [plane.poll_interval_s()]

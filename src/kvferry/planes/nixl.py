@@ -40,9 +40,11 @@ BUSY_S = 120e-6
 """Progress that took longer moved something: idle it takes 3 µs when called at once again, 60 µs when caches have gone cold."""
 BUSY_MEMORY_S = 0.02
 BUSY_INTERVAL_S = 0.001
-IDLE_SERVING_INTERVAL_S = 0.05
-"""Under 1 % of a core, also when caches have gone cold (at 0.01 it was 2.5 %). The ferry looks more often while a read is likely to begin;
-after the first message of a peer, BUSY_INTERVAL_S counts."""
+SERVING_INTERVAL_S = 0.01
+QUIET_AFTER_S = 1.0
+QUIET_SERVING_INTERVAL_S = 0.1
+"""While peers may read, but nothing has moved for so long: a turn of the ferry takes 0.3 ms when caches have gone cold, and an idle process
+shall take less than 1 % of a core. The ferry looks more often by itself when a read is likely to begin."""
 CLOSE_PATIENCE_S = 2.0
 
 DEFAULT_ENVIRONMENT = {
@@ -162,7 +164,9 @@ class NixlDataPlane:
         return 0.0 if can_move or self._is_busy() else BUSY_INTERVAL_S
 
     def serving_interval_s(self) -> float | None:
-        return BUSY_INTERVAL_S if self._is_busy() else IDLE_SERVING_INTERVAL_S
+        if self._is_busy():
+            return BUSY_INTERVAL_S
+        return SERVING_INTERVAL_S if time.monotonic() < self._busy_until + QUIET_AFTER_S else QUIET_SERVING_INTERVAL_S
 
     def close(self) -> None:
         """Waits a bounded time for what is posted, so that no byte is written afterwards."""
