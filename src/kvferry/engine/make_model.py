@@ -1,8 +1,9 @@
 """A tiny checkpoint from nothing, whose output is sensitive to its KV: one wrong block anywhere changes the tokens.
 
-A complete Hugging Face folder that transformers and vLLM load too. Random weights alone would not do: attention of an untrained model is
-close to a plain mean, so its output barely depends on any one token, and greedy decoding soon repeats itself. `make_weights` scales them
-so that attention decides the hidden state. The same seed gives the same bytes on every machine. Writes files; no other effect.
+A complete Hugging Face folder that transformers and vLLM load too, except that vLLM's kernels take no latents as small as those of `mla`.
+Random weights alone would not do: attention of an untrained model is close to a plain mean, so its output barely depends on any one token,
+and greedy decoding soon repeats itself. `make_weights` scales them so that attention decides the hidden state. The same seed gives the same
+bytes on every machine. Writes files; no other effect.
 """
 
 import json

@@ -20,6 +20,7 @@ class WeightScales:
     replaced: in all layers, 0 of 120 changes went unseen; in one layer only, 5 of 480 (33 within the first 16 tokens).
     transformers in float32 differs by up to 8e-5 (12 models, 72 prompts of 300 tokens), in float64 by 1.5e-5. Shares of 0.7 and 1 with
     logits of 2.5 saw about as much (3 of 480) but float32 was off by up to 1.3e-4. Sharpness 1.5 made decoding repeat one token.
+    Those of latents and windows are held to the same by `test_make_model`.
     """
 
     attention_logits: float = 2.5
