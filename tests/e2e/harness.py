@@ -116,7 +116,7 @@ class Engine:
 def is_alive(process: psutil.Process) -> bool:
     """A zombie is dead: it waits for whoever adopted it."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
