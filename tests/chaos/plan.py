@@ -8,7 +8,7 @@ from enum import StrEnum
 __all__ = ["LEASE_S", "Injury", "Kind", "make_plan"]
 
 LEASE_S = 3.0
-MEAN_PAUSE_BETWEEN_S = 2.5
+MEAN_PAUSE_BETWEEN_S = 3.0
 QUIET_END_S = 5.0
 """Injuries that began earlier than this before the end are over by then, mostly."""
 
@@ -27,9 +27,9 @@ WEIGHTS = {
     Kind.KILL_PREFILL: 2,
     Kind.KILL_DECODE: 2,
     Kind.KILL_ROUTER: 1,
-    Kind.SHORT_PAUSE: 4,
+    Kind.SHORT_PAUSE: 6,
     Kind.LONG_PAUSE: 3,
-    Kind.SHORT_CUT: 4,
+    Kind.SHORT_CUT: 6,
     Kind.LONG_CUT: 4,
 }
 LENGTHS_S = {

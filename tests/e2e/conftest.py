@@ -25,7 +25,7 @@ PATIENT = {"kv_lease_duration": 600}
 """With such a lease, blocks that are free soon were released, not expired."""
 
 
-NETWORKED = {**SHORT, "kv_lease_duration": 4, "read_timeout": 12, "receive_timeout": 20, "planes": ["nixl"]}
+NETWORKED = {**SHORT, "kv_lease_duration": 4, "read_timeout": 9, "receive_timeout": 20, "planes": ["nixl"]}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Network:
 
     def start_p(self, port: int = 0) -> Engine:
         """So small that a few prompts are enough to give every block to somebody else."""
-        small = ("--num-gpu-blocks-override", "160")
+        small = ("--num-gpu-blocks-override", "120")
         return self.cluster.serve("prefill", *small, extra=NETWORKED, engine_id="p", port=port, at=self.hosts[0]).ready()
 
 
