@@ -15,6 +15,7 @@ ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
+SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=
 DURATION_S ?= 300
@@ -59,6 +60,9 @@ setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in i
 test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
 	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
 
+soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
+	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
+
 chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=
 	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED))
 
@@ -76,8 +80,9 @@ constraints: $(STAMP)  ## write constraints.txt anew from what is installed
 clean:  ## remove the environment and what tools left
 	rm -rf $(VENV) $(VLLM_VENV) $(ROUTER_VENV) build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage htmlcov
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
+	find src -name '*.so' -delete
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt src/kvferry/planes/_copy.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvferry needs Python 3.11 or newer; name one with make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \

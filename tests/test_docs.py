@@ -1,11 +1,12 @@
 """Documents that can be checked are checked: links lead somewhere, commands exist, every package is on the tour."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from kvferry.cli.main import COMMANDS
+from kvferry.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -83,3 +84,23 @@ def test_no_document_or_source_names_a_machine() -> None:
     assert [
         str(path.relative_to(ROOT)) for path in files if path != Path(__file__) and machine.search(path.read_text(encoding="utf-8"))
     ] == []
+
+
+def test_the_commands_of_the_page_on_planning_run_and_write_the_table_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text('{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}')
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line) for block in page.split("```")[1::2] for line in block.strip().splitlines()]
+    outputs = []
+    for words in commands:
+        assert words[:2] == ["kvferry", "plan"]
+        assert main(words[1:]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert len(outputs) == 4
+    cells = [cell.strip() for line in outputs[0].splitlines() for cell in line.split("|")]
+    shown = page.split("for the sizes of Llama-3.1-70B:\n\n")[1].split("\n\n")[0].splitlines()
+    assert len(shown) == 7
+    assert [cell for line in shown if "---" not in line for cell in map(str.strip, line.split("|")) if cell not in cells] == []

@@ -55,6 +55,9 @@ class BytesMoved:
     plane: str
     total_bytes: int
     pieces: int
+    """Copies or descriptors that were really used."""
+    planned_pieces: int
+    """What was asked for; more, when neighbours were joined."""
     post_s: float
     transfer_s: float
     is_ok: bool

@@ -68,7 +68,7 @@ def other_model(directory: Path, **settings: Any) -> dict[str, Any]:
     [
         ("`--block-size` 48 and 32: neither divides the other", {"block_size": 48}, "block_size: ours 32, theirs 48"),
         ("`--kv-cache-dtype`", {"kv_cache_dtype": "fp8"}, "cache_dtype: ours 'float32', theirs 'float8_e4m3fn'"),
-        ("`--dtype`", {"dtype": "bfloat16"}, "dtype: ours 'float32', theirs 'bfloat16'"),
+        ("`--dtype`", {"dtype": "float16"}, "dtype: ours 'float32', theirs 'float16'"),
         ("weights", {"seed": 7}, "model: ours .*, theirs .*"),
         ("model", {"family": "llama"}, "architecture: ours 'Qwen3ForCausalLM', theirs 'LlamaForCausalLM'"),
     ],

@@ -48,14 +48,14 @@ def test_reports_that_never_become_whole_are_bounded() -> None:
 def test_stats_add_up_over_ranks() -> None:
     def output() -> KVConnectorOutput:
         stats = TransferStats()
-        stats.record_transfer("shm", 100, 2, 0.001, 0.5)
+        stats.record_transfer("shm", 100, 2, 2, 0.001, 0.5)
         stats.count("failed_pulls")
         return KVConnectorOutput(kv_connector_stats=stats, invalid_block_ids={1})
 
     whole = KVOutputAggregator(2).aggregate([output(), output()])
     assert whole.kv_connector_stats is not None
     data = whole.kv_connector_stats.to_dict()
-    assert data["planes"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "pieces": 4}}
+    assert data["planes"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "pieces": 4, "planned": 4}}
     assert data["failed_pulls"] == 2
     assert data["samples"]["bytes_transferred"] == [100, 100]
     assert whole.kv_connector_stats.reduce()["Num successful transfers"] == 2

@@ -79,9 +79,9 @@ async def release(tasks: "list[asyncio.Task[Answer]]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_draining_prefill_side_serves_its_leases_to_their_end(cluster: Cluster, narrow: Engine, plain: Engine) -> None:
+def test_a_draining_prefill_side_serves_its_leases_to_their_end(shared: Cluster, narrow: Engine, plain: Engine) -> None:
     """One ticket is queued at D when P is told to go, another one comes later; both leases live on by heartbeats."""
-    p = cluster.serve("prefill", "--drain-timeout", FAR_S, "--tensor-parallel-size", "2", extra=SHORT).ready()
+    p = shared.serve("drained prefill", "--drain-timeout", FAR_S, "--tensor-parallel-size", "2", extra=SHORT).ready()
     prompts = [prompt_of("early"), prompt_of("late")]
 
     async def check() -> None:
@@ -110,9 +110,9 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(cluster: Cluster
     asyncio.run(check())
 
 
-def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(cluster: Cluster, narrow: Engine) -> None:
+def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(shared: Cluster, narrow: Engine) -> None:
     """Without a word from P the lease would last 600 s. D, whose request is queued, hears that P has gone."""
-    p = cluster.serve("prefill", "--drain-timeout", "1", extra=PATIENT).ready()
+    p = shared.serve("bounded prefill", "--drain-timeout", "1", extra=PATIENT).ready()
 
     async def check() -> None:
         async with new_session() as session:
@@ -121,15 +121,20 @@ def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(cluster: Cluster, nar
             params = await prefill(session, p, fetched)
             await prefill(session, p, unfetched)
             waiting = asyncio.create_task(ask(session, narrow, fetched, kv_transfer_params=params))
+            await until("D has met P", lambda: _has_peer(session, narrow))
             await ended(p, tell(p))
             assert any("stopping with blocks that peers have not fetched leases=2" in line for line in p.process.tail())
             await release(occupants)
             answer = await waiting
             assert answer.status == 502
-            assert "lost" in answer.message
+            assert "the KV cache of this request could not be fetched: the connection to tcp://" in answer.message
             await assert_quiescent(session, narrow)
 
     asyncio.run(check())
+
+
+async def _has_peer(session: aiohttp.ClientSession, engine: Engine) -> bool:
+    return (await metrics(session, engine)).get("kvferry:num_peers", 0) > 0
 
 
 def test_a_draining_decode_side_finishes_what_runs_and_what_waits(cluster: Cluster, plain: Engine) -> None:

@@ -14,7 +14,8 @@ from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, ass
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 GREEDY = random_prompts(40, seed=31, longest=500)
-SIZES = [(2, 1), (1, 2), (2, 2)]
+PAIRS = [((2, 1), "shm"), ((1, 2), "nixl")]
+"""All others, between engines in one process: tests/compatibility."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def expected(plain: Engine) -> list[Answer]:
     return asyncio.run(ask_all(plain, GREEDY))
 
 
-@pytest.fixture(scope="module", params=[(sizes, plane) for sizes in SIZES for plane in ("shm", "nixl")], ids=str)
+@pytest.fixture(scope="module", params=PAIRS, ids=str)
 def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
     sizes, plane = request.param
     with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:

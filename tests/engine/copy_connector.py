@@ -1,7 +1,8 @@
 """A connector whose only peer is its own engine: it loads KV from the blocks of an earlier request, between steps, on its own thread.
 
 `kv_transfer_params`: {"keep": true} holds a request's blocks when it ends, {"copy_of": id} loads from such a request and then frees it;
-{"copy_of": id, "how": "corrupt"} spoils one block on the way, {"how": "fail"} reports a failure.
+{"copy_of": id, "how": "corrupt"} spoils one block on the way, {"how": "fail"} reports a failure. Takes several KV-cache groups: what the
+next token looks at in any of them must still be there.
 """
 
 import queue
@@ -21,16 +22,20 @@ from kvferry.connectors.contract import (
     KVConnectorRole,
     KVConnectorTransferResults,
     Request,
+    SupportsHMA,
 )
 from kvferry.connectors.stats import KVConnectorStats
+from kvferry.protocol.tickets import HOLE
+
+Tables = tuple[list[int], ...]
 
 
 @dataclass(frozen=True)
 class CopyJob:
     request_id: str
     source_id: str
-    sources: list[int]
-    targets: list[int]
+    sources: Tables
+    targets: Tables
     how: str
 
 
@@ -45,10 +50,10 @@ class CopyStats(KVConnectorStats):
         return CopyStats({name: self.data.get(name, 0) + value for name, value in other.data.items()})
 
 
-class CopyConnector(KVConnectorBase_V1):
+class CopyConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
-        self._kept: dict[str, list[int]] = {}
+        self._kept: dict[str, Tables] = {}
         self._jobs: list[CopyJob] = []
         self._results = KVConnectorTransferResults()
         self._caches: Mapping[str, torch.Tensor] = {}
@@ -69,28 +74,37 @@ class CopyConnector(KVConnectorBase_V1):
     # -- scheduler ---------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if (request.kv_transfer_params or {}).get("copy_of") not in self._kept:
-            return 0, False
-        count = request.num_prompt_tokens - num_computed_tokens
-        return count, count > 0
+        kept = self._kept.get((request.kv_transfer_params or {}).get("copy_of", ""))
+        count = 0 if kept is None else self._num_available(kept, request) - num_computed_tokens
+        return max(0, count), count > 0
+
+    def _num_available(self, kept: Tables, request: Request) -> int:
+        """The whole prompt, or all but its last token where attention forgets; nothing if that token would look into a hole."""
+        groups, block_size = self._kv_cache_config.groups, self._kv_cache_config.block_size
+        end = request.num_prompt_tokens - any(group.forgets for group in groups)
+        places = [slice(group.first_seen(end) // block_size, -(-end // block_size)) for group in groups]
+        return 0 if any(HOLE in table[place] for table, place in zip(kept, places, strict=True)) else end
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         if not num_external_tokens:
             return
         params = request.kv_transfer_params or {}
-        (targets,) = blocks.get_block_ids()
-        sources = self._kept.pop(params["copy_of"])[: len(targets)]
+        pairs = [
+            [(source, target) for source, target in zip(kept, table, strict=False) if target != HOLE]
+            for kept, table in zip(self._kept.pop(params["copy_of"]), blocks.get_block_ids(), strict=True)
+        ]
+        sources, targets = (tuple([pair[side] for pair in group] for group in pairs) for side in (0, 1))
         self._jobs.append(CopyJob(request.request_id, params["copy_of"], sources, targets, params.get("how", "")))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         jobs, self._jobs = self._jobs, []
         return CopyMetadata(jobs)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Request, block_ids: Tables) -> tuple[bool, dict[str, Any] | None]:
         if not (request.kv_transfer_params or {}).get("keep"):
             return False, None
         self._kept[request.request_id] = block_ids
-        return True, {"blocks": len(block_ids)}
+        return True, {"blocks": sum(block != HOLE for table in block_ids for block in table)}
 
     # -- worker ------------------------------------------------------------------------------------------------------
 
@@ -130,9 +144,13 @@ class CopyConnector(KVConnectorBase_V1):
     def _copy_all(self) -> None:
         while (job := self._todo.get()) is not None:
             if job.how != "fail":
-                for cache in self._caches.values():
-                    cache[job.targets] = cache[job.sources]
-                    if job.how == "corrupt":
-                        cache[job.targets[0]] += 1.0
+                for group, sources, targets in zip(self._kv_cache_config.groups, job.sources, job.targets, strict=True):
+                    self._copy(group.layer_names, sources, targets, job.how)
             self._done.put(job)
             self._wake()
+
+    def _copy(self, layer_names: tuple[str, ...], sources: list[int], targets: list[int], how: str) -> None:
+        for cache in (self._caches[name] for name in layer_names):
+            cache[targets] = cache[sources]
+            if how == "corrupt":
+                cache[targets[0]] += 1.0

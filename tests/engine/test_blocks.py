@@ -23,9 +23,9 @@ def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
 
 
 def acquire(pool: BlockPool, count: int, shared: tuple[int, ...] = ()) -> list[int]:
-    (blocks,) = pool.acquire(shared, [Want(shared[-1] if shared else HOLE, count)]) or [None]
-    assert blocks is not None
-    return blocks
+    fresh = pool.acquire(shared, [Want(shared[-1] if shared else HOLE, count)])
+    assert fresh is not None
+    return fresh[0]
 
 
 def find(pool: BlockPool, hashes: list[bytes]) -> list[int]:

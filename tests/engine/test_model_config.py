@@ -166,6 +166,7 @@ REFUSED = [
     (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     (GEMMA | {"hidden_activation": "relu"}, "hidden_activation must be gelu_pytorch_tanh, got 'relu'"),
+    (GEMMA | {"sliding_window": None}, "sliding_window must be a whole number of at least 1, got None"),
     (GEMMA | {"sliding_window": 0}, "sliding_window must be a whole number of at least 1"),
     (DEEPSEEK | {"first_k_dense_replace": 1}, "first_k_dense_replace leaves 1 layers with experts, which are not supported"),
     (DEEPSEEK | {"first_k_dense_replace": None}, "first_k_dense_replace leaves 2 layers with experts"),

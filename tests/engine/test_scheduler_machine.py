@@ -149,7 +149,7 @@ class HybridLife(EngineLife):
         block_size=st.integers(1, 6),
         producer_block_size=st.sampled_from([1, 1, 1, 2, 3, 8]),
     )
-    def build(  # type: ignore[override]
+    def build(
         self,
         num_blocks: int,
         budget: int,

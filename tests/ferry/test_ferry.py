@@ -37,8 +37,19 @@ def test_the_bytes_arrive_in_the_right_blocks_and_no_others(world: World) -> Non
     assert world.p.freed() == [("a", "confirmed")]
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
     assert (moved.plane, moved.total_bytes, moved.is_ok) == ("memory", 3 * LAYERS * BLOCK_BYTES, True)
+    assert (moved.planned_pieces, moved.pieces) == (3 * LAYERS, 3 * LAYERS)
     assert [event.plane for event in world.d.events if isinstance(event, PeerConnected)] == ["memory"]
     world.assert_quiescent()
+
+
+def test_joined_neighbours_are_told_beside_what_was_asked_for(world: World) -> None:
+    ticket = world.p.issue("a", [3, 4, 9])
+    world.p.grant("a")
+    world.d.track("r", ticket)
+    world.d.start("r", [7, 8, 20], range(0, 12))
+    world.run()
+    [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
+    assert (moved.planned_pieces, moved.pieces) == (3 * LAYERS, 2 * LAYERS)
 
 
 def test_a_local_prefix_leaves_only_the_suffix_to_move(world: World) -> None:
@@ -159,6 +170,23 @@ def test_an_abort_at_any_moment_frees_both_sides(world: World, turns: int) -> No
     assert len(world.d.finished()) + len(world.d.failed()) == 1
     assert world.d.finished() or not is_over
     assert len(world.p.freed()) == 1
+    world.assert_quiescent()
+
+
+def test_an_abort_stops_a_read_that_is_under_way(world: World) -> None:
+    ticket = world.p.issue("a", [3])
+    world.p.grant("a")
+    world.d.track("r", ticket)
+    world.d.start("r", [5], range(0, 4))
+    for _ in range(20):
+        if world.d.ferry.snapshot().reads:
+            break
+        world.run(1)
+    world.d.inbox.append(Abort(RequestId("r")))
+    world.run()
+    [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
+    assert not moved.is_ok
+    assert moved.total_bytes < LAYERS * BLOCK_BYTES
     world.assert_quiescent()
 
 

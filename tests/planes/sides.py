@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvferry.planes.copiers import copy_by_numpy
 from kvferry.planes.faulty import FaultyDataPlane, parse_faults
 from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
 from kvferry.planes.nixl import NixlDataPlane
@@ -10,7 +11,7 @@ from kvferry.planes.shm import ShmDataPlane
 from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Side, layout
 
-__all__ = ["corrupting_side", "delaying_side", "memory_side", "nixl_side", "shm_side"]
+__all__ = ["corrupting_side", "delaying_side", "memory_side", "nixl_side", "shm_side", "shm_side_without_compiler"]
 
 NETWORK = MemoryNetwork()
 
@@ -34,6 +35,11 @@ def failing_side() -> Side:
 def shm_side() -> Side:
     memory = SharedMemory.allocate(MEMORY_BYTES)
     return _registered(ShmDataPlane(memory), memory)
+
+
+def shm_side_without_compiler() -> Side:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(ShmDataPlane(memory, copy_by_numpy), memory)
 
 
 def nixl_side() -> Side:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.planes.sides import corrupting_side, delaying_side, failing_side, memory_side, nixl_side, shm_side
+from tests.planes.sides import corrupting_side, delaying_side, failing_side, memory_side, nixl_side, shm_side, shm_side_without_compiler
 
 from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SideMaker, SpawnedFar
 
@@ -16,6 +16,7 @@ SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
     "faulty": (delaying_side, LocalFar),
     "shm-one-process": (shm_side, LocalFar),
     "shm": (shm_side, SpawnedFar),
+    "shm-without-compiler": (shm_side_without_compiler, SpawnedFar),
     "nixl": (nixl_side, SpawnedFar),
 }
 IMMORTAL = ("shm-one-process",)

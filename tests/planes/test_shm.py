@@ -80,6 +80,19 @@ def test_a_shared_cache_is_zeroed_writable_and_sealed_against_shrinking() -> Non
             os.ftruncate(memory.fd, 10)
 
 
+def test_a_shared_cache_is_wholly_mapped_before_anybody_touches_it() -> None:
+    # Else every page's first write would cost a fault, in the middle of a transfer.
+    with side():
+        resident, is_ours = [], False
+        with open("/proc/self/smaps") as maps:
+            for line in maps:
+                if "-" in line.split()[0]:
+                    is_ours = "memfd:kvferry-cache" in line
+                elif is_ours and line.startswith("Rss:"):
+                    resident.append(int(line.split()[1]) * 1024)
+        assert resident == [SIZE]
+
+
 def test_a_shared_cache_is_closed_under_tensors_without_a_crash() -> None:
     files = len(os.listdir("/proc/self/fd"))
     memory = SharedMemory.allocate(SIZE)

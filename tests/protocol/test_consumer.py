@@ -11,6 +11,7 @@ from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place,
 from kvferry.protocol.consumer import Consumer, ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     Attach,
@@ -526,3 +527,19 @@ class ConsumerMachine(RuleBasedStateMachine):
 
 
 TestConsumerMachine = ConsumerMachine.TestCase
+
+
+def test_a_read_that_begins_long_after_its_reader_came_is_announced() -> None:
+    consumer = make_consumer()
+    consumer.track(R1, ticket(), "T1", now=0)
+    consumer.track(R2, ticket("b", 2), "T2", now=0)
+    connect(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0.1)
+    assert sent(consumer.take_actions(), Heartbeat) == [], "P has just heard of it"
+    consumer.start(R2, [[2, 3]], range(0, 8), now=3)
+    actions = consumer.take_actions()
+    assert sent(actions, Heartbeat) == [Heartbeat("e1", READ_BEGINS, ["b"])]
+    kinds = [type(action) for action in actions]
+    assert kinds.index(Send) < kinds.index(StartRead), "P hears of it before the first byte is asked for"
+    consumer.receive(CONTROL, HeartbeatReply("e1", READ_BEGINS, []), now=3)
+    assert failures(consumer) == []

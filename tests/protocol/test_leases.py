@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.operations import count_instructions
 
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.leases import MAX_READERS, EndedLease, LeaseTable, Standing
@@ -19,7 +20,7 @@ def test_a_renewed_lease_does_not_shield_a_stale_one() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
     leases.grant(B, 2, now=1)
-    assert leases.renew(A, now=20)
+    assert leases.renew_all([A], now=20) == []
     assert leases.expire(now=39) == [EndedLease(B, LeaseEnd.EXPIRED)]
     assert leases.expire(now=40) == [EndedLease(A, LeaseEnd.EXPIRED)]
 
@@ -27,7 +28,7 @@ def test_a_renewed_lease_does_not_shield_a_stale_one() -> None:
 def test_a_renewal_never_shortens() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    assert leases.renew(A, now=1)
+    assert leases.renew_all([A], now=1) == []
     assert leases.expire(now=29.9) == []
 
 
@@ -279,7 +280,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(request=requests)
     def renew(self, request: RequestId) -> None:
-        assert self.table.renew(request, self.now) == (request in self.deadlines)
+        assert self.table.renew_all([request], self.now) == ([] if request in self.deadlines else [request])
         self.extend(request)
 
     @rule(request=consumes(requests))
@@ -310,3 +311,35 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
+
+
+def test_deadlines_of_ended_leases_are_not_kept_for_long() -> None:
+    leases = LeaseTable(ttl_s=600, extension_s=400)
+    for number in range(10_000):
+        request = RequestId(str(number))
+        leases.grant(request, serial=number + 1, now=number / 100)
+        leases.abandon(request)
+        assert leases.take_if_ended(request) is not None
+    assert len(leases) == 0
+    assert leases.num_entries < 100
+
+
+def test_expiry_costs_the_same_for_ten_leases_and_for_ten_thousand_while_none_is_due() -> None:
+    def granted(count: int) -> LeaseTable:
+        leases = LeaseTable(ttl_s=30, extension_s=20)
+        for number in range(count):
+            leases.grant(RequestId(str(number)), serial=number + 1, now=number / count)
+        return leases
+
+    def turn(leases: LeaseTable, now: float) -> None:
+        leases.expire(now)
+        leases.next_deadline()
+
+    few, many = granted(10), granted(10_000)
+    assert count_instructions(lambda: turn(few, 20)) == count_instructions(lambda: turn(many, 20))
+    for leases in (few, many):
+        leases.renew_all([RequestId(str(number)) for number in range(10_000)], now=25)
+        assert leases.expire(now=31) == []
+    assert (len(few), len(many)) == (10, 10_000)
+    assert count_instructions(lambda: turn(few, 40)) == count_instructions(lambda: turn(many, 40)), "all are due anew together, later"
+    assert count_instructions(lambda: turn(many, 46)) > 1000 * count_instructions(lambda: turn(many, 47)), "work that is there is counted"

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.protocol import producer as producer_module
 from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
 from kvferry.protocol.producer import Producer, ProducerSettings, Reply
 from kvferry.protocol.tickets import Ticket, TicketKey
@@ -309,3 +310,16 @@ class ProducerMachine(RuleBasedStateMachine):
 
 
 TestProducerMachine = ProducerMachine.TestCase
+
+
+def test_a_read_is_likely_after_its_reader_came_or_said_so_but_not_after_beats_of_the_rhythm() -> None:
+    producer = make_producer()
+    producer.grant(A, 1, now=0)
+    assert not producer.is_reading_likely(now=0)
+    producer.receive(D, Attach(ticket(), "d/1"), now=1)
+    assert producer.is_reading_likely(now=1.5)
+    assert not producer.is_reading_likely(now=2)
+    producer.receive(D, Heartbeat("e1", 1, ["a"]), now=5)
+    assert not producer.is_reading_likely(now=5)
+    producer.receive(D, Heartbeat("e1", READ_BEGINS, ["a"]), now=6)
+    assert producer.is_reading_likely(now=6)

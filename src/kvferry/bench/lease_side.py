@@ -34,7 +34,6 @@ __all__ = ["Asked", "LeaseSide", "run_side"]
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 16, 256, 32
 LAYERS = ("layer.0", "layer.1")
 PROMPT_TOKENS = 40
-LEASE_S = 30
 WORK = bytes(2**20)
 """What is computed on between steps: as a forward pass does, it keeps the core busy for a while and leaves the interpreter to the ferry."""
 
@@ -153,7 +152,8 @@ class LeaseSide:
             _, params = self.scheduler.request_finished_all_groups(request, (blocks,))
             assert params is not None
             issued.append(params)
-        self.step()
+            # Each lease begins at a time of its own, as it does in life.
+            self.step()
         return issued
 
     def track(self, params: list[dict[str, Any]]) -> None:
@@ -193,11 +193,11 @@ class LeaseSide:
         self.worker.shutdown()
 
 
-def run_side(link: Connection, name: str, plane: str, secret: bytes) -> None:
+def run_side(link: Connection, name: str, plane: str, lease_s: float, secret: bytes) -> None:
     """The main function of a side's process: answers calls until `close`, or until whoever asks is gone."""
     side_channel = SideChannelConfig(port=0)
     kit = Kit(side_channel.bind_host, side_channel.advertised_host, 0, secret, planes=(plane,))
-    extra = {"planes": [plane], "kv_lease_duration": LEASE_S}
+    extra = {"planes": [plane], "kv_lease_duration": lease_s}
     mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name, "kv_connector_extra_config": extra}
     memory = kit.allocate_cache(len(LAYERS) * NUM_BLOCKS * BLOCK_SIZE * WIDTH)
     identity = ModelIdentity("None", "none", len(LAYERS), 1, WIDTH // 2, "uint8")

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from kvferry.bench.lease_side import LEASE_S, Asked, run_side
+from kvferry.bench.lease_side import Asked, run_side
 from kvferry.bench.vllm_pairs import say
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
@@ -34,7 +34,7 @@ EXAMPLES = """\
 
 PLANES = ("shm", "nixl")
 COUNTS = (10, 1_000, 10_000)
-MEASURE_S, IDLE_S = 12.0, 20.0
+LEASE_S, MEASURE_S, IDLE_S = 30.0, 12.0, 20.0
 ANSWER_S = 120.0
 END_S = 15.0
 MAX_STEP_US = 50.0
@@ -80,6 +80,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--leases", nargs="+", type=parse_size, default=list(COUNTS), metavar="N", help="how many (default: 10 1000 10000)")
     parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl)")
     parser.add_argument("--seconds", type=float, default=MEASURE_S, metavar="S", help="of steps at each number (default: %(default)s)")
+    parser.add_argument("--lease-seconds", type=float, default=LEASE_S, metavar="S", help="a lease lasts (default: %(default)s)")
     parser.add_argument("--idle-seconds", type=float, default=IDLE_S, metavar="S", help="of nothing (default: %(default)s)")
 
 
@@ -89,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         for plane in arguments.planes:
             for count in arguments.leases:
                 say(f"{count:,} leases by {plane}: {arguments.seconds:g} s of steps, {arguments.idle_seconds:g} s of nothing")
-                with _pair(plane) as sides:
-                    rows += _measure(sides, plane, count, arguments.seconds, arguments.idle_seconds)
+                with _pair(plane, arguments.lease_seconds) as sides:
+                    rows += _measure(sides, plane, count, arguments)
     problems = judge_rows(rows)
     if arguments.json:
         print(json.dumps({"rows": rows, "problems": problems, "is_flat": not problems}))
@@ -118,14 +119,14 @@ def judge_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 @contextmanager
-def _pair(plane: str) -> Iterator[tuple[_Side, _Side]]:
+def _pair(plane: str, lease_s: float) -> Iterator[tuple[_Side, _Side]]:
     secret = secrets.token_bytes(32)
     sides = []
     try:
         for name in ("prefill", "decode"):
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.get_context("spawn").Process(
-                target=run_side, args=(theirs, name, plane, secret), name=f"kvferry-{name}"
+                target=run_side, args=(theirs, name, plane, lease_s, secret), name=f"kvferry-{name}"
             )
             process.start()
             theirs.close()
@@ -138,7 +139,7 @@ def _pair(plane: str) -> Iterator[tuple[_Side, _Side]]:
             side.end()
 
 
-def _measure(sides: tuple[_Side, _Side], plane: str, count: int, seconds: float, idle_s: float) -> list[dict[str, Any]]:
+def _measure(sides: tuple[_Side, _Side], plane: str, count: int, asked: argparse.Namespace) -> list[dict[str, Any]]:
     prefill, decode = sides
     started = time.monotonic()
     decode.call("track", prefill.call("issue", count))
@@ -146,12 +147,13 @@ def _measure(sides: tuple[_Side, _Side], plane: str, count: int, seconds: float,
     _wait_for(decode, "num_pulls", count)
     _wait_for(decode, "num_peers", 1)
     for side in sides:
-        side.ask("measure", seconds)
-    steps = [side.answer(seconds + ANSWER_S) for side in sides]
-    # Leases that nobody renews are gone by now or soon.
+        side.ask("measure", asked.seconds)
+    steps = [side.answer(asked.seconds + ANSWER_S) for side in sides]
+    # Until a lease that nobody renews would be gone.
+    idle_s = max(asked.idle_seconds, started + asked.lease_seconds + 1 - time.monotonic())
     for side in sides:
-        side.ask("idle", max(idle_s, started + LEASE_S + 1 - time.monotonic()))
-    idle = [side.answer(idle_s + LEASE_S + ANSWER_S) for side in sides]
+        side.ask("idle", idle_s)
+    idle = [side.answer(idle_s + ANSWER_S) for side in sides]
     left = [prefill.call("level", "num_leases"), decode.call("level", "num_pulls")]
     return [
         {

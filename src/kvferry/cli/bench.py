@@ -28,6 +28,7 @@ BENCHMARKS = {
     "soak": BenchmarkEntry(
         "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
     ),
+    "transfer": BenchmarkEntry("kvferry.bench.transfer", "KV moved between two processes on every plane, beside memcpy and raw NIXL"),
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
     ),
@@ -41,6 +42,7 @@ DESCRIPTION = "\n".join(
     ["Measure something on this machine. Benchmarks:", "", *(f"  {name:<{WIDTH}}  {entry.summary}" for name, entry in BENCHMARKS.items())]
 )
 EXAMPLES = """\
+  kvferry bench transfer --plot transfer.svg
   kvferry bench vllm-handover
   kvferry bench vllm-steps --json
   kvferry bench vllm-handover --help"""

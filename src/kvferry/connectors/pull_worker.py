@@ -161,9 +161,9 @@ class PullWorker:
                 if end is LeaseEnd.EXPIRED and self._config.parallel.tp_rank == 0:
                     self._stats.count("kv_expired_reqs")
                 results.finished_sending.add(request)
-            case BytesMoved(plane, total_bytes, pieces, post_s, transfer_s, is_ok):
+            case BytesMoved(plane, total_bytes, pieces, planned, post_s, transfer_s, is_ok):
                 if is_ok:
-                    self._stats.record_transfer(plane, total_bytes, pieces, post_s, transfer_s)
+                    self._stats.record_transfer(plane, total_bytes, pieces, planned, post_s, transfer_s)
                 else:
                     self._stats.count("failed_transfers")
             case HandshakeFailed(engine, reason):

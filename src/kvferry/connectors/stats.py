@@ -97,8 +97,8 @@ class KVConnectorPromMetrics:
 class TransferStats(KVConnectorStats):
     """Counters, what each plane carried, and samples for histograms. Numbers and lists in nested dicts that add up.
 
-    data: {counter: int, "levels": {level: {reporter: value}}, "planes": {plane: {"transfers", "bytes", "seconds", "pieces"}},
-           "samples": {histogram: [value, ...]}}
+    data: {counter: int, "levels": {level: {reporter: value}}, "samples": {histogram: [value, ...]},
+           "planes": {plane: {"transfers", "bytes", "seconds", "pieces" (really used), "planned" (before neighbours were joined)}}}
     """
 
     def count(self, counter: str, by: int = 1) -> None:
@@ -109,8 +109,8 @@ class TransferStats(KVConnectorStats):
         assert level in LEVELS
         self.data.setdefault("levels", {}).setdefault(level, {})[reporter] = value
 
-    def record_transfer(self, plane: str, total_bytes: int, pieces: int, post_s: float, transfer_s: float) -> None:
-        row = {"transfers": 1, "bytes": total_bytes, "seconds": transfer_s, "pieces": pieces}
+    def record_transfer(self, plane: str, total_bytes: int, pieces: int, planned: int, post_s: float, transfer_s: float) -> None:
+        row = {"transfers": 1, "bytes": total_bytes, "seconds": transfer_s, "pieces": pieces, "planned": planned}
         samples = {
             "xfer_time_seconds": [transfer_s],
             "post_time_seconds": [post_s],

@@ -33,7 +33,7 @@ def attend(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, scale:
 def _attend_decodes(queries: torch.Tensor, cache: LayerCache, tile: DecodeTile) -> torch.Tensor:
     context = cache.gather(tile.block_tables, queries.dtype)
     num_sequences, kv_heads, width, _ = context.shape
-    sequences, slots = tile.hidden_slots
+    sequences, slots = tile.stale
     context[sequences, :, slots] = 0
     keys, values = cache.keys_and_values(context.flatten(0, 1))
     grouped = queries.reshape(num_sequences * kv_heads, -1, queries.shape[-1])

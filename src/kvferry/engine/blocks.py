@@ -27,7 +27,7 @@ __all__ = ["BlockPool", "BlockTable", "GroupTable", "Want", "hash_block", "hash_
 _HASH_BYTES = 16
 _BLANK_SHARE = 8
 """One in so many free blocks is blank, where the others are published. Single blocks that were freed at different times seldom lie side by
-side; out of a stock of blank ones long runs can be chosen. In a full cache an eighth makes five to fourteen times fewer runs than none."""
+side; out of a stock of blank ones long runs can be chosen. In a full cache an eighth makes four to twelve times fewer runs than none."""
 
 
 def hash_root(cache_salt: str) -> bytes:

@@ -36,8 +36,8 @@ class DecodeTile:
     """[sequences, blocks], shorter ones padded with a block of their own."""
     hidden: torch.Tensor
     """[sequences, blocks * block_size]: slots that the query does not see."""
-    hidden_slots: tuple[torch.Tensor, torch.Tensor]
-    """(sequence, slot) of each of them."""
+    stale: tuple[torch.Tensor, torch.Tensor]
+    """(sequence, slot) of those of them that may hold anything: all but padding with a block that the query sees as a whole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,12 +206,30 @@ def _decode_tile(tile: list[_Query], block_size: int) -> DecodeTile:
     width = len(tile[0].block_ids)
     firsts = torch.tensor([query.first for query in tile])[:, None]
     ends = torch.tensor([query.end for query in tile])[:, None]
+    paddings = [_padding(query, block_size) for query in tile]
+    own_ends = torch.tensor(
+        [
+            width * block_size if padding is None else len(query.block_ids) * block_size
+            for query, padding in zip(tile, paddings, strict=True)
+        ]
+    )[:, None]
     slots = torch.arange(width * block_size)
     hidden = (slots < firsts) | (slots >= ends)
-    sequence, slot = torch.nonzero(hidden, as_tuple=True)
+    sequence, slot = torch.nonzero(hidden & (slots < own_ends), as_tuple=True)
     return DecodeTile(
         rows=torch.tensor([query.row for query in tile]),
-        block_tables=torch.tensor([query.block_ids + query.block_ids[:1] * (width - len(query.block_ids)) for query in tile]),
+        block_tables=torch.tensor(
+            [
+                query.block_ids + (query.block_ids[0] if padding is None else padding,) * (width - len(query.block_ids))
+                for query, padding in zip(tile, paddings, strict=True)
+            ]
+        ),
         hidden=hidden,
-        hidden_slots=(sequence, slot),
+        stale=(sequence, slot),
     )
+
+
+def _padding(query: _Query, block_size: int) -> int | None:
+    """A block that the query sees as a whole, so that what is read twice is its own; None if there is none."""
+    index = 0 if query.first == 0 else 1
+    return query.block_ids[index] if query.end >= (index + 1) * block_size else None

@@ -54,7 +54,7 @@ def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerKind, ...]:
     is_sliding = _sliding_layers(config, architecture)
     window = None
     if any(is_sliding):
-        width = config.count("sliding_window", DEFAULT_WINDOW)
+        width = config.count("sliding_window") if config.has("sliding_window") else DEFAULT_WINDOW
         window = width if width < config.count("max_position_embeddings") else None
     full_rope, sliding_rope = _gemma_ropes(config) if architecture == GEMMA else (_rope(config),) * 2
     kinds = {True: LayerKind(sliding_rope, window), False: LayerKind(full_rope)}

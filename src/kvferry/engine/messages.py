@@ -115,6 +115,7 @@ class TransferSummary(msgspec.Struct, frozen=True):
     total_bytes: int = 0
     seconds: float = 0.0
     pieces: int = 0
+    planned_pieces: int = 0
 
 
 class Status(msgspec.Struct, frozen=True, tag=True):

@@ -39,6 +39,7 @@ class TransferTotals:
                 total_bytes=int(row.get("bytes", 0)),
                 seconds=float(row.get("seconds", 0.0)),
                 pieces=int(row.get("pieces", 0)),
+                planned_pieces=int(row.get("planned", 0)),
             )
             for name, row in sorted(planes.items())
         ]

@@ -35,6 +35,8 @@ from kvferry.types import PeerId, RequestId
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
 MAX_WAIT_S = 1.0
+EXPIRY_GRAIN_S = 0.05
+"""A lease that has run out is no longer good at once; its blocks may be freed this much later."""
 READ_WATCH_INTERVAL_S = 0.01
 """How often planes that need our help are looked at while a read is likely to begin."""
 
@@ -72,7 +74,7 @@ class Ferry:
         self._control = control
         self._store = store
         self._clock = clock
-        self._reads: dict[tuple[str, Handle], tuple[RequestId, PeerId]] = {}
+        self._reads: dict[tuple[str, Handle], _Read] = {}
         self._stored: dict[StoreHandle, Place | Expose] = {}
         self._events: deque[Event] = deque()
 
@@ -105,7 +107,11 @@ class Ferry:
     def idle_s(self) -> float:
         """How long nothing needs to be done, unless news comes in."""
         now = self._clock()
-        waits = [at - now for at in (self._producer.next_deadline(), self._consumer.next_deadline()) if at is not None]
+        producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
+        waits = [] if consumer_at is None else [consumer_at - now]
+        if producer_at is not None:
+            # Thousands of leases have thousands of deadlines; whatever is due within a moment is dealt with together.
+            waits.append(max(EXPIRY_GRAIN_S, producer_at - now))
         waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
         for plane in self._planes.values():
             intervals = [plane.poll_interval_s()]
@@ -164,12 +170,12 @@ class Ferry:
                 self._events.append(PullFailed(request, reason))
 
     def _take_completion(self, plane: str, completion: Completion, now: float) -> None:
-        self._events.append(
-            BytesMoved(plane, completion.total_bytes, completion.pieces, completion.post_s, completion.transfer_s, completion.ok)
-        )
         read = self._reads.pop((plane, completion.handle), None)
+        moved, used = completion.total_bytes, completion.pieces
+        planned = used if read is None else read.planned_pieces
+        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok))
         if read is not None:
-            self._consumer.read_ended(*read, completion.error, now)
+            self._consumer.read_ended(read.request, read.peer, completion.error, now)
 
     def _take_stored(self, action: Place | Expose, error: str | None, now: float) -> None:
         if isinstance(action, Place):
@@ -204,7 +210,7 @@ class Ferry:
                 self._start_read(action, now)
             case StopRead(request, peer):
                 for (name, handle), read in self._reads.items():
-                    if read == (request, peer):
+                    if (read.request, read.peer) == (request, peer):
                         self._planes[name].cancel(handle)
             case Place() | Expose():
                 self._store_blocks(action, now)
@@ -240,7 +246,8 @@ class Ferry:
         except Exception as error:  # top of a transfer, likewise
             self._consumer.read_ended(action.request, action.peer, _described(error), now)
             return
-        self._reads[action.plane, handle] = (action.request, action.peer)
+        planned = sum(len(part.local_offsets) for part in action.pieces)
+        self._reads[action.plane, handle] = _Read(action.request, action.peer, planned)
 
     def _store_blocks(self, action: Place | Expose, now: float) -> None:
         store = self._store
@@ -250,6 +257,15 @@ class Ferry:
             self._take_stored(action, _described(error), now)
             return
         self._stored[handle] = action
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Who wants a read that is under way, and of how many pieces it is."""
+
+    request: RequestId
+    peer: PeerId
+    planned_pieces: int
 
 
 def _described(error: Exception) -> str:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.gather import Bytes
 from kvferry.planes.mirror import Mirror
 from kvferry.planes.pacing import paced
 from kvferry.planes.rearranging import STEP_BYTES, check_placement, rearrange
+from kvferry.planes.runs import Bytes
 from kvferry.planes.views import view_of
 from kvferry.ports.block_store import Placement, StoredBlocks, StoreHandle
 from kvferry.types import MemoryKind, Region

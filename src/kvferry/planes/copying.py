@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.planes.gather import Bytes, Direction, RegionCopy, Stage
+from kvferry.planes.copiers import Copier, fastest_copier
+from kvferry.planes.gather import Direction, RegionCopy, copy_in_slices
+from kvferry.planes.runs import Bytes
 from kvferry.ports.data import Completion, Handle, Pieces
 from kvferry.types import PeerId
 
@@ -35,9 +37,9 @@ class CopyTransfer:
 class CopyQueue:
     """Transfers in turn, one slice each, so that a long one does not hold up a short one."""
 
+    copier: Copier = field(default_factory=fastest_copier)
     _active: deque[CopyTransfer] = field(default_factory=deque)
     _ended: list[Completion] = field(default_factory=list)
-    _stage: Stage = field(default_factory=Stage)
     _last_handle: int = 0
 
     def __len__(self) -> int:
@@ -48,20 +50,18 @@ class CopyQueue:
     ) -> Handle:
         started = time.perf_counter()
         self._last_handle += 1
-        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction, self._stage) for part in pieces]
+        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction) for part in pieces]
         handle = Handle(self._last_handle)
-        self._active.append(CopyTransfer(handle, peer, started, _all_slices(copies), time.perf_counter() - started))
+        self._active.append(CopyTransfer(handle, peer, started, copy_in_slices(copies, self.copier), time.perf_counter() - started))
         return handle
 
     def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
-        """One slice of the transfer whose turn it is. `is_alive` is asked before and after, and calls `fail_peer` for a dead one."""
+        """One slice of the transfer whose turn it is. `is_alive` is asked before, so also between the last slice and the end, and calls
+        `fail_peer` for a dead one."""
         if not self._active or not is_alive(self._active[0].peer):
             return
-        transfer = self._active[0]
+        transfer = self._active.popleft()
         moved = next(transfer.slices, None)
-        if not is_alive(transfer.peer):
-            return
-        self._active.popleft()
         if moved is None:
             self._end(transfer, None)
             return
@@ -91,8 +91,3 @@ class CopyQueue:
     def _end(self, transfer: CopyTransfer, error: str | None) -> None:
         transfer.slices = iter(())
         self._ended.append(transfer.completion(error))
-
-
-def _all_slices(copies: list[RegionCopy]) -> Iterator[tuple[int, int]]:
-    for copy in copies:
-        yield from copy.slices()

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from kvferry.errors import ConfigError, TransportError
 from kvferry.planes.bounds import check_pieces
 from kvferry.planes.copying import CopyQueue
-from kvferry.planes.gather import Bytes, Direction
+from kvferry.planes.gather import Direction
+from kvferry.planes.runs import Bytes
 from kvferry.planes.views import view_of
 from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, Stage
+from kvferry.planes.copiers import fastest_copier
+from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, copy_in_slices
 from kvferry.planes.pacing import paced
 from kvferry.planes.views import view_of
 from kvferry.ports.block_store import HOLE
@@ -44,7 +45,7 @@ class HostMirror:
             raise LocalProtocolError("this mirror is for a cache in host memory")
         self._engine, self._mirror = tuple(engine), tuple(mirror)
         self._views = [(view_of(a), view_of(b)) for a, b in zip(engine, mirror, strict=True)]
-        self._stage = Stage()
+        self._copier = fastest_copier()
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
         return self._copies(blocks, Direction.READ)
@@ -62,8 +63,8 @@ class HostMirror:
             engine, mirror = self._engine[index], self._mirror[index]
             pieces = Pieces(index, index, engine.block_bytes, chosen * mirror.stride_bytes, chosen * engine.stride_bytes)
             theirs, ours = self._views[index]
-            copies.append(RegionCopy(pieces, ours, theirs, direction, self._stage))
-        return paced((copied + SLICE_COST for copy in copies for copied, _ in copy.slices()), SLICE_BYTES)
+            copies.append(RegionCopy(pieces, ours, theirs, direction))
+        return paced((copied + SLICE_COST for copied, _ in copy_in_slices(copies, self._copier)), SLICE_BYTES)
 
 
 def blocks_by_region(blocks: Sequence[Sequence[int]], regions: Sequence[Region]) -> list[tuple[int, npt.NDArray[np.int64]]]:

@@ -31,18 +31,20 @@ from kvferry.planes.runs import Offsets, Runs, batches, coalesce, concatenate
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["NetworkReach", "NixlDataPlane"]
+__all__ = ["NetworkReach", "NixlDataPlane", "load_nixl"]
 
 MAX_BATCH_BYTES = 32 * 1024 * 1024
 MAX_BATCH_RUNS = 4096
-"""16 KiB pieces, ÷ memcpy: 0.22 in batches under 1,024, where NIXL does not use its threads, 0.38 in batches of 4,096."""
+"""Well over 1,024, from where on NIXL uses its threads. What comes of it: `kvferry bench transfer`."""
 BUSY_S = 120e-6
 """Progress that took longer moved something: idle it takes 3 µs when called at once again, 60 µs when caches have gone cold."""
 BUSY_MEMORY_S = 0.02
 BUSY_INTERVAL_S = 0.001
-IDLE_SERVING_INTERVAL_S = 0.05
-"""Under 1 % of a core, also when caches have gone cold (at 0.01 it was 2.5 %). The ferry looks more often while a read is likely to begin;
-after the first message of a peer, BUSY_INTERVAL_S counts."""
+SERVING_INTERVAL_S = 0.01
+QUIET_AFTER_S = 1.0
+QUIET_SERVING_INTERVAL_S = 0.1
+"""While peers may read, but nothing has moved for so long: a turn of the ferry takes 0.3 ms when caches have gone cold, and an idle process
+shall take less than 1 % of a core. The ferry looks more often by itself when a read is likely to begin."""
 CLOSE_PATIENCE_S = 2.0
 
 DEFAULT_ENVIRONMENT = {
@@ -162,7 +164,9 @@ class NixlDataPlane:
         return 0.0 if can_move or self._is_busy() else BUSY_INTERVAL_S
 
     def serving_interval_s(self) -> float | None:
-        return BUSY_INTERVAL_S if self._is_busy() else IDLE_SERVING_INTERVAL_S
+        if self._is_busy():
+            return BUSY_INTERVAL_S
+        return SERVING_INTERVAL_S if time.monotonic() < self._busy_until + QUIET_AFTER_S else QUIET_SERVING_INTERVAL_S
 
     def close(self) -> None:
         """Waits a bounded time for what is posted, so that no byte is written afterwards."""
@@ -269,7 +273,7 @@ class _Agent:
     @classmethod
     def open(cls, backends: tuple[str, ...], num_threads: int, kind: MemoryKind, device: int) -> "_Agent":
         """ConfigError when NIXL or one of the backends is not here."""
-        nixl, errors = _imported(kind)
+        nixl, errors = load_nixl(kind)
         config = nixl.nixl_agent_config(enable_prog_thread=False, capture_telemetry=True, num_threads=num_threads, backends=list(backends))
         try:
             agent = nixl.nixl_agent(f"kvferry-{uuid4().hex}", config)
@@ -371,7 +375,7 @@ class _Agent:
         return rows
 
 
-def _imported(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
+def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
     """NIXL, with the errors it raises. Settings that its libraries read when they are loaded are made first, unless the user has."""
     settings = DEFAULT_ENVIRONMENT | (CUDA_ENVIRONMENT if kind is MemoryKind.VRAM else {})
     for key, value in settings.items():

@@ -6,7 +6,7 @@ Any thread. A process number alone is not enough: numbers are used again.
 import contextlib
 import os
 import select
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["ProcessLife", "start_ticks"]
 
@@ -31,6 +31,7 @@ class ProcessLife:
     pid: int
     ticks: int
     _pidfd: int | None
+    _poller: "select.poll | None" = field(default=None, init=False)
 
     @classmethod
     def watch(cls, pid: int, ticks: int) -> "ProcessLife | None":
@@ -47,11 +48,12 @@ class ProcessLife:
     def has_ended(self) -> bool:
         if self._pidfd is None:
             return start_ticks(self.pid) != self.ticks
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        if self._poller is None:
+            self._poller = select.poll()
+            self._poller.register(self._pidfd, select.POLLIN)
+        return bool(self._poller.poll(0))
 
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
-            self._pidfd = None
+            self._pidfd = self._poller = None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.gather import Bytes
+from kvferry.planes.runs import Bytes
 from kvferry.ports.block_store import Placement
 
 __all__ = ["STEP_BYTES", "check_placement", "rearrange"]

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from kvferry.ports.data import Pieces
 
-__all__ = ["Offsets", "Runs", "batches", "coalesce", "concatenate"]
+__all__ = ["Bytes", "Offsets", "Runs", "batches", "coalesce", "concatenate"]
 
+Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 
 

@@ -18,9 +18,11 @@ import numpy as np
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.copiers import Copier, fastest_copier
 from kvferry.planes.copying import CopyQueue
-from kvferry.planes.gather import Bytes, Direction
+from kvferry.planes.gather import Direction
 from kvferry.planes.process import ProcessLife, start_ticks
+from kvferry.planes.runs import Bytes
 from kvferry.planes.shared_memory import SharedMemory, SharedMemoryAllocator
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
@@ -48,12 +50,12 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 class ShmDataPlane:
     """Implements `ports.data.DataPlane` over one SharedMemory, which stays its owner's."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, copier: Copier | None = None) -> None:
         self._memory = memory
         self._regions: tuple[Region, ...] = ()
         self._views: list[Bytes] = []
         self._peers: dict[PeerId, _Mapping] = {}
-        self._queue = CopyQueue()
+        self._queue = CopyQueue(copier or fastest_copier())
         self._next_death_check = 0.0
 
     @property

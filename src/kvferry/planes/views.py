@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.gather import Bytes
+from kvferry.planes.runs import Bytes
 from kvferry.types import Region
 
 __all__ = ["view_of"]

@@ -21,7 +21,7 @@ MAX_READERS = 8192
 """Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
 
 SPARE_ENTRIES = 64
-"""So many deadlines of ended leases are always let be."""
+"""So many stale deadlines are dealt with one by one."""
 
 
 class Standing(StrEnum):
@@ -85,8 +85,7 @@ class LeaseTable:
         heappush(self._by_deadline, (now + self.ttl_s, request))
         if len(self._by_deadline) > 2 * len(self._leases) + SPARE_ENTRIES:
             # Most leases end long before they run out; what is left of them must not outnumber those that live.
-            self._by_deadline = [(lease.deadline, name) for name, lease in self._leases.items()]
-            heapify(self._by_deadline)
+            self._sort_anew()
 
     def standing(self, request: RequestId, serial: int) -> Standing:
         lease = self._leases.get(request)
@@ -113,13 +112,16 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, now + self.extension_s)
         return True
 
-    def renew(self, request: RequestId, now: float) -> bool:
-        """Extend a lease; False when none is held (a late heartbeat, not an error)."""
-        lease = self._leases.get(request)
-        if lease is None:
-            return False
-        lease.deadline = max(lease.deadline, now + self.extension_s)
-        return True
+    def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
+        """Extend leases; returns those that are not held (a late heartbeat, not an error)."""
+        until, leases, missing = now + self.extension_s, self._leases, []
+        for request in requests:
+            lease = leases.get(request)
+            if lease is None:
+                missing.append(request)
+            elif lease.deadline < until:
+                lease.deadline = until
+        return missing
 
     def confirm(self, request: RequestId, reader: str, now: float) -> bool:
         """Whether this reader has held the lease without a break until now. It is detached; ask `take_ended` afterwards."""
@@ -167,7 +169,7 @@ class LeaseTable:
 
     def expire(self, now: float) -> list[EndedLease]:
         """Remove and return every lease that has run out, earliest first."""
-        ended = []
+        ended, renewed = [], 0
         while self._by_deadline and self._by_deadline[0][0] <= now:
             _, request = heappop(self._by_deadline)
             lease = self._leases.get(request)
@@ -175,6 +177,10 @@ class LeaseTable:
                 continue
             if lease.deadline > now:
                 heappush(self._by_deadline, (lease.deadline, request))
+                renewed += 1
+                if renewed == SPARE_ENTRIES:
+                    # One beat renews many leases, so where some entries are stale most are: all at once is cheaper than one by one.
+                    self._sort_anew()
                 continue
             del self._leases[request]
             for reader in list(lease.readers):
@@ -187,6 +193,10 @@ class LeaseTable:
         while self._by_deadline and self._by_deadline[0][1] not in self._leases:
             heappop(self._by_deadline)
         return self._by_deadline[0][0] if self._by_deadline else None
+
+    def _sort_anew(self) -> None:
+        self._by_deadline = [(lease.deadline, request) for request, lease in self._leases.items()]
+        heapify(self._by_deadline)
 
     def _drop_reader(self, lease: _Lease, reader: str) -> None:
         plane = lease.readers.pop(reader, None)

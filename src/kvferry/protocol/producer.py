@@ -11,6 +11,7 @@ Pure: feed it, then take what it wants done.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -216,11 +217,11 @@ class Producer:
         claim.ends.pop(message.reader, None)
 
     def _receive_heartbeat(self, route: Route, message: Heartbeat, now: float) -> None:
-        gone = message.leases
+        gone: Sequence[str] = message.leases
         if message.epoch == self._settings.epoch:
-            known = {lease for lease in message.leases if RequestId(lease) in self._claims}
-            gone = [lease for lease in message.leases if not self._leases.renew(RequestId(lease), now) and lease not in known]
-        self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, gone)))
+            leases: Sequence[RequestId] = [RequestId(lease) for lease in message.leases]
+            gone = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
+        self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone))))
 
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)

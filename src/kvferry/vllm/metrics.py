@@ -18,6 +18,7 @@ _PLANE_COUNTERS = {
     "bytes": ("kvferry:transfer_bytes", "Bytes moved by data plane."),
     "seconds": ("kvferry:transfer_seconds", "Time spent moving bytes by data plane."),
     "pieces": ("kvferry:transfer_pieces", "Descriptors or copies used by data plane."),
+    "planned": ("kvferry:transfer_planned_pieces", "Pieces asked for by data plane, before neighbours were joined."),
 }
 _NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry")
 """vLLM's connector has failures that ours cannot have: there are no notifications, and a read after expiry is never used."""

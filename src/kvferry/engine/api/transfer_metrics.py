@@ -36,6 +36,7 @@ def _plane_families(status: Status) -> Iterator[Metric]:
         ("kvferry:transfer_bytes", "total_bytes", "Bytes moved by data plane."),
         ("kvferry:transfer_seconds", "seconds", "Time spent moving bytes by data plane."),
         ("kvferry:transfer_pieces", "pieces", "Descriptors or copies used by data plane."),
+        ("kvferry:transfer_planned_pieces", "planned_pieces", "Pieces asked for by data plane, before neighbours were joined."),
     ):
         family = CounterMetricFamily(name, help_text, labels=["plane"])
         for summary in status.transfers:

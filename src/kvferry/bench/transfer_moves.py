@@ -1,0 +1,81 @@
+"""Which blocks one move of `kvferry bench transfer` carries. Pure but for the seeded random order.
+
+A side's memory is a few regions of equal size, as the layers of a cache are; the same blocks move in each of them.
+
+    spread 1: every block moves         spread 2: every second one, at random, on each side its own
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from kvferry.planes.runs import Offsets
+from kvferry.ports.data import Pieces
+
+__all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "plan_move"]
+
+RUN_BLOCKS = 8
+"""Adjacent blocks in a run, on both sides."""
+
+
+class Pattern(StrEnum):
+    SCATTERED = "scattered"
+    RUNS = "runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One side's memory, cut into blocks."""
+
+    piece_bytes: int
+    regions: int
+    per_region: int
+
+    @property
+    def count(self) -> int:
+        return self.regions * self.per_region
+
+    @property
+    def region_bytes(self) -> int:
+        return self.per_region * self.piece_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """`local_blocks[i]` is filled from `remote_blocks[i]`; numbered through all regions."""
+
+    blocks: Blocks
+    local_blocks: Offsets
+    remote_blocks: Offsets
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.local_blocks) * self.blocks.piece_bytes
+
+    def pieces(self) -> list[Pieces]:
+        """As a ferry asks a plane for it: one entry for each region."""
+        size, per_region = self.blocks.piece_bytes, self.blocks.per_region
+        moved = len(self.local_blocks) // self.blocks.regions
+        parts = []
+        for region in range(self.blocks.regions):
+            chosen = slice(region * moved, (region + 1) * moved)
+            near, far = ((side[chosen] - region * per_region) * size for side in (self.local_blocks, self.remote_blocks))
+            parts.append(Pieces(region, region, size, near, far))
+        return parts
+
+
+def plan_move(blocks: Blocks, pattern: Pattern, spread: int, seed: int) -> Move:
+    """A `spread`th of every region's blocks, in random order on both sides. At least one run has to fit."""
+    random = np.random.default_rng(seed)
+    run = 1 if pattern is Pattern.SCATTERED else RUN_BLOCKS
+    places = blocks.per_region // run
+    moved = places // spread
+    if moved < 1:
+        raise ValueError(f"{blocks.per_region} blocks in a region are too few for runs of {run}, spread over {spread} times their size")
+    sides = []
+    for _ in range(2):
+        starts = random.permutation(places)[:moved] * run
+        within = (starts[:, None] + np.arange(run)).ravel()
+        sides.append((np.arange(blocks.regions)[:, None] * blocks.per_region + within).ravel().astype(np.int64))
+    return Move(blocks, *sides)

@@ -1,0 +1,3 @@
+from kvferry.planes.runs import Bytes, Offsets
+
+def copy_runs(target: Bytes, source: Bytes, targets: Offsets, sources: Offsets, sizes: Offsets) -> None: ...

@@ -1,0 +1,96 @@
+"""The parts of the transfer benchmark that need no second process."""
+
+import argparse
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.bench.transfer import MEMCPY, RAW_NIXL, Cell, make_baselines, make_rows, parse_plot
+from kvferry.bench.transfer_moves import RUN_BLOCKS, Blocks, Pattern, plan_move
+from kvferry.bench.transfer_plot import draw
+from kvferry.planes.runs import coalesce
+
+FACTS = {"processor": "a <fast> one", "cores": 2, "moved_mib": 256, "spread": 1}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@given(st.integers(1, 3), st.integers(4, 40), st.sampled_from(Pattern), st.integers(1, 4), st.integers(0, 5))
+def test_a_move_takes_its_share_of_every_region_once_on_both_sides(
+    regions: int, runs: int, pattern: Pattern, spread: int, seed: int
+) -> None:
+    blocks = Blocks(4096, regions, runs * RUN_BLOCKS)
+    move = plan_move(blocks, pattern, spread, seed)
+    run = RUN_BLOCKS if pattern is Pattern.RUNS else 1
+    for side in (move.local_blocks, move.remote_blocks):
+        assert len(np.unique(side)) == len(side) == regions * (blocks.per_region // run // spread) * run
+    parts = move.pieces()
+    assert [(part.local_region, part.remote_region) for part in parts] == [(n, n) for n in range(regions)]
+    assert sum(part.total_bytes for part in parts) == move.total_bytes
+    for part in parts:
+        assert 0 <= part.local_offsets.min() <= part.local_offsets.max() <= blocks.region_bytes - blocks.piece_bytes
+        assert len(coalesce(part)) <= len(part.local_offsets) / run
+
+
+def test_scattered_blocks_hardly_join_and_runs_always_do() -> None:
+    blocks = Blocks(4096, 2, 1024)
+    joined = {pattern: sum(len(coalesce(part)) for part in plan_move(blocks, pattern, 1, 0).pieces()) for pattern in Pattern}
+    assert joined[Pattern.SCATTERED] > 0.99 * blocks.count
+    assert joined[Pattern.RUNS] <= blocks.count / RUN_BLOCKS
+
+
+def test_a_region_too_small_for_a_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        plan_move(Blocks(4096, 1, 7), Pattern.RUNS, 1, 0)
+
+
+def cell(**seconds: list[float]) -> Cell:
+    move = plan_move(Blocks(1000, 1, 1000), Pattern.SCATTERED, 1, 0)
+    named = {name.replace("_", " "): values for name, values in seconds.items()}
+    return Cell(move, Pattern.SCATTERED, named, {name: 7 for name in named if name not in (MEMCPY, RAW_NIXL)})
+
+
+def test_rows_tell_medians_and_ratios() -> None:
+    [row] = make_rows([cell(memcpy=[0.001, 0.5, 0.001], raw_nixl=[0.004] * 3, shm=[9.0, 0.002, 0.002])])
+    assert row == {
+        "plane": "shm",
+        "piece_bytes": 1000,
+        "pattern": "scattered",
+        "gbps": 0.5,
+        "of_memcpy": 0.5,
+        "of_raw_nixl": 2.0,
+        "pieces": 1000,
+        "copies": 7,
+    }
+
+
+def test_without_nixl_there_is_nothing_to_compare_with() -> None:
+    cells = [cell(memcpy=[0.001], shm=[0.002])]
+    assert make_rows(cells)[0]["of_raw_nixl"] is None
+    assert make_baselines(cells) == [{"piece_bytes": 1000, "pattern": "scattered", "memcpy_gbps": 1.0, "raw_nixl_gbps": None}]
+
+
+def test_the_plot_is_svg_with_a_line_for_each_plane_and_pattern() -> None:
+    rows = [
+        {"plane": plane, "piece_bytes": size, "pattern": pattern, "of_memcpy": share}
+        for plane, share in (("shm", 0.9), ("nixl", 0.2))
+        for pattern in ("scattered", "runs")
+        for size in (4096, 16384, 1 << 20)
+    ]
+    root = ElementTree.fromstring(draw(rows, FACTS))
+    lines = root.findall(f"{SVG}polyline")
+    assert [len(str(line.get("points")).split()) for line in lines] == [3, 3, 3, 3]
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"shm", "nixl", "scattered", "runs", "4 KiB", "1 MiB"} <= set(words)
+    heights = {line.get("stroke"): float(str(line.get("points")).split()[0].split(",")[1]) for line in lines}
+    assert len(set(heights.values())) == 2, "both planes are drawn at one height"
+
+
+@pytest.mark.parametrize("name", ["plot.png", "plot", "nowhere/plot.svg"])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_plot(str(tmp_path / name))
+    assert parse_plot(str(tmp_path / "plot.svg")) == tmp_path / "plot.svg"

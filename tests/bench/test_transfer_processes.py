@@ -1,0 +1,127 @@
+"""The transfer benchmark with its two real processes: what it answers, and that nothing outlives it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer_sides import Consumer, Shape, start_producer
+from kvferry.errors import KVFerryError
+
+DEADLINE_S = 60.0
+QUICK = [sys.executable, "-m", "kvferry", "bench", "transfer", "--quick"]
+pytestmark = pytest.mark.slow
+
+
+def children(pid: int) -> list[int]:
+    """Processes that it started with Python; not what has ended."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[1] == str(pid) and fields[0] not in "ZX":
+            found.append(int(status.parent.name))
+    return found
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The benchmark, once it measures, and its children."""
+    with subprocess.Popen([*QUICK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("pieces of 4 KiB" in line for line in process.stderr)
+            yield process, children(process.pid)
+        finally:
+            process.kill()
+
+
+def assert_all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"left behind: {pids}"
+        time.sleep(0.05)
+
+
+def test_every_plane_is_measured_in_every_size_and_pattern(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    ran = subprocess.run([*QUICK, "--rounds", "1", "--json", "--plot", str(plot)], capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    cells = [(row["plane"], row["piece_bytes"], row["pattern"]) for row in told["rows"]]
+    assert sorted(cells) == sorted(
+        (plane, kib * 1024, pattern) for plane in ("shm", "nixl") for kib in (4, 16, 64, 256, 1024) for pattern in ("scattered", "runs")
+    )
+    assert all(row[key] > 0 for row in told["rows"] for key in ("gbps", "of_memcpy", "of_raw_nixl"))
+    assert all(row["copies"] * 8 <= row["pieces"] for row in told["rows"] if row["pattern"] == "runs")
+    assert all(row["copies"] > row["pieces"] / 2 for row in told["rows"] if row["pattern"] == "scattered")
+    assert plot.read_text().startswith("<svg")
+
+
+def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").write_text("raise ImportError('not on this machine')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [*QUICK, "--rounds", "1", "--json"], capture_output=True, text=True, timeout=100, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "NIXL is not installed" in ran.stderr
+    assert {(row["plane"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {("shm", None)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_benchmark_that_is_stopped(number: signal.Signals) -> None:
+    with running("--rounds", "1000") as (process, started):
+        assert started
+        process.send_signal(number)
+        assert process.wait(DEADLINE_S) != 0
+        assert_all_end(started)
+
+
+def test_a_producer_that_dies_ends_the_benchmark_with_a_reason() -> None:
+    with running("--rounds", "1000") as (process, started):
+        for pid in started:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"spawn_main" in command:
+                os.kill(pid, signal.SIGKILL)
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode not in (0, None)
+        assert "Traceback" not in said
+        assert "read" in said
+        assert_all_end(started)
+
+
+def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
+    ran = subprocess.run([*QUICK, "--spread", "99999"], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ran.returncode != 0
+    assert "--spread 99999" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_bytes_that_went_astray_are_noticed() -> None:
+    shape = Shape(2, 1 << 20)
+    move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)
+    with start_producer(shape) as producer, Consumer.connected(shape, producer) as consumer:
+        with pytest.raises(KVFerryError, match="other bytes"):
+            consumer.check(move)
+        consumer.prepare(move)
+        consumer.read("shm")
+        consumer.check(move)
+        consumer.forget()
+        consumer.prepare(plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 1))
+        consumer.read("shm")
+        with pytest.raises(KVFerryError, match="other bytes"):
+            consumer.check(move)
+        assert np.count_nonzero(move.local_blocks >= 256) == 128

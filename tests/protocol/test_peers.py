@@ -1,0 +1,90 @@
+"""The book of producers: found by address, and forgotten when nothing has used them."""
+
+import msgspec
+
+from kvferry.protocol import codec
+from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
+from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
+from kvferry.protocol.peers import Peer, PeerBook, PeerSettings
+from kvferry.types import Address, EngineId, EngineLife, Epoch, KVLayout, PeerId, Region
+
+TTL_S = 100.0
+CONTROL = "tcp://p:6000"
+
+
+class Book:
+    """A peer book whose handshakes are all answered at once."""
+
+    def __init__(self) -> None:
+        geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
+        settings = PeerSettings(None, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=TTL_S)
+        self.actions: list[Action] = []
+        self.book = PeerBook(settings, self.actions)
+
+    def meet(self, engine: str, epoch: str, control: str, now: float) -> PeerId:
+        life = EngineLife(EngineId(engine), Epoch(epoch))
+        assert isinstance(self.book.ensure(life, Address(engine, 5600), 1, now), Peer)
+        [nonce] = [a.message.nonce for a in self.actions if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)]
+        region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
+        layout = codec.encode_layout(RankLayout(0, 1, 4, 16, "HND", 1, 8, control, [region], [offer], 1))
+        assert self.book.receive(HandshakeReply(nonce, WIRE_VERSION, engine, epoch, {}, msgspec.Raw(layout)), now) is None
+        [opened] = [action.peer for action in self.actions if isinstance(action, OpenPeer)]
+        self.book.opened(opened, "memory")
+        self.actions.clear()
+        return opened
+
+    def closed(self) -> list[PeerId]:
+        peers = [action.peer for action in self.actions if isinstance(action, ClosePeer)]
+        self.actions.clear()
+        return peers
+
+
+def test_a_peer_is_found_by_its_control_address_while_it_is_known() -> None:
+    book = Book()
+    p, q = book.meet("p", "e1", CONTROL, now=0), book.meet("q", "e1", "tcp://q:6000", now=0)
+    assert (book.book.at(CONTROL), book.book.at("tcp://q:6000"), book.book.at("tcp://r:6000")) == (p, q, None)
+    book.book.lose(p.life, "it fell silent", now=1)
+    assert (book.book.at(CONTROL), book.book.at("tcp://q:6000")) == (None, q)
+
+
+def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is_forgotten_last() -> None:
+    book = Book()
+    old, new = book.meet("p", "e1", CONTROL, now=0), book.meet("p", "e2", CONTROL, now=1)
+    assert book.book.at(CONTROL) == new
+    book.book.lose(old.life, "it was restarted", now=2)
+    assert book.book.at(CONTROL) == new
+
+
+def test_only_those_that_nothing_has_used_for_the_whole_time_are_forgotten() -> None:
+    book = Book()
+    idle, used, busy = (book.meet(name, "e1", f"tcp://{name}:6000", now=0) for name in ("idle", "used", "busy"))
+    book.book.ensure(used.life, Address("used", 5600), 1, now=TTL_S / 2)
+    book.book.evict_idle(TTL_S - 1, {busy.life})
+    assert book.closed() == []
+    book.book.evict_idle(TTL_S, {busy.life})
+    assert book.closed() == [idle]
+    book.book.evict_idle(TTL_S * 3 / 2, set())
+    assert book.closed() == [used]
+    # It was in use when it was last looked at, whenever it was asked for.
+    book.book.evict_idle(TTL_S * 2 - 1, set())
+    assert book.closed() == []
+    book.book.evict_idle(TTL_S * 2, set())
+    assert book.closed() == [busy]
+    assert len(book.book) == 0
+
+
+def test_a_peer_met_after_all_were_forgotten_is_forgotten_in_its_turn() -> None:
+    book = Book()
+    for first_s in (0, 500):
+        peer = book.meet("p", "e1", CONTROL, now=first_s)
+        book.book.evict_idle(first_s + TTL_S, set())
+        assert book.closed() == [peer]
+
+
+def test_what_is_still_being_greeted_is_not_idle() -> None:
+    book = Book()
+    life = EngineLife(EngineId("p"), Epoch("e1"))
+    book.book.ensure(life, Address("p", 5600), 1, now=0)
+    book.book.evict_idle(TTL_S, set())
+    assert book.book.get(life) is not None
