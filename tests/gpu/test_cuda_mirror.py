@@ -15,23 +15,24 @@ from kvferry.types import MemoryKind, Region
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
-LAYERS, NUM_BLOCKS, BLOCK_BYTES = 4, 64, 32 * 1024
+LAYERS, NUM_BLOCKS = 4, 64
 DEADLINE_S = 30.0
 
 
 class Staged:
     """A cache whose layers are interleaved on the device, block by block, and its dense mirror."""
 
-    def __init__(self) -> None:
-        self.engine = torch.randint(0, 256, (NUM_BLOCKS, LAYERS, BLOCK_BYTES), dtype=torch.uint8, device="cuda")
-        self.memory = SharedMemory.allocate(LAYERS * NUM_BLOCKS * BLOCK_BYTES)
-        self.mirror = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(LAYERS, NUM_BLOCKS, BLOCK_BYTES)
+    def __init__(self, size: int) -> None:
+        """`size`: bytes of a block."""
+        self.engine = torch.randint(0, 256, (NUM_BLOCKS, LAYERS, size), dtype=torch.uint8, device="cuda")
+        self.memory = SharedMemory.allocate(LAYERS * NUM_BLOCKS * size)
+        self.mirror = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(LAYERS, NUM_BLOCKS, size)
         self.mirror.random_(0, 256)
         own, seen = (
-            [Region(f"l{i}", start + i * step, BLOCK_BYTES, stride, NUM_BLOCKS, kind, group=i % 2) for i in range(LAYERS)]
+            [Region(f"l{i}", start + i * step, size, stride, NUM_BLOCKS, kind, group=i % 2) for i in range(LAYERS)]
             for start, step, stride, kind in (
-                (self.engine.data_ptr(), BLOCK_BYTES, LAYERS * BLOCK_BYTES, MemoryKind.VRAM),
-                (self.memory.address, NUM_BLOCKS * BLOCK_BYTES, BLOCK_BYTES, MemoryKind.DRAM),
+                (self.engine.data_ptr(), size, LAYERS * size, MemoryKind.VRAM),
+                (self.memory.address, NUM_BLOCKS * size, size, MemoryKind.DRAM),
             )
         )
         self.regions = own, seen
@@ -56,9 +57,9 @@ class Staged:
         self.memory.close()
 
 
-@pytest.fixture
-def staged() -> Iterator[Staged]:
-    made = Staged()
+@pytest.fixture(params=[32 * 1024, 2 * 1024 * 1024, 1001], ids=["gathered", "copied", "odd"])
+def staged(request: pytest.FixtureRequest) -> Iterator[Staged]:
+    made = Staged(request.param)
     yield made
     made.close()
 

@@ -2,6 +2,8 @@
 
 Called by the thread that owns the store; it never waits for the device. A copy from the engine needs no event of the engine's stream: a
 lease is granted after the engine has seen the request's last token, which its kernels computed after they had written the blocks.
+Long runs of blocks are left to the copy engines. Scattered ones are gathered by kernels, for which pinned memory is like the device's own:
+a copy each would cost some 40 us of this thread.
 """
 
 import time
@@ -15,37 +17,50 @@ import torch
 
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.planes.mirror import blocks_by_region
-from kvferry.planes.views import view_of
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["CudaMirror"]
 
 SLICE_S = 0.001
-"""How long one slice hands copies to the device: each takes some microseconds, whatever its size."""
+"""How long one slice hands copies to the device: each takes some ten microseconds, whatever its size."""
 WAIT_S = 0.0002
 """How soon a copy that was handed over is asked after."""
+LONG_RUN_BYTES = 512 * 1024
+"""Runs of this length on average are worth a copy each."""
+GATHER_BYTES = 16 * 1024 * 1024
+"""What one kernel gathers at most: it takes as much memory on the device for a moment."""
+PORTABLE_AND_MAPPED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Strided:
-    """A region as CUDA's array interface wants it: rows of blocks."""
+class _Rows:
+    """A region as CUDA's array interface wants it: a row of words for each block."""
 
     region: Region
+    word_bytes: int
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        region = self.region
+        region, size = self.region, self.word_bytes
         return {
-            "shape": (region.num_blocks, region.block_bytes),
-            "strides": (region.stride_bytes, 1),
-            "typestr": "|u1",
+            "shape": (region.num_blocks, region.block_bytes // size),
+            "strides": (region.stride_bytes, size),
+            "typestr": f"<i{size}" if size > 1 else "|u1",
             "data": (region.address, False),
             "version": 3,
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    to: torch.Tensor
+    source: torch.Tensor
+    numbers: npt.NDArray[np.int64]
+    block_bytes: int
+
+
 class CudaMirror:
-    """Implements `planes.mirror.Mirror`. `mirror` lies densely in `memory` (address and size), which is pinned until `close`."""
+    """Implements `planes.mirror.Mirror`. `mirror` lies in `memory` (address and size), which is pinned until `close`."""
 
     def __init__(self, engine: Sequence[Region], mirror: Sequence[Region], memory: tuple[int, int]) -> None:
         devices = {region.device for region in engine}
@@ -56,18 +71,15 @@ class CudaMirror:
         self._stream = torch.cuda.Stream(self._device)
         self._memory = memory
         self._pin(memory)
-        self._rows = [
-            (torch.as_tensor(_Strided(a), device=self._device), torch.from_numpy(view_of(b)).view(b.num_blocks, b.block_bytes))
-            for a, b in zip(engine, mirror, strict=True)
-        ]
+        self._rows = [(self._tensor(a, b), self._tensor(b, a)) for a, b in zip(engine, mirror, strict=True)]
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
         chosen = blocks_by_region(blocks, self._engine)
-        return self._copy([(self._rows[index][1], self._rows[index][0], numbers) for index, numbers in chosen])
+        return self._copy([_Copy(*self._rows[index][::-1], numbers, self._engine[index].block_bytes) for index, numbers in chosen])
 
     def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
         chosen = blocks_by_region(blocks, self._engine)
-        return self._copy([(*self._rows[index], numbers) for index, numbers in chosen])
+        return self._copy([_Copy(*self._rows[index], numbers, self._engine[index].block_bytes) for index, numbers in chosen])
 
     def close(self) -> None:
         """Wait for the device: what it still copies would land in memory that is somebody else's."""
@@ -76,10 +88,16 @@ class CudaMirror:
             self._stream.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._memory[0])
 
-    def _copy(self, parts: list[tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]]) -> Iterator[float]:
+    def _tensor(self, region: Region, other: Region) -> torch.Tensor:
+        """A region on the device, or in pinned memory, which the device sees at the same address."""
+        numbers = [n for each in (region, other) for n in (each.address, each.block_bytes, each.stride_bytes)]
+        word_bytes = 8 if not any(n % 8 for n in numbers) else 1
+        return torch.as_tensor(_Rows(region, word_bytes), device=self._device)
+
+    def _copy(self, copies: list[_Copy]) -> Iterator[float]:
         done = torch.cuda.Event()
         try:
-            yield from self._hand_over(parts)
+            yield from self._hand_over(copies)
             done.record(self._stream)
             while not done.query():
                 yield WAIT_S
@@ -88,18 +106,32 @@ class CudaMirror:
             self._stream.synchronize()
             raise
 
-    def _hand_over(self, parts: list[tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]]) -> Iterator[float]:
+    def _hand_over(self, copies: list[_Copy]) -> Iterator[float]:
         until = time.perf_counter() + SLICE_S
-        for to, source, numbers in parts:
-            for first, end in _runs(numbers):
-                with torch.cuda.stream(self._stream):
-                    to[first:end].copy_(source[first:end], non_blocking=True)
+        for copy in copies:
+            runs = list(_runs(copy.numbers))
+            is_scattered = len(copy.numbers) * copy.block_bytes < len(runs) * LONG_RUN_BYTES
+            for _ in self._gathered(copy) if is_scattered else self._copied(copy, runs):
                 if time.perf_counter() >= until:
                     yield 0.0
                     until = time.perf_counter() + SLICE_S
 
+    def _copied(self, copy: _Copy, runs: list[tuple[int, int]]) -> Iterator[None]:
+        for first, end in runs:
+            with torch.cuda.stream(self._stream):
+                copy.to[first:end].copy_(copy.source[first:end], non_blocking=True)
+            yield
+
+    def _gathered(self, copy: _Copy) -> Iterator[None]:
+        step = max(1, GATHER_BYTES // copy.block_bytes)
+        for first in range(0, len(copy.numbers), step):
+            with torch.cuda.stream(self._stream):
+                rows = torch.from_numpy(copy.numbers[first : first + step]).to(self._device, non_blocking=True)
+                copy.to.index_copy_(0, rows, copy.source.index_select(0, rows))
+            yield
+
     def _pin(self, memory: tuple[int, int]) -> None:
-        status = torch.cuda.cudart().cudaHostRegister(*memory, 0)
+        status = torch.cuda.cudart().cudaHostRegister(*memory, PORTABLE_AND_MAPPED)
         if int(status) != 0:
             raise ConfigError(f"a host buffer of {memory[1]} bytes cannot be pinned (CUDA error {int(status)}); raise the memlock limit")
 
