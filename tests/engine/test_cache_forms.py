@@ -79,6 +79,12 @@ def test_what_does_not_fit_the_format_is_stored_as_its_largest_number(dtype: tor
     assert cache.gather(torch.tensor([[0]]), torch.float64)[0, :, 0].isnan().all()
 
 
+def test_a_bound_that_the_arithmetic_would_round_up_is_not_exceeded() -> None:
+    cache = LayerCache("layer", 0, torch.zeros(1, 1, 1, 2, dtype=torch.float16), KVLayout.HND, value_width=1)
+    cache.write(torch.tensor([0]), torch.tensor([0]), torch.tensor([[[1e38, -1e38]]], dtype=torch.bfloat16))
+    assert cache.gather(torch.tensor([[0]]), torch.float64).flatten().tolist() == [65504, -65504]
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_nan_in_eight_bits_does_not_reach_whoever_does_not_see_it(models: dict[str, EngineOptions], name: str) -> None:
     options = replace(models["window"], kv_cache_dtype=name)

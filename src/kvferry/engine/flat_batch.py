@@ -172,11 +172,11 @@ class _GroupPart:
             self.sampled.append(self._query(len(self.sampled), length, block_ids))
 
     def batch(self) -> GroupBatch:
-        return GroupBatch(
-            blocks=torch.tensor(self.blocks),
-            plan=AttentionPlan(_decode_tiles(self.decodes, self.block_size), tuple(self.prefills)),
-            sampled_plan=AttentionPlan(_decode_tiles(self.sampled, self.block_size)),
-        )
+        plan = AttentionPlan(_decode_tiles(self.decodes, self.block_size), tuple(self.prefills))
+        # Most steps only decode: then all rows are sampled.
+        is_same = not self.prefills and self.sampled == self.decodes
+        sampled_plan = plan if is_same else AttentionPlan(_decode_tiles(self.sampled, self.block_size))
+        return GroupBatch(torch.tensor(self.blocks), plan, sampled_plan)
 
     def _query(self, row: int, length: int, block_ids: tuple[int, ...]) -> _Query:
         """Of the token before `length`."""

@@ -30,7 +30,8 @@ class LayerCache:
         """Token i, [kv_heads, width] of `content`, goes into slot `offsets[i]` of block `blocks[i]`."""
         largest = torch.finfo(self.tensor.dtype).max
         if largest < torch.finfo(content.dtype).max:
-            content = content.clamp(-largest, largest)
+            # Not in a format that cannot hold the bound: bfloat16 would round that of float16 up, to what becomes infinite.
+            content = content.to(torch.promote_types(content.dtype, torch.float32)).clamp(-largest, largest)
         by_token = self._bits.transpose(1, 2) if self.layout is KVLayout.HND else self._bits
         by_token[blocks, offsets] = content.to(self.tensor.dtype).view(by_token.dtype)
 
