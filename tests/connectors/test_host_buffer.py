@@ -22,7 +22,8 @@ TOKENS = list(range(100, 110))
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 100), st.integers(1, 9)), min_size=1, max_size=6))
 def test_mirrored_regions_hold_every_block_and_lie_apart(shapes: list[tuple[int, int, int]]) -> None:
     regions = [
-        Region(f"l{i}", 1 << 40, size, size + gap, blocks, MemoryKind.VRAM, 3, group=i) for i, (size, gap, blocks) in enumerate(shapes)
+        Region(f"l{i}", (i + 1) << 40, size, size + gap, blocks, MemoryKind.VRAM, 3, group=i)
+        for i, (size, gap, blocks) in enumerate(shapes)
     ]
     found = mirrored(regions, 1 << 20)
     ends = [1 << 20, *(region.address + region.num_blocks * region.stride_bytes for region in found)]
@@ -31,6 +32,18 @@ def test_mirrored_regions_hold_every_block_and_lie_apart(shapes: list[tuple[int,
     for region, own in zip(found, regions, strict=True):
         assert (region.name, region.group, region.block_bytes, region.num_blocks) == (own.name, own.group, own.block_bytes, own.num_blocks)
         assert (region.memory, region.device, region.stride_bytes) == (MemoryKind.DRAM, 0, region.block_bytes)
+
+
+def test_regions_that_share_memory_share_their_mirror() -> None:
+    """Groups whose layers take turns with the blocks of one tensor; the last of several may have fewer layers."""
+    regions = [Region("a", 1 << 40, 64, 128, 10, group=0), Region("b", 1 << 40, 32, 128, 10, group=1), Region("c", 2 << 40, 64, 64, 10)]
+    found = mirrored(regions, 4096)
+    assert [(region.address, region.block_bytes, region.stride_bytes) for region in found] == [
+        (4096, 64, 64),
+        (4096, 32, 64),
+        (8192, 64, 64),
+    ]
+    assert mirror_bytes(regions) == 8192
 
 
 @pytest.fixture

@@ -50,7 +50,8 @@ async def assert_recovers(session: aiohttp.ClientSession, p: Engine, d: Engine, 
     async def comes_over() -> bool:
         prompt, before = fresh(), await count(session, d, FINISHED)
         answer = await hand_over(session, p, d, prompt)
-        assert not answer.is_ok or answer == await ask(session, plain, prompt)
+        right = await ask(session, plain, prompt)
+        assert not answer.is_ok or answer == right, (answer, right)
         return answer.is_ok and await count(session, d, FINISHED) > before
 
     await until("KV comes over again", comes_over)

@@ -8,6 +8,7 @@ from tests.ferry.world import BLOCK_BYTES, LAYERS, Side, World
 
 from kvferry.events import BytesMoved, HandshakeFailed, MessageDropped, PeerConnected
 from kvferry.ferry.commands import Abandon, Abort, Reject, Settle
+from kvferry.planes import copying
 from kvferry.planes.faulty import FaultyDataPlane, parse_faults
 from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
 from kvferry.ports.data import Handle, Pieces, PlaneOffer
@@ -173,17 +174,20 @@ def test_an_abort_at_any_moment_frees_both_sides(world: World, turns: int) -> No
     world.assert_quiescent()
 
 
-def test_an_abort_stops_a_read_that_is_under_way(world: World) -> None:
+def test_an_abort_stops_a_read_that_is_under_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     ticket = world.p.issue("a", [3])
     world.p.grant("a")
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
-    for _ in range(20):
-        if world.d.ferry.snapshot().reads:
-            break
-        world.run(1)
-    world.d.inbox.append(Abort(RequestId("r")))
-    world.run()
+    with monkeypatch.context() as slow:
+        # A slice for each layer.
+        slow.setattr(copying, "SLICE_BYTES", 1)
+        for _ in range(20):
+            if world.d.ferry.snapshot().reads:
+                break
+            world.run(1)
+        world.d.inbox.append(Abort(RequestId("r")))
+        world.run()
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
     assert not moved.is_ok
     assert moved.total_bytes < LAYERS * BLOCK_BYTES

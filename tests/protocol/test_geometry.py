@@ -8,7 +8,7 @@ from tests.protocol.caches import Cache, Form, Model
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol.geometry import Geometry, check_geometry, geometry_from_layout, region_info
 from kvferry.protocol.messages import RankLayout, RegionInfo
-from kvferry.types import AxisKind, KVLayout
+from kvferry.types import AxisKind, KVLayout, MemoryKind
 
 
 def make(form: Form = Form(), model: Model = Model(), rank: int = 0) -> Geometry:  # noqa: B008  frozen
@@ -106,6 +106,25 @@ def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_bloc
         check_geometry("p", ours, make(Form(block_size=2)))
 
 
+def test_small_runs_into_memory_that_cannot_be_rearranged_are_refused_with_the_way_out() -> None:
+    far = make(Form(memory=MemoryKind.VRAM))
+    check_geometry("p", far, make())
+    with pytest.raises(IncompatiblePeer, match=r"ours 'HND in device memory \(kv_buffer_device cpu .*, theirs 'NHD'"):
+        check_geometry("p", far, make(Form(layout=KVLayout.NHD)))
+    with pytest.raises(IncompatiblePeer, match="block_size: ours 4, theirs 2"):
+        check_geometry("p", far, make(Form(block_size=2)))
+
+
+def test_engines_that_do_not_understand_different_layers_do_not_meet() -> None:
+    made = make()
+    first, second = made.regions
+    ours = replace(made, regions=(first, replace(second, axes=None)))
+    theirs = replace(made, regions=(replace(first, axes=None), second))
+    check_geometry("p", ours, ours)
+    with pytest.raises(IncompatiblePeer, match="order in a block"):
+        check_geometry("p", ours, theirs)
+
+
 @pytest.mark.parametrize("form", [Form(), Form(layout=KVLayout.NHD, has_shared_blocks=True, gap=4), Form(parts=2)])
 def test_a_layout_from_the_wire_becomes_the_geometry_it_was_made_from(form: Form) -> None:
     ours = make(form)
@@ -134,6 +153,7 @@ def info(**changes: object) -> RegionInfo:
         {"tp_rank": -1},
         {"tp_size": 0},
         {"block_size": 0},
+        {"block_size": 2**17, "regions": [info()]},
         {"num_blocks": -1},
         {"regions": []},
         {"regions": [info(), info()]},

@@ -12,16 +12,30 @@ ALIGNMENT = 4096
 
 
 def mirror_bytes(regions: Sequence[Region]) -> int:
-    return sum(map(_padded_bytes, regions))
+    return sum(_padded_bytes(region) for region in _largest_of_each(regions).values())
 
 
 def mirrored(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
-    """The same regions in a buffer of `mirror_bytes` at this address."""
-    result = []
-    for region in regions:
-        result.append(replace(region, address=address, stride_bytes=region.block_bytes, memory=MemoryKind.DRAM, device=0))
+    """The same regions in a buffer of `mirror_bytes` at this address. Those that share memory (groups whose layers take turns with the
+    blocks of one tensor) share their mirror."""
+    places = {}
+    for start, region in _largest_of_each(regions).items():
+        places[start] = (address, region.block_bytes)
         address += _padded_bytes(region)
-    return tuple(result)
+    return tuple(
+        replace(region, address=places[region.address][0], stride_bytes=places[region.address][1], memory=MemoryKind.DRAM, device=0)
+        for region in regions
+    )
+
+
+def _largest_of_each(regions: Sequence[Region]) -> dict[int, Region]:
+    """By address, the one whose blocks are largest."""
+    largest: dict[int, Region] = {}
+    for region in regions:
+        known = largest.get(region.address)
+        if known is None or known.block_bytes < region.block_bytes:
+            largest[region.address] = region
+    return largest
 
 
 def _padded_bytes(region: Region) -> int:

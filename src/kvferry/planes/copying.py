@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.planes.copiers import Copier, fastest_copier
-from kvferry.planes.gather import Direction, RegionCopy, copy_in_slices
+from kvferry.planes.gather import SLICE_BYTES, SLICE_COST, Direction, RegionCopy, copy_in_slices
 from kvferry.planes.runs import Bytes
 from kvferry.ports.data import Completion, Handle, Pieces
 from kvferry.types import PeerId
@@ -56,18 +56,23 @@ class CopyQueue:
         return handle
 
     def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
-        """One slice of the transfer whose turn it is. `is_alive` is asked before, so also between the last slice and the end, and calls
-        `fail_peer` for a dead one."""
+        """A slice's worth of the transfer whose turn it is: of many small regions, several. `is_alive` is asked before, so also between
+        the last slice and the end, and calls `fail_peer` for a dead one."""
         if not self._active or not is_alive(self._active[0].peer):
             return
-        transfer = self._active.popleft()
-        moved = next(transfer.slices, None)
-        if moved is None:
-            self._end(transfer, None)
+        transfer = self._active[0]
+        cost = 0
+        while cost < SLICE_BYTES and (moved := next(transfer.slices, None)) is not None:
+            transfer.total_bytes += moved[0]
+            transfer.copies += moved[1]
+            cost += moved[0] + SLICE_COST
+        if not is_alive(transfer.peer):
             return
-        transfer.total_bytes += moved[0]
-        transfer.copies += moved[1]
-        self._active.append(transfer)
+        self._active.popleft()
+        if cost < SLICE_BYTES:
+            self._end(transfer, None)
+        else:
+            self._active.append(transfer)
 
     def take_ended(self) -> list[Completion]:
         ended, self._ended = self._ended, []

@@ -15,11 +15,14 @@ from kvferry.planes.copiers import Copier
 from kvferry.planes.runs import Bytes, Runs, batches, coalesce
 from kvferry.ports.data import Pieces
 
-__all__ = ["SLICE_BYTES", "Direction", "RegionCopy", "copy_in_slices"]
+__all__ = ["SLICE_BYTES", "SLICE_COST", "Direction", "RegionCopy", "copy_in_slices"]
 
 SLICE_BYTES = 16 * 1024 * 1024
 """What one slice copies at most: about a millisecond, so that no message waits for a transfer. Each empties the caches, so that whatever
 the interpreter does between two slices is slow; there should be few."""
+
+SLICE_COST = 128 * 1024
+"""What a slice takes besides its bytes, in bytes that could have been copied meanwhile: some calls of the interpreter."""
 
 
 class Direction(Enum):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
 from kvferry.planes.copiers import fastest_copier
-from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, copy_in_slices
+from kvferry.planes.gather import SLICE_BYTES, SLICE_COST, Direction, RegionCopy, copy_in_slices
 from kvferry.planes.pacing import paced
 from kvferry.planes.views import view_of
 from kvferry.ports.block_store import HOLE
@@ -20,10 +20,6 @@ from kvferry.ports.data import Pieces
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["HostMirror", "Mirror", "blocks_by_region"]
-
-
-SLICE_COST = 128 * 1024
-"""A region's slice takes some ten microseconds, however little it copies: as long as so many bytes."""
 
 
 class Mirror(Protocol):
@@ -69,10 +65,11 @@ class HostMirror:
 
 def blocks_by_region(blocks: Sequence[Sequence[int]], regions: Sequence[Region]) -> list[tuple[int, npt.NDArray[np.int64]]]:
     """Which blocks of each region are meant, in rising order, holes left out. LocalProtocolError for blocks that are not there."""
+    by_group = [np.unique(np.asarray(group, np.int64)) for group in blocks]
+    by_group = [numbers[numbers != HOLE] for numbers in by_group]
     chosen = []
     for index, region in enumerate(regions):
-        group = blocks[region.group] if region.group < len(blocks) else ()
-        numbers = np.unique(np.asarray([block for block in group if block != HOLE], np.int64))
+        numbers = by_group[region.group] if region.group < len(by_group) else np.empty(0, np.int64)
         if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < region.num_blocks:
             raise LocalProtocolError(f"blocks {numbers[0]} to {numbers[-1]} of region {region.name!r}, which has {region.num_blocks}")
         if len(numbers):

@@ -6,7 +6,7 @@ What cannot be planned is refused at the handshake, by `check_geometry`, with th
 from dataclasses import dataclass
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.arrangement import is_dense
+from kvferry.protocol.arrangement import is_dense, reads_in_producers_order
 from kvferry.protocol.messages import RankLayout, RegionInfo
 from kvferry.protocol.ranks import can_divide, heads_of
 from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
@@ -15,6 +15,8 @@ __all__ = ["Geometry", "check_geometry", "geometry_from_layout", "region_info"]
 
 _MAX_ADDRESS = 1 << 63
 _MAX_DEVICE = 1 << 20
+_MAX_COUNT = 1 << 16
+"""Of a block's tokens and heads: what is planned from a peer's numbers stays small."""
 _Pairs = dict[str, tuple[object, object]]
 
 
@@ -45,10 +47,9 @@ class Geometry:
         """Whether it is known where in a block each token of each head lies."""
         return all(region.axes is not None for region in self.regions)
 
-    @property
-    def tokens_per_item(self) -> frozenset[int]:
+    def tokens_per_item_of_layers(self) -> dict[str, int]:
         """How many tokens lie together at one index of a region's axes: one, unless a kernel packs them in its own way."""
-        return frozenset(self.block_size // region.count(AxisKind.TOKEN) for region in self.regions)
+        return {layer: self.block_size // r.count(AxisKind.TOKEN) for r in self.regions for layer in r.layer_names}
 
     def group_of_layers(self) -> dict[str, int]:
         return {layer: region.group for region in self.regions for layer in region.layer_names}
@@ -78,6 +79,7 @@ def geometry_from_layout(layout: RankLayout) -> Geometry:
     sizes = (layout.tp_size, layout.block_size, layout.num_blocks, layout.num_kv_heads, layout.total_kv_heads, layout.head_dim)
     is_good = (
         min(sizes) > 0
+        and max(layout.block_size, layout.num_kv_heads, layout.total_kv_heads, layout.tp_size) <= _MAX_COUNT
         and 0 <= layout.tp_rank < layout.tp_size
         and len(geometry.regions) > 0
         and sum(len(r.layer_names) for r in geometry.regions) == len(geometry.group_of_layers())
@@ -105,13 +107,18 @@ def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
         differences["tp_size"] = (local.tp_size, remote.tp_size)
     if not _can_divide_blocks(local, remote):
         differences["block_size"] = (local.block_size, remote.block_size)
+    if not differences and _needs_rearranging(local, remote):
+        is_layout = local.layout is not remote.layout
+        differences |= {"kv_cache_layout": (_elsewhere(local), str(remote.layout))} if is_layout else {}
+        differences |= {} if is_layout else {"block_size": (local.block_size, remote.block_size)}
     if differences:
         raise IncompatiblePeer(peer, differences)
 
 
 def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
     """Of two caches of the same layers."""
-    if local.can_cut_blocks and remote.can_cut_blocks and len(local.tokens_per_item | remote.tokens_per_item) == 1:
+    can_cut = local.can_cut_blocks and remote.can_cut_blocks
+    if can_cut and local.tokens_per_item_of_layers() == remote.tokens_per_item_of_layers():
         pairs: _Pairs = {"token_bytes": (local.token_bytes_of_layers(), remote.token_bytes_of_layers())}
     else:
         # It is not known what lies where in a block, so all must be alike.
@@ -126,9 +133,21 @@ def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def _needs_rearranging(local: Geometry, remote: Geometry) -> bool:
+    """Whether blocks in memory that we cannot rearrange would have to be read in runs of a few bytes."""
+    theirs = {layer: region for region in remote.regions for layer in region.layer_names}
+    far = [region for region in local.regions if region.memory is not MemoryKind.DRAM]
+    pairs = [(region.axes, theirs[layer].axes, region.item_bytes) for region in far for layer in region.layer_names]
+    return any(ours is not None and other is not None and reads_in_producers_order(ours, other, size) for ours, other, size in pairs)
+
+
+def _elsewhere(local: Geometry) -> str:
+    return f"{local.layout} in device memory (kv_buffer_device cpu bridges it)"
+
+
 def _described(geometry: Geometry) -> list[str]:
     orders = [None if r.axes is None else [f"{axis.count} {axis.kind}s" for axis in r.axes] for r in geometry.regions]
-    return sorted({"not known" if order is None else " of ".join([*order, f"{geometry.block_size} tokens"]) for order in orders})
+    return ["not known" if order is None else " of ".join([*order, f"{geometry.block_size} tokens"]) for order in orders]
 
 
 def _can_divide_blocks(local: Geometry, remote: Geometry) -> bool:

@@ -10,7 +10,7 @@ of runs, made once for two arrangements, is laid over all of them:
 Block ids come from a ticket, so they are checked here against what the handshake said before any offset is computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -75,10 +75,10 @@ class _Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grains:
-    """The grains of one group that are read: number within our block and within theirs, and the blocks."""
+    """Grains that are read, in these blocks, and lie in the same place of each: which within ours and which within theirs."""
 
-    in_local: Offsets
-    in_remote: Offsets
+    here: int
+    there: int
     local_blocks: Offsets
     remote_blocks: Offsets
 
@@ -104,12 +104,10 @@ def plan_read(
         group: _grains(local, remote, group, local_blocks, remote_blocks, tokens, needed_from[group] if needed_from else 0)
         for group in groups
     }
-    items = min(local.block_size, remote.block_size) // max(local.tokens_per_item)
-    mine, other = _Share(items, _within(heads, local)), _Share(items, _within(heads, remote))
+    size = min(local.block_size, remote.block_size)
+    mine, other = (_Share(size, side.block_size, _within(heads, side)) for side in (local, remote))
     return [
-        pieces
-        for overlap in _overlaps(local.regions, remote.regions)
-        for pieces in _pieces(overlap, mine, other, grains[overlap.local.group])
+        _pieces(overlap, mine, other, part) for overlap in _overlaps(local.regions, remote.regions) for part in grains[overlap.local.group]
     ]
 
 
@@ -123,6 +121,11 @@ def plan_placement(local: Geometry, remotes: Sequence[Geometry], local_blocks: S
         for overlap in _overlaps(local.regions, remote.regions):
             orders.setdefault(overlap.local_index, set()).add(overlap.axes_here)
     placements = []
+    present = {
+        group: _existing(blocks[blocks != HOLE], local.num_blocks, "our")
+        for group in {region.group for region in local.regions}
+        for blocks in [_block_slice(local_blocks, group, first, end, "our")]
+    }
     for index, region in enumerate(local.regions):
         if len(orders[index]) > 1:
             raise RemoteProtocolError("the producer's ranks or layers arrange their blocks differently")
@@ -130,11 +133,9 @@ def plan_placement(local: Geometry, remotes: Sequence[Geometry], local_blocks: S
         if came is None or region.axes is None or came == region.axes:
             continue
         steps = common_steps(came, region.axes)
-        blocks = _block_slice(local_blocks, region.group, first, end, "our")
-        present = _existing(blocks[blocks != HOLE], local.num_blocks, "our")
-        if steps and len(present):
+        if steps and len(present[region.group]):
             shape, arrived, wanted = zip(*((step.count, step.first_bytes, step.second_bytes) for step in steps), strict=True)
-            offsets = present * region.stride_bytes
+            offsets = present[region.group] * region.stride_bytes
             placements.append(Placement(index, region.block_bytes, offsets, region.item_bytes, shape, arrived, wanted))
     return placements
 
@@ -182,7 +183,7 @@ def _grains(
     remote_blocks: Sequence[Sequence[int]],
     tokens: range,
     needed_from: int,
-) -> _Grains:
+) -> list[_Grains]:
     size = min(local.block_size, remote.block_size)
     first = tokens.start // local.block_size * local.block_size
     numbers = np.arange(first // size, -(-tokens.stop // size), dtype=np.int64)
@@ -191,43 +192,43 @@ def _grains(
     ours = _block_slice(local_blocks, group, 0, last // in_ours + 1, "our")[numbers // in_ours]
     theirs = _block_slice(remote_blocks, group, 0, last // in_theirs + 1, "the ticket's")[numbers // in_theirs]
     wanted = (ours != HOLE) & ~((theirs == HOLE) & ((numbers + 1) * size <= needed_from))
-    return _Grains(
-        numbers[wanted] % in_ours,
-        numbers[wanted] % in_theirs,
-        _existing(ours[wanted], local.num_blocks, "our"),
-        _existing(theirs[wanted], remote.num_blocks, "the ticket's"),
-    )
+    ours, theirs = _existing(ours[wanted], local.num_blocks, "our"), _existing(theirs[wanted], remote.num_blocks, "the ticket's")
+    # One side's blocks are grains, so which part of the other's a grain is decides all.
+    ratio = max(in_ours, in_theirs)
+    parts = [(number, numbers[wanted] % ratio == number) for number in range(ratio)] if ratio > 1 else [(0, np.ones(len(ours), bool))]
+    return [_Grains(number % in_ours, number % in_theirs, ours[chosen], theirs[chosen]) for number, chosen in parts if np.any(chosen)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What of a grain of so many items moves: these heads of a rank's cache."""
+    """What of a grain of so many tokens moves: these heads of a rank's cache, whose blocks have so many tokens."""
 
-    items: int
+    tokens: int
+    block_size: int
     heads: range
 
-    def cut(self, axes: tuple[Axis, ...], layers: tuple[int, ...], number: int) -> _Cut:
-        """Of grain `number` of a block."""
-        return _Cut(axes, layers, range(number * self.items, (number + 1) * self.items), self.heads)
+    def cut(self, region: Region, axes: tuple[Axis, ...], layers: tuple[int, ...], number: int) -> _Cut:
+        """Of grain `number` of a block of this region, arranged like that."""
+        items = region.count(AxisKind.TOKEN) * self.tokens // self.block_size
+        return _Cut(axes, layers, range(number * items, (number + 1) * items), self.heads)
 
 
-def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains) -> Iterator[Pieces]:
+def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains) -> Pieces:
     ours, theirs = overlap.local, overlap.remote
     axes = overlap.axes_here
-    for here, there in sorted(set(zip(grains.in_local.tolist(), grains.in_remote.tolist(), strict=True))):
-        if axes is not None and theirs.axes is not None:
-            cuts = mine.cut(axes, overlap.local_layers, here), other.cut(theirs.axes, overlap.remote_layers, there)
-            template = _template(*cuts, ours.item_bytes)
-        else:
-            template = _Template(ours.block_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
-        chosen = (grains.in_local == here) & (grains.in_remote == there)
-        yield Pieces(
-            overlap.local_index,
-            overlap.remote_index,
-            template.run_bytes,
-            (grains.local_blocks[chosen][:, None] * ours.stride_bytes + template.local).ravel(),
-            (grains.remote_blocks[chosen][:, None] * theirs.stride_bytes + template.remote).ravel(),
-        )
+    if axes is not None and theirs.axes is not None:
+        here = mine.cut(ours, axes, overlap.local_layers, grains.here)
+        there = other.cut(theirs, theirs.axes, overlap.remote_layers, grains.there)
+        template = _template(here, there, ours.item_bytes)
+    else:
+        template = _Template(ours.block_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return Pieces(
+        overlap.local_index,
+        overlap.remote_index,
+        template.run_bytes,
+        (grains.local_blocks[:, None] * ours.stride_bytes + template.local).ravel(),
+        (grains.remote_blocks[:, None] * theirs.stride_bytes + template.remote).ravel(),
+    )
 
 
 @lru_cache(maxsize=1024)
