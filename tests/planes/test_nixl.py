@@ -1,5 +1,6 @@
 """The NIXL plane refuses what it cannot do with a sentence, and ends without a crash."""
 
+import json
 import os
 import subprocess
 import sys
@@ -105,3 +106,14 @@ def test_settings_are_made_unless_the_user_has_and_an_unclosed_plane_ends_well()
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["1024", "ERROR", "False"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_cancelled_read_has_not_ended_while_its_producer_may_still_wake_up_and_send() -> None:
+    """NIXL lets such a handle go without a word, and the bytes arrive in memory that is somebody else's by then."""
+    environment = {**os.environ, "UCX_TLS": "tcp"}
+    program = [sys.executable, "-m", "tests.planes.stopped_producer"]
+    run = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {"ended_while_stopped": False, "ended": ["cancelled"], "stale_bytes": 0}
