@@ -135,6 +135,16 @@ def test_the_block_size_grows_until_a_piece_is_worth_its_cost(tp: int, size: int
         (["{folder}", "--tokens", "many"], "--tokens: 'many' is no prompt length; write it like 4000 or 4K"),
         (["{folder}", "--tokens", "0"], "--tokens: '0' is no prompt length"),
         (["{folder}", "--tp", "0"], "--tp/--tensor-parallel-size: must be a whole number from 1 on, got '0'"),
+        (["{folder}", "--tp", "9999999"], "--tp/--tensor-parallel-size: must be at most 1,024, got '9999999'"),
+        (["{folder}", "--peer-tp", "1025"], "--peer-tp: must be at most 1,024"),
+        (["--layers", "9999999", "--kv-heads", "8", "--head-dim", "128"], "--layers: must be at most 10,000, got '9999999'"),
+        (["--layers", "80", "--kv-heads", "4097", "--head-dim", "128"], "--kv-heads: must be at most 4,096"),
+        (["{folder}", "--tokens", "1001M"], "--tokens: a prompt of '1001M' is too long to plan; 1,000M is the most"),
+        (["{folder}", "--tokens", "9" * 17], "is too long to plan; 1,000M is the most"),
+        (["{folder}", "--block-size", "8193"], "--block-size: must be at most 8,192"),
+        (["{folder}", "--block-size", "8", "--peer-block-size", "8192"], "are too far apart to plan; 256 times is the most"),
+        (["{folder}", "--link", "x=1e-320"], "--link: 'x=1e-320' is no link"),
+        (["{folder}/huge.json"], "num_hidden_layers is 900000000, which must be a whole number from 1 to 10,000; correct it"),
         (["{folder}/notes.txt"], "is not JSON; name a model's config.json"),
         (["{folder}/list.json"], "is no JSON object; name a model's config.json"),
         (["{folder}/empty.json"], "config.json does not say how many layers there are (num_hidden_layers); give --layers"),
@@ -145,6 +155,7 @@ def test_what_cannot_be_planned_is_one_sentence_with_a_fix(
 ) -> None:
     (model / "notes.txt").write_text("no JSON")
     (model / "list.json").write_text("[1]")
+    (model / "huge.json").write_text(json.dumps({**configs.LLAMA_70B, "num_hidden_layers": 900_000_000}))
     (model / "empty.json").write_text("{}")
     assert main(["plan", *(argument.format(folder=model) for argument in arguments)]) == 2
     captured = capsys.readouterr()
@@ -156,6 +167,13 @@ def test_what_cannot_be_planned_is_one_sentence_with_a_fix(
 def test_heads_that_no_second_rank_can_share_leave_out_what_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "--layers", "2", "--kv-heads", "5", "--head-dim", "64")
     assert {(row["p_tp"], row["d_tp"]) for row in found["pieces"]} == {(1, 1)}
+
+
+def test_the_longest_prompt_the_most_layers_and_the_most_ranks_are_still_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--layers", "10000", "--kv-heads", "1024", "--head-dim", "128", "--tp", "1024", "--tokens", "1000M", "--link", "x=1e-6"]
+    found = as_json(capsys, *arguments)
+    alike = next(row for row in found["pieces"] if row["layout"] == "HND")
+    assert (alike["pieces"], alike["piece_bytes"]) == (10_000 * 10**9 // 16, 16 * 2 * 128 * 2)
 
 
 def test_a_plan_loads_neither_torch_nor_a_plane(model: Path) -> None:

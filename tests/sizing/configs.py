@@ -74,6 +74,7 @@ QWEN3_NEXT: dict[str, Any] = {
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
     "dtype": "bfloat16",
 }
+QWEN3_NEXT_AS_PUBLISHED: dict[str, Any] = {**QWEN3_NEXT, "layer_types": None, "full_attention_interval": 4}
 GEMMA2_9B: dict[str, Any] = {
     "model_type": "gemma2",
     "head_dim": 256,
@@ -142,6 +143,53 @@ DEEPSEEK_V3: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
 }
 DEEPSEEK_V32: dict[str, Any] = {**DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+DEEPSEEK_VL2_TINY: dict[str, Any] = {
+    "model_type": "deepseek_vl_v2",
+    "language_config": {
+        "model_type": "deepseek_v2",
+        "hidden_size": 1280,
+        "kv_lora_rank": None,
+        "num_attention_heads": 10,
+        "num_hidden_layers": 12,
+        "num_key_value_heads": 10,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 0,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 0,
+        "use_mla": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+KIMI_LINEAR: dict[str, Any] = {
+    "model_type": "kimi_linear",
+    "head_dim": 72,
+    "hidden_size": 2304,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "num_attention_heads": 32,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "dtype": "bfloat16",
+}
+MINIMAX_TEXT_01: dict[str, Any] = {
+    "model_type": "minimax_text_01",
+    "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
+    "head_dim": 128,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
     "head_dim": 64,

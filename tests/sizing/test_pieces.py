@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvferry.sizing.pieces import Sides, count_pieces
+from kvferry.errors import ConfigError
+from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_pieces, planned_pieces
 from kvferry.sizing.shape import CacheShape, LayerGroup, LayerKind
 
 LLAMA = CacheShape((LayerGroup(LayerKind.FULL, 80, 8, 256),), "bfloat16")
@@ -38,3 +39,47 @@ def test_a_latent_cache_is_read_from_one_rank_whatever_the_tp() -> None:
 def test_layers_with_a_window_send_only_the_blocks_they_hold() -> None:
     hybrid = CacheShape((LayerGroup(LayerKind.FULL, 12, 8, 128), LayerGroup(LayerKind.SLIDING, 12, 8, 128, window=128)), "bfloat16")
     assert count_pieces(hybrid, "HND", Sides(1, 1, 16, 16), 1600).pieces == 12 * 100 + 12 * 8
+
+
+SIDES = [
+    Sides(1, 1, 16, 16),
+    Sides(4, 1, 16, 16),
+    Sides(1, 4, 16, 16),
+    Sides(16, 2, 16, 16),
+    Sides(1, 1, 16, 64),
+    Sides(1, 1, 64, 16),
+    Sides(2, 1, 8, 64),
+    Sides(1, 16, 48, 16),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sides", SIDES, ids=lambda sides: sides.title)
+@pytest.mark.parametrize(
+    ("kind", "heads", "width"), [(LayerKind.FULL, 8, 256), (LayerKind.FULL, 8, 16), (LayerKind.FULL, 1, 256), (LayerKind.LATENT, 1, 576)]
+)
+def test_counting_from_a_few_blocks_is_what_planning_all_of_them_gives(
+    kind: LayerKind, heads: int, width: int, sides: Sides, layout: str
+) -> None:
+    grain = min(sides.p_block, sides.d_block)
+    for layers in (1, 2, 3, 7, 32):
+        shape = CacheShape((LayerGroup(kind, layers, heads, width),), "bfloat16")
+        together, apart = (layers, 1) if layout == CROSS_LAYER else (1, layers)
+        for tokens in (1, grain, 3 * grain + 1, 500, 1024, 1031, 2000):
+            grains = -(-tokens // grain)
+            pieces, smallest = planned_pieces(heads, together, 2 * width, layout, sides, grains)
+            counted = count_pieces(shape, layout, sides, tokens)
+            assert (counted.pieces, counted.piece_bytes) == (pieces * apart, smallest), (layers, tokens)
+            assert count_pieces(shape, layout, sides, tokens + grain).pieces > counted.pieces
+
+
+def test_a_prompt_of_a_thousand_million_tokens_is_counted_from_a_few_blocks() -> None:
+    assert count_pieces(LLAMA, "HND", Sides(1, 1, 16, 16), 10**9).pieces == 80 * 10**9 // 16
+    assert count_pieces(LLAMA, "NHD", Sides(1, 2, 16, 16), 10**9).pieces == 80 * 10**9
+    assert count_pieces(LLAMA, "NHD", Sides(1, 2, 16, 16), 10**9 + 1).pieces == 80 * (10**9 + 16)
+
+
+def test_blocks_too_large_to_plan_are_refused() -> None:
+    many = CacheShape((LayerGroup(LayerKind.FULL, 1, 4096, 2),), "bfloat16")
+    with pytest.raises(ConfigError, match=r"blocks of 512 tokens and 4,096 KV heads are too large to plan, .*; use smaller blocks"):
+        count_pieces(many, "HND", Sides(1, 1, 16, 512), 1000)

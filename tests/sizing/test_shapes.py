@@ -30,6 +30,7 @@ def shape(config: dict[str, Any], dtype: str = "") -> CacheShape:
         (configs.QWEN2_7B, 28 * 2 * 4 * 128 * 2),
         (configs.QWEN3_32B, 64 * 2 * 8 * 128 * 2),
         (configs.QWEN3_NEXT, 12 * 2 * 2 * 256 * 2),
+        (configs.QWEN3_NEXT_AS_PUBLISHED, 12 * 2 * 2 * 256 * 2),
         (configs.GEMMA2_9B, 42 * 2 * 8 * 256 * 4),
         (configs.GEMMA3_4B, 34 * 2 * 4 * 256 * 2),
         (configs.GEMMA3_27B, 62 * 2 * 16 * 128 * 2),
@@ -37,6 +38,9 @@ def shape(config: dict[str, Any], dtype: str = "") -> CacheShape:
         (configs.DEEPSEEK_V2_LITE, 27 * 576 * 2),
         (configs.DEEPSEEK_V3, 61 * 576 * 2),
         (configs.DEEPSEEK_V32, 61 * (576 * 2 + 132)),
+        (configs.DEEPSEEK_VL2_TINY, 12 * 2 * 10 * 128 * 2),
+        (configs.KIMI_LINEAR, 7 * 576 * 2),
+        (configs.MINIMAX_TEXT_01, 10 * 2 * 8 * 128 * 2),
         (configs.GPT_OSS_20B, 24 * 2 * 8 * 64 * 2),
         (configs.LLAMA4_SCOUT, 48 * 2 * 8 * 128 * 2),
         (configs.PHI3_MINI, 32 * 2 * 32 * 96 * 2),
@@ -84,6 +88,35 @@ def test_layers_that_see_chunks_are_named_so() -> None:
     assert {group.kind for group in shape(configs.LLAMA4_SCOUT).groups} == {LayerKind.FULL, LayerKind.CHUNKED}
     listed = {**configs.LLAMA4_SCOUT["text_config"], "no_rope_layers": [1, 1, 1, 0] * 12}
     assert shape(listed).groups == shape(configs.LLAMA4_SCOUT).groups
+
+
+@pytest.mark.parametrize("interval", [1, 4, 48])
+def test_every_nth_layer_attends_where_only_the_interval_is_written(interval: int) -> None:
+    config = {**configs.QWEN3_NEXT_AS_PUBLISHED, "full_attention_interval": interval}
+    assert [group.layers for group in shape(config).groups] == [48 // interval]
+
+
+def test_a_list_of_types_goes_before_an_interval() -> None:
+    assert shape({**configs.QWEN3_NEXT, "full_attention_interval": 2}).layers == 12
+
+
+def test_latent_layers_are_those_listed_from_one_on() -> None:
+    listed = configs.KIMI_LINEAR["linear_attn_config"]
+    only = {**configs.KIMI_LINEAR, "linear_attn_config": {**listed, "full_attn_layers": [27]}}
+    assert [group.layers for group in shape(only).groups] == [1]
+    assert [group.layers for group in shape({**configs.KIMI_LINEAR, "linear_attn_config": None}).groups] == [27]
+    with pytest.raises(ConfigError, match=r"full_attn_layers is \[0\], which must list whole numbers from 1 to 27"):
+        shape({**configs.KIMI_LINEAR, "linear_attn_config": {**listed, "full_attn_layers": [0]}})
+
+
+def test_lightning_layers_cache_nothing() -> None:
+    ones = {**configs.MINIMAX_TEXT_01, "attn_type_list": [1] * 80}
+    assert (shape(configs.MINIMAX_TEXT_01).layers, shape(ones).layers) == (10, 80)
+
+
+def test_values_of_no_width_mean_plain_attention_where_nothing_is_latent() -> None:
+    (group,) = shape(configs.DEEPSEEK_VL2_TINY).groups
+    assert (group.kind, group.kv_heads, group.width) == (LayerKind.FULL, 10, 256)
 
 
 def test_a_window_bounds_what_a_prompt_takes_but_not_what_full_layers_take() -> None:
@@ -150,11 +183,11 @@ def test_the_dtype_is_the_checkpoints_unless_somebody_says_otherwise(config: dic
         ({**configs.LLAMA_8B, "num_key_value_heads": True}, "num_key_value_heads is True"),
         ({**configs.LLAMA_8B, "num_key_value_heads": [8, 8]}, "another number of KV heads"),
         ({**configs.LLAMA_8B, "layer_types": ["full_attention"]}, "config.json has 32 layers, but layer_types does not list as many"),
-        ({**configs.LLAMA_8B, "layer_types": ["psychic"] * 32}, "a layer of type 'psychic', which is not known here"),
+        ({**configs.LLAMA_8B, "layer_types": ["psychic"] * 32}, "a layer of type 'psychic' in layer_types, which is not known here"),
         ({**configs.LLAMA_8B, "layer_types": ["sliding_attention"] * 32}, "layers with a window but has no sliding_window"),
         ({**configs.LLAMA_8B, "layer_types": ["mamba"] * 32}, "none of its layers has a KV cache"),
         ({**configs.DEEPSEEK_V3, "qk_rope_head_dim": None}, "no qk_rope_head_dim"),
-        ({**configs.NEMOTRON_NAS, "num_hidden_layers": 5}, "block_configs that do not fit"),
+        ({**configs.NEMOTRON_NAS, "num_hidden_layers": 5}, "5 layers, but block_configs does not list as many"),
         (configs.T5, "a model with an encoder"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.ranks import can_divide
 from kvferry.sizing.advice import advise_block_size, advise_lease, advise_read_timeout
 from kvferry.sizing.from_config import auto_dtype, shape_of_config
+from kvferry.sizing.keys import MAX_HEADS, MAX_LAYERS
 from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_pieces
 from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, CacheShape, LayerGroup, LayerKind, canonical_dtype
 from kvferry.sizing.transfer import DEFAULT_LINKS, DEFAULT_TOKENS, Link, Units, prompt_row
@@ -30,8 +32,14 @@ EXAMPLES = """\
   kvferry plan /models/tiny --json | jq .bytes_per_token"""
 
 MAX_CONFIG_BYTES = 16 * 2**20
-TOKENS = re.compile(r"([0-9]{1,9})([kKmM]?)")
+TOKENS = re.compile(r"([0-9]{1,18})([kKmM]?)")
 FACTORS = {"": 1, "k": 1_000, "m": 1_000_000}
+MAX_TOKENS = 1_000_000_000
+MAX_TP = 1_024
+MAX_BLOCK_SIZE = 8_192
+MAX_BLOCK_RATIO = 256
+MAX_HEAD_DIM = 65_536
+MIN_GBIT = 1e-6
 FLAG_WIDTHS = ("--layers", "--kv-heads", "--head-dim")
 
 
@@ -39,17 +47,23 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="folder of a checkpoint, its config.json, or owner/name in the Hugging Face cache"
     )
-    parser.add_argument("--layers", type=parse_count, metavar="N", help="layers, instead of MODEL; with --kv-heads and --head-dim")
-    parser.add_argument("--kv-heads", type=parse_count, metavar="N", help="KV heads of a layer, instead of MODEL")
-    parser.add_argument("--head-dim", type=parse_count, metavar="N", help="numbers in a head, instead of MODEL")
+    parser.add_argument("--layers", type=count_to(MAX_LAYERS), metavar="N", help="layers, instead of MODEL; with --kv-heads and --head-dim")
+    parser.add_argument("--kv-heads", type=count_to(MAX_HEADS), metavar="N", help="KV heads of a layer, instead of MODEL")
+    parser.add_argument("--head-dim", type=count_to(MAX_HEAD_DIM), metavar="N", help="numbers in a head, instead of MODEL")
     dtypes = ", ".join([*DTYPE_BYTES, LATENT_DTYPE])
     parser.add_argument("--dtype", default="auto", help=f"of the cache: {dtypes} (default: what MODEL says, else bfloat16)")
-    parser.add_argument("--block-size", type=parse_count, default=16, metavar="N", help="tokens in a block (default: %(default)s)")
-    parser.add_argument("--tp", "--tensor-parallel-size", type=parse_count, default=1, metavar="N", help="ranks (default: %(default)s)")
-    parser.add_argument("--peer-tp", type=parse_count, metavar="N", help="ranks of the other side, for the pieces (default: twice --tp)")
+    parser.add_argument(
+        "--block-size", type=count_to(MAX_BLOCK_SIZE), default=16, metavar="N", help="tokens in a block (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tp", "--tensor-parallel-size", type=count_to(MAX_TP), default=1, metavar="N", help="ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--peer-tp", type=count_to(MAX_TP), metavar="N", help="ranks of the other side, for the pieces (default: twice --tp)"
+    )
     parser.add_argument(
         "--peer-block-size",
-        type=parse_count,
+        type=count_to(MAX_BLOCK_SIZE),
         metavar="N",
         help="block size of the other side, for the pieces (default: twice --block-size)",
     )
@@ -89,11 +103,17 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     return Plan(name, shape, block, tp, links, rows, tuple(pieces), advice, tuple([*notes, *_notes(shape, tp)]))
 
 
-def parse_count(text: str) -> int:
+def count_to(most: int) -> Callable[[str], int]:
     """For argparse: a whole number, at least 1."""
-    if not re.fullmatch(r"[0-9]{1,7}", text) or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text[:80]!a}")
-    return int(text)
+
+    def parse_count(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text[:80]!a}")
+        if int(text) > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most:,}, got {text[:80]!a}")
+        return int(text)
+
+    return parse_count
 
 
 def parse_tokens(text: str) -> int:
@@ -101,7 +121,10 @@ def parse_tokens(text: str) -> int:
     match = TOKENS.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text[:80]!a} is no prompt length; write it like 4000 or 4K")
-    return int(match[1]) * FACTORS[match[2].lower()]
+    tokens = int(match[1]) * FACTORS[match[2].lower()]
+    if tokens > MAX_TOKENS:
+        raise argparse.ArgumentTypeError(f"a prompt of {text[:80]!a} is too long to plan; {MAX_TOKENS // FACTORS['m']:,}M is the most")
+    return tokens
 
 
 def parse_link(text: str) -> Link:
@@ -111,7 +134,7 @@ def parse_link(text: str) -> Link:
         gbit = float(speed)
     except ValueError:
         gbit = math.nan
-    if not name.strip() or not name.isprintable() or not 0 < gbit < 1e9:
+    if not name.strip() or not name.isprintable() or not MIN_GBIT <= gbit < 1e9:
         raise argparse.ArgumentTypeError(f"{text[:80]!a} is no link; write it like 'Ethernet=100', a name and its Gbit/s")
     return Link(name.strip(), gbit)
 
@@ -154,10 +177,17 @@ def _read(path: Path) -> dict[str, Any]:
 def _sides(arguments: argparse.Namespace, shape: CacheShape) -> list[Sides]:
     """Equal sides, then what differs, either way round."""
     tp, block = arguments.tp, arguments.block_size
-    other_tp, other_block = arguments.peer_tp or _usual_peer_tp(shape, tp), arguments.peer_block_size or 2 * block
+    other_tp, other_block = (
+        arguments.peer_tp or _usual_peer_tp(shape, tp),
+        arguments.peer_block_size or min(2 * block, MAX_BLOCK_SIZE // block * block),
+    )
     shape.check_tp(other_tp, "--peer-tp")
     if max(block, other_block) % min(block, other_block):
         raise ConfigError(f"--peer-block-size {other_block} does not fit --block-size {block}; one must divide the other")
+    if max(block, other_block) > MAX_BLOCK_RATIO * min(block, other_block):
+        raise ConfigError(
+            f"--peer-block-size {other_block} and --block-size {block} are too far apart to plan; {MAX_BLOCK_RATIO} times is the most"
+        )
     both = [Sides(tp, tp, block, block)]
     if other_tp != tp:
         both += [Sides(other_tp, tp, block, block), Sides(tp, other_tp, block, block)]

@@ -1,10 +1,14 @@
 """Into how many pieces a transfer falls, by layout and by what differs between the two sides: planned as a real one is. Pure.
 
 Adjacent blocks that are adjacent on both sides become one piece; what is counted here is the most there can be.
+
+Grains (as many tokens as the smaller block holds) fall into pieces alike, one period of them (as many as the larger block holds) after the
+other, and so do the layers of a block. So only a few of each are planned, and the others follow from how much one more adds.
 """
 
 from dataclasses import dataclass
 
+from kvferry.errors import ConfigError
 from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.planning import plan_read
@@ -12,10 +16,12 @@ from kvferry.protocol.ranks import heads_of, visits
 from kvferry.sizing.shape import CacheShape, LayerGroup, LayerKind
 from kvferry.types import AxisKind, KVLayout, Region
 
-__all__ = ["CROSS_LAYER", "LAYOUTS", "PieceCount", "Sides", "count_pieces"]
+__all__ = ["CROSS_LAYER", "LAYOUTS", "PieceCount", "Sides", "count_pieces", "planned_pieces"]
 
 HND, NHD, CROSS_LAYER = "HND", "NHD", "cross-layer"
 LAYOUTS = (HND, NHD, CROSS_LAYER)
+MAX_BLOCK_ITEMS = 2**20
+"""Tokens times heads of one layer's block: each is looked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +51,58 @@ class PieceCount:
 
 
 def count_pieces(shape: CacheShape, layout: str, sides: Sides, tokens: int) -> PieceCount:
-    counts = [_of_group(group, group.head_bytes(shape.dtype), layout, sides, tokens) for group in shape.groups]
+    """As planning all of it would, at the cost of planning a few blocks. ConfigError for blocks too large even for that."""
+    heads, block = max(_heads(group) for group in shape.groups), max(sides.p_block, sides.d_block)
+    if heads * block > MAX_BLOCK_ITEMS:
+        raise ConfigError(
+            f"blocks of {block:,} tokens and {heads:,} KV heads are too large to plan, "
+            f"{MAX_BLOCK_ITEMS:,} is the most of tokens times heads; use smaller blocks"
+        )
+    grain = min(sides.p_block, sides.d_block)
+    counts = [_over_layers(group, group.head_bytes(shape.dtype), layout, sides, group.held_blocks(tokens, grain)) for group in shape.groups]
     return PieceCount(layout, sides, sum(pieces for pieces, _ in counts), min(size for _, size in counts))
 
 
-def _of_group(group: LayerGroup, item_bytes: int, layout: str, sides: Sides, tokens: int) -> tuple[int, int]:
-    """How many, and how large. Layers that do not share their blocks fall into pieces alike, so one is planned."""
-    grain = min(sides.p_block, sides.d_block)
-    end = group.held_blocks(tokens, grain) * grain
-    layers = group.layers if layout == CROSS_LAYER else 1
-    heads = 1 if group.kind is LayerKind.LATENT else group.kv_heads
+def planned_pieces(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, grains: int) -> tuple[int, int]:
+    """How many, and of how many bytes the smallest: so many grains, of blocks that hold so many layers, planned one by one."""
+    end = grains * min(sides.p_block, sides.d_block)
     ours = _geometry(0, sides.d_tp, sides.d_block, heads, layers, item_bytes, layout, end)
     pieces, smallest = 0, 0
     for visit in visits(0, sides.d_tp, sides.p_tp, heads):
         theirs = _geometry(visit.rank, sides.p_tp, sides.p_block, heads, layers, item_bytes, layout, end)
         for part in plan_read(ours, theirs, visit.heads, [range(ours.num_blocks)], [range(theirs.num_blocks)], range(end)):
-            pieces += len(part.local_offsets) * (group.layers // layers)
+            pieces += len(part.local_offsets)
             smallest = min(smallest or part.piece_bytes, part.piece_bytes)
     return pieces, smallest
+
+
+def _over_layers(group: LayerGroup, item_bytes: int, layout: str, sides: Sides, grains: int) -> tuple[int, int]:
+    if layout != CROSS_LAYER:
+        pieces, smallest = _over_grains(_heads(group), 1, item_bytes, layout, sides, grains)
+        return pieces * group.layers, smallest
+    if group.layers <= 3:
+        return _over_grains(_heads(group), group.layers, item_bytes, layout, sides, grains)
+    # One layer has no axis of layers, so two and three are the first that are alike.
+    two, smallest = _over_grains(_heads(group), 2, item_bytes, layout, sides, grains)
+    three, _ = _over_grains(_heads(group), 3, item_bytes, layout, sides, grains)
+    if two == three:
+        # One more layer makes no piece more: all layers of a block lie in one.
+        return two, smallest // 2 * group.layers
+    return two + (three - two) * (group.layers - 2), smallest
+
+
+def _over_grains(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, grains: int) -> tuple[int, int]:
+    period = max(sides.p_block, sides.d_block) // min(sides.p_block, sides.d_block)
+    periods, rest = divmod(grains, period)
+    if periods < 3:
+        return planned_pieces(heads, layers, item_bytes, layout, sides, grains)
+    short, smallest = planned_pieces(heads, layers, item_bytes, layout, sides, period + rest)
+    longer, _ = planned_pieces(heads, layers, item_bytes, layout, sides, 2 * period + rest)
+    return short + (longer - short) * (periods - 1), smallest
+
+
+def _heads(group: LayerGroup) -> int:
+    return 1 if group.kind is LayerKind.LATENT else group.kv_heads
 
 
 def _geometry(rank: int, tp: int, block: int, total: int, layers: int, item_bytes: int, layout: str, tokens: int) -> Geometry:
