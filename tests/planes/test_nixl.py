@@ -108,6 +108,7 @@ def test_settings_are_made_unless_the_user_has_and_an_unclosed_plane_ends_well()
     assert ran.stdout.split() == ["1024", "ERROR", "False"]
 
 
+@pytest.mark.xfail(reason="a known hole over tcp: docs/faults.md", strict=True)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_cancelled_read_has_not_ended_while_its_producer_may_still_wake_up_and_send() -> None:

@@ -6,9 +6,9 @@ Owned by one thread. Facts it is built on, NIXL 1.5.1 with UCX 1.23:
   bounded batches, at most one in each `poll`.
 - NIXL's progress thread burns a core while idle, so it is off and `poll` makes progress. The side that reads always needs that. The side
   that is read needs it while a connection comes up, and on emulated transports (tcp) for every byte; see `serving_interval_s`.
-- What is posted cannot be taken back: a handle may be released and its agent removed, and the bytes are written all the same when the peer
-  wakes up (seen over tcp), or the process aborts. So whatever is posted is waited for, however long the peer is silent. A dead one
-  ends it by an error; one behind a cut cable too, by TCP's keepalive (16 s); only a stopped one can hold it up.
+- Memory is written after `remove_remote_agent`, or the process aborts, if something was still posted. So whatever is posted is waited for;
+  only when that takes longer than CANCEL_PATIENCE_S are handles released under way, before their agent. That is not enough over tcp: what
+  a producer that was stopped or cut off sends when it is back still arrives (docs/faults.md, "Known holes").
 - A batch of 1,024 descriptors or more is divided among NIXL's threads, each with connections of its own: an error of one does not say that
   the others have stopped. Smaller ones go over one connection, which fails as a whole.
 - A peer that dies shows as an error of the next status call, within milliseconds on one host.
@@ -224,6 +224,9 @@ class NixlDataPlane:
             transfer.collect(agent)
         except TransportError as error:
             self._drop(transfer.link, str(error))
+        if transfer.is_overdue(time.monotonic()):
+            self._drop(transfer.link, f"peer {transfer.link.peer} did not end a cancelled transfer")
+            transfer.abandon(agent)
 
     def _post_next(self, agent: "_Agent") -> NixlTransfer | None:
         """One batch of the transfer whose turn it is: that transfer."""

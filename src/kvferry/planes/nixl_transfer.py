@@ -3,6 +3,7 @@
 Owned by the thread of its plane. Knows nothing of NIXL but what `Agent` says.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ __all__ = ["Agent", "Link", "NixlTransfer", "Posted", "Telemetry"]
 
 MAX_POSTED = 4
 """Batches of one transfer under way at once."""
+CANCEL_PATIENCE_S = 10.0
+"""How long a stopped transfer waits for what is posted, before that is torn down under way."""
 
 Posted = Any
 """NIXL's handle of one batch."""
@@ -64,6 +67,7 @@ class NixlTransfer:
     posted: list[Any] = field(default_factory=list)
     error: str | None = None
     is_exhausted: bool = False
+    stopped_at: float | None = None
     collected: list[Telemetry] = field(default_factory=list)
 
     @property
@@ -83,7 +87,8 @@ class NixlTransfer:
 
     def stop(self, why: str) -> None:
         """Post nothing more. The first reason counts."""
-        self.error = self.error or why
+        if self.error is None:
+            self.error, self.stopped_at = why, time.monotonic()
         self.is_exhausted = True
 
     def collect(self, agent: Agent) -> None:
@@ -98,8 +103,11 @@ class NixlTransfer:
                 raise
             self._forget(agent, posted)
 
+    def is_overdue(self, now: float) -> bool:
+        return bool(self.posted) and self.stopped_at is not None and now > self.stopped_at + CANCEL_PATIENCE_S
+
     def abandon(self, agent: Agent) -> None:
-        """Let go of what is under way, at the very end. It may still write: nobody may use the memory afterwards."""
+        """Tear down what is under way. What cannot be stays posted, to be tried again."""
         self.posted = [posted for posted in self.posted if not agent.release(posted)]
 
     def completion(self) -> Completion:
