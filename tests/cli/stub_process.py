@@ -1,6 +1,8 @@
 """A process as `kvferry up` starts them, without an engine in it: announces a port, serves, ends as told.
 
-`stub_process.py MODE [PORT]` with MODE serve, deaf (ignores SIGTERM and has a child that does too), fail, silent, unhealthy or finish.
+`stub_process.py MODE [PORT]` with MODE serve, deaf (ignores SIGTERM and has a child that does too), fail, silent, unhealthy or finish;
+or, as engines with requests do, patient (needs a moment after SIGINT), busy (needs longer than anybody waits) or stubborn (ignores
+SIGINT), which break off at SIGTERM.
 """
 
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import FrameType
 
 from kvferry.cli.announce import announce_address
 from kvferry.types import Address
@@ -42,6 +45,21 @@ class Answers(BaseHTTPRequestHandler):
         return
 
 
+WORK_S = {"patient": 0.5, "busy": 120.0}
+
+
+def finish_work(number: int, frame: FrameType | None) -> None:
+    print("finishing", flush=True)
+    time.sleep(WORK_S[sys.argv[1]])
+    print("finished", flush=True)
+    sys.exit(0)
+
+
+def break_off(number: int, frame: FrameType | None) -> None:
+    print("broken off", flush=True)
+    os._exit(0)
+
+
 def main() -> None:
     mode, port = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
     print(f"this is {mode}", flush=True)
@@ -52,6 +70,9 @@ def main() -> None:
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(120)"])
+    if mode in (*WORK_S, "stubborn"):
+        signal.signal(signal.SIGINT, finish_work if mode in WORK_S else signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, break_off)
     if mode == "silent":
         time.sleep(120)
     server = ThreadingHTTPServer(("127.0.0.1", port), Answers)

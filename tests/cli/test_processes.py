@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,12 @@ def started(mode: str, group: ProcessGroup) -> ChildProcess:
     return child
 
 
+def serving(mode: str, group: ProcessGroup) -> ChildProcess:
+    child = started(mode, group)
+    eventually(lambda: child.poll_address() is not None)
+    return child
+
+
 # -- announcements -----------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +137,25 @@ def test_a_child_that_ignores_sigterm_is_killed(group: ProcessGroup) -> None:
     pid = child.pid
     child.close(patience_s=0.2)
     assert not is_alive(pid)
+
+
+def test_a_child_that_was_asked_to_end_is_not_asked_again_while_it_finishes(group: ProcessGroup) -> None:
+    asked, unasked = serving("patient", group), serving("patient", group)
+    asked.interrupt()
+    for child in (asked, unasked):
+        child.close(patience_s=20)
+    assert asked.tail() == ["this is patient", "finishing", "finished"]
+    assert unasked.tail() == ["this is patient", "broken off"]
+
+
+def test_a_child_that_does_not_end_when_asked_is_told_again_and_killed_at_last(group: ProcessGroup) -> None:
+    for mode, said in (("stubborn", ["broken off"]), ("deaf", [])):
+        child = serving(mode, group)
+        pid = child.pid
+        (child.interrupt if mode == "stubborn" else child.terminate)()
+        child.close(patience_s=0.2)
+        assert not is_alive(pid)
+        assert child.tail() == [f"this is {mode}", *said]
 
 
 def test_a_child_with_work_to_do_is_waited_for(group: ProcessGroup) -> None:
@@ -195,6 +221,27 @@ def test_a_member_that_dies_while_serving_is_noticed(group: ProcessGroup) -> Non
     with pytest.raises(KVFerryError, match="prefill-0 was killed by SIGKILL"):
         eventually(lambda: _all_live(cluster))
     cluster.close()
+
+
+def test_a_cluster_lets_its_engines_finish_when_it_is_closed(group: ProcessGroup) -> None:
+    cluster = LocalCluster(StubLaunch("patient"), os.environ, group.id, start_timeout_s=30)
+    with StartupView(Console(file=io.StringIO())) as view:
+        cluster.start(2, 1, view)
+    cluster.close()
+    said = dict(cluster.last_words())
+    assert [said[name][-1] for name in ("prefill-0", "prefill-1", "decode-0")] == ["finished"] * 3
+
+
+def test_a_cluster_that_is_being_closed_can_be_hurried(group: ProcessGroup) -> None:
+    cluster = LocalCluster(StubLaunch("busy"), os.environ, group.id, start_timeout_s=30)
+    with StartupView(Console(file=io.StringIO())) as view:
+        cluster.start(1, 1, view)
+    closing = threading.Thread(target=cluster.close)
+    closing.start()
+    eventually(lambda: [lines[-1] for name, lines in cluster.last_words() if name != "router"] == ["finishing"] * 2)
+    cluster.hurry()
+    closing.join(20)
+    assert [lines[-1] for name, lines in cluster.last_words() if name != "router"] == ["broken off"] * 2
 
 
 def _all_live(cluster: LocalCluster) -> bool:

@@ -349,6 +349,20 @@ def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyn
     do(loop, story())
 
 
+def test_a_core_that_has_said_that_it_serves_is_not_ended_by_sigterm(model: Path, loop: asyncio.AbstractEventLoop) -> None:
+    async def story() -> None:
+        before = children(os.getpid())
+        client = await EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalKit())
+        for process in children(os.getpid()):
+            if process not in before:
+                os.kill(process.pid, signal.SIGTERM)
+        tokens, _ = await collect(client, ask("after", prompt(1, 20), max_tokens=3))
+        assert len(tokens) == 3
+        await client.close()
+
+    do(loop, story())
+
+
 def test_ranks_meet_at_a_place_that_nobody_has_to_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with _meeting_place() as rendezvous, ThreadPoolExecutor(3) as pool:

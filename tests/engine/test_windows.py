@@ -15,7 +15,7 @@ from kvferry.engine.make_model import make_model
 from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SequenceSlice
-from kvferry.errors import LocalProtocolError
+from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 
 WINDOW = 48
@@ -33,6 +33,21 @@ def with_holes(table: Tables, options: EngineOptions, position: int) -> Tables:
     groups = form_groups(read_model_config(options.model))
     gone = [group.first_seen(position) // options.block_size for group in groups]
     return tuple((HOLE,) * count + blocks[count:] for count, blocks in zip(gone, table, strict=True))
+
+
+def test_a_cache_with_fewer_blocks_than_groups_is_refused_with_the_number_it_needs(options: EngineOptions) -> None:
+    needed = len(form_groups(read_model_config(options.model)))
+    with one_rank(replace(options, num_blocks=needed)) as runner:
+        size_bytes = runner.cache_memory.size_bytes
+        # A block of each group is enough for a prompt.
+        runner.logits([SequenceSlice("a", (1, 2, 3), 0, tuple((block,) for block in range(needed)), GREEDY)])
+    assert needed > 1
+    for few in (replace(options, num_blocks=needed - 1), replace(options, num_blocks=0, kv_cache_memory_bytes=size_bytes - 1)):
+        with (
+            pytest.raises(ConfigError, match=f"would have {needed - 1} blocks and this model needs at least {needed}, one for each group"),
+            one_rank(few),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("length", [48, 49, 63, 64, 65, 150])

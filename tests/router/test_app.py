@@ -80,6 +80,18 @@ def test_models_are_those_of_a_decode_instance() -> None:
     uvloop.run(scene())
 
 
+def test_models_are_asked_of_another_when_one_takes_no_requests() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [answers(503, "{}"), answers(200, '{"data":[]}')]) as s:
+            async with s.session.get(f"{s.url}/v1/models") as answer:
+                assert (answer.status, await answer.read()) == (200, b'{"data":[]}')
+            async with s.session.get(f"{s.url}/health") as health:
+                shown = await health.json()
+            assert (shown["decode_last_refused"], shown["decode_last_answered"]) == (1, 1)
+
+    uvloop.run(scene())
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405), ("POST", "/v1/embeddings", 404)],

@@ -189,6 +189,92 @@ def test_an_objection_of_d_is_passed_on_and_the_blocks_of_p_are_released() -> No
     uvloop.run(scene())
 
 
+# -- instances that take no requests -------------------------------------------------------------------------------------
+
+STOPPING = answers(503, '{"error":{"message":"the server is stopping"}}', Retry_After="1")
+
+
+def test_while_one_of_two_drains_every_request_is_served_and_it_is_hardly_asked() -> None:
+    async def scene() -> None:
+        async with stage([STOPPING, prefills], [completes, STOPPING]) as s:
+            assert [(await s.post(ONE))[0] for _ in range(12)] == [200] * 12
+            assert [len(engine.calls) for engine in (s.prefillers[1], s.decoders[0])] == [12, 12]
+            # At its every turn without a rest. If each request took as long as a rest, the stage would be over.
+            assert 1 <= len(s.prefillers[0].calls) < 12
+            assert 1 <= len(s.decoders[1].calls) < 6
+            assert s.releases.handovers == []
+            assert await s.metric("kvferry:router_instance_failures_total") == 0
+            assert await s.metric("kvferry:router_instance_refusals_total") == len(s.prefillers[0].calls) + len(s.decoders[1].calls)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("request_body", [ONE, STREAMED])
+def test_when_a_d_refuses_another_gets_the_same_ticket_and_nothing_is_released(request_body: dict[str, Any]) -> None:
+    async def scene() -> None:
+        async with stage(prefills, [STOPPING, streams(EVENTS)]) as s:
+            status, _, body = await s.post(request_body)
+            assert (status, body) == (200, b"".join(EVENTS))
+            first, second = (engine.calls[0] for engine in s.decoders)
+            assert second.raw == first.raw
+            assert second.body["kv_transfer_params"] == PARAMS
+            assert second.headers["X-Request-Id"] == first.headers["X-Request-Id"]
+            assert len(s.p.calls) == 1
+            assert s.releases.handovers == []
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("request_body", [ONE, STREAMED])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_when_all_of_a_role_refuse_the_client_hears_it_from_them_and_no_blocks_are_kept(role: str, request_body: dict[str, Any]) -> None:
+    async def scene() -> None:
+        async with stage([STOPPING] * 3 if role == "prefill" else prefills, [STOPPING] * 3 if role == "decode" else completes) as s:
+            status, headers, body = await s.post(request_body, X_Request_Id="mine")
+            assert (status, message(body)) == (503, "the server is stopping")
+            assert (headers["Retry-After"], headers["X-Request-Id"]) == ("1", "mine")
+            refusing = s.prefillers if role == "prefill" else s.decoders
+            assert [len(engine.calls) for engine in refusing] == [1, 1, 1]
+            assert s.releases.tickets == ([] if role == "prefill" else ["ticket-1"])
+            assert role == "decode" or s.d.calls == []
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_only_a_503_makes_the_router_ask_another(role: str) -> None:
+    async def scene() -> None:
+        prefill: list[Behaviour] = [drops_connection, prefills] if role == "prefill" else [prefills]
+        decode: list[Behaviour] = [drops_connection, completes] if role == "decode" else [completes]
+        async with stage(prefill, decode) as s:
+            assert (await s.post(ONE))[0] == 502
+            assert (s.prefillers if role == "prefill" else s.decoders)[1].calls == []
+            assert s.releases.tickets == ([] if role == "prefill" else ["ticket-1"])
+
+    uvloop.run(scene())
+
+
+def test_a_client_that_leaves_while_the_second_d_is_asked_has_its_blocks_released_once() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [STOPPING, hangs]) as s:
+            await leave(s, s.decoders[1].entered, ONE)
+            await s.decoders[1].cancelled.wait()
+            await s.releases.happened.wait()
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
+    async def scene() -> None:
+        async with stage([STOPPING, hangs], completes) as s:
+            await leave(s, s.prefillers[1].entered, ONE)
+            await s.prefillers[1].cancelled.wait()
+            assert s.d.calls == []
+
+    uvloop.run(scene())
+
+
 # -- instances that fail -----------------------------------------------------------------------------------------------
 
 

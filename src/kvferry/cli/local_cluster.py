@@ -55,11 +55,17 @@ class LocalCluster:
         return [(child.name, child.tail()) for child in ended or self._children]
 
     def close(self) -> None:
-        """The router first, so that nobody is asked who is gone."""
+        """The router first, so that nobody is asked who is gone. Requests get the time that router and engines give them after Ctrl-C."""
         for child in reversed(self._children):
             child.interrupt()
+        deadline = time.monotonic() + CLOSE_PATIENCE_S
         for child in reversed(self._children):
-            child.close(CLOSE_PATIENCE_S)
+            child.close(max(0.0, deadline - time.monotonic()))
+
+    def hurry(self) -> None:
+        """Let `close` wait for no request. May be called from a signal handler in the middle of it."""
+        for child in reversed(self._children):
+            child.terminate()
 
     def _start(self, name: str, command: Iterable[str], view: StartupView) -> ChildProcess:
         child = ChildProcess(name, list(command), self._environment)

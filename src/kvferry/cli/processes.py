@@ -26,6 +26,7 @@ __all__ = ["ChildProcess", "ProcessGroup"]
 _LOG_LINES = 200
 _LINE_BYTES = 4096
 _REAP_S = 5.0
+_HURRY_S = 3.0
 _LAST_WORDS_S = 0.5
 _GUARDIAN_S = 10.0
 
@@ -83,6 +84,7 @@ class ChildProcess:
         self._announcements = -1
         self._address: Address | None = None
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        self._was_asked = False
 
     def start(self, group: int) -> None:
         reading, writing = os.pipe()
@@ -156,29 +158,43 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask it to end; `close` waits for it."""
-        if self._process is not None:
-            self._process.terminate()
+        self._ask(signal.SIGTERM)
 
     def interrupt(self) -> None:
         """Ask it to end as Ctrl-C would; `close` waits for it."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
+        self._ask(signal.SIGINT)
 
     def close(self, patience_s: float = 10.0) -> None:
-        """End it, by kill when it does not go by itself."""
+        """End it, by kill when it does not go by itself. One that was asked before is not asked again while the patience lasts: engines
+        take a second signal as the wish that they break off."""
         if self._process is None:
             return
-        process, self._process = self._process, None
-        process.terminate()
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(_REAP_S)
+        if not self._was_asked or not self._ends_within(patience_s):
+            patience_s = _HURRY_S if self._was_asked else patience_s
+            self.terminate()
+            if not self._ends_within(patience_s):
+                self._process.kill()
+                self._process.wait(_REAP_S)
+        self._process = None
         os.close(self._announcements)
         # Its own children may hold the pipe a little longer. The group's guardian ends them, and the reader with them.
         assert self._reader is not None
         self._reader.join(_LAST_WORDS_S)
+
+    def _ask(self, number: signal.Signals) -> None:
+        # Once: a signal handler may ask while `close` is about to let go of it.
+        process = self._process
+        if process is not None:
+            self._was_asked = True
+            process.send_signal(number)
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def _wait_for_end(self) -> None:
         """A closed announcement usually means that it is ending; give it the moment to become an exit code and last lines."""

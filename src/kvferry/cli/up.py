@@ -97,7 +97,7 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
             yield cluster, launch
         finally:
             for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda number, frame: cluster.hurry())
             cluster.close()
 
 

@@ -87,7 +87,7 @@ class CacheShape:
 
 
 def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOptions, dtype: torch.dtype) -> CacheShape:
-    """ConfigError when the memory allowed holds no block."""
+    """ConfigError when the cache would have fewer blocks than groups: the shortest prompt needs one of each."""
     attention, block_size = config.attention, options.block_size
     num_kv_heads = len(heads_of(parallel.tp_rank, parallel.tp_size, attention.num_kv_heads))
     layer_block: tuple[int, ...]
@@ -101,6 +101,11 @@ def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOp
     groups = form_groups(config)
     num_slots = max(len(group.layer_names) for group in groups)
     num_blocks = options.num_blocks or _blocks_that_fit(options.kv_cache_memory_bytes, prod(layer_block) * dtype.itemsize * num_slots)
+    if num_blocks < len(groups):
+        raise ConfigError(
+            f"the KV cache would have {num_blocks} blocks and this model needs at least {len(groups)}, one for each group of its layers; "
+            "raise --num-gpu-blocks-override or --kv-cache-memory-bytes"
+        )
     return CacheShape(
         layout,
         num_blocks,

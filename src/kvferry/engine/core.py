@@ -70,7 +70,7 @@ class EngineCore:
 
     @classmethod
     def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":
-        """Load everything and announce it."""
+        """Load everything and announce it. Called by the main thread of a process that is ours."""
         with contextlib.ExitStack() as undo:
             executor = Executor.start(setup, wakeup.ring, api.say)
             undo.callback(executor.close)
@@ -82,6 +82,9 @@ class EngineCore:
             core = cls(api, executor, connector, limits, wakeup)
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)
+            # As SIGINT from here on, before anybody hears that we serve. So far it is how the API process calls off a start that may be
+            # deep in a library.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.pop_all()
         api.send(_announcement(setup, limits))
         return core
@@ -209,8 +212,6 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
         try:
             core = EngineCore.start(setup, api, wakeup)
             closing.callback(core.close)
-            # As SIGINT from here on. Before, it is how the API process calls off a start that may be deep in a library.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             core.run()
         except Exception as error:  # the top of the process: everybody hears why it ends, before ranks are waited for
             raise SystemExit(_tell_failure(api, error)) from None

@@ -1,9 +1,10 @@
 """Which instances there are, which one a request goes to (round robin per role), and how each did last time.
 
-Pure. An `InstancePool` is used by one thread.
+One that refuses (503: it is draining, or full) is passed over for a moment while there are others.
+Pure: the caller passes `now` (local monotonic seconds). An `InstancePool` is used by one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -11,6 +12,9 @@ from kvferry.errors import ConfigError
 from kvferry.types import Address
 
 __all__ = ["Instance", "InstancePool", "Outcome", "Role", "pair_instances"]
+
+REST_S = 1.0
+"""What an engine that drains says in `Retry-After`. Short, because one that was only full is missed meanwhile."""
 
 
 class Role(StrEnum):
@@ -22,6 +26,7 @@ class Outcome(StrEnum):
     """Of the last leg that an instance was given."""
 
     ANSWERED = "answered"
+    REFUSED = "refused"
     FAILED = "failed"
 
 
@@ -61,6 +66,7 @@ class InstancePool:
     _turns: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0), init=False)
 
     _outcomes: dict[Instance, Outcome] = field(default_factory=dict, init=False)
+    _rests_until: dict[Instance, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for role in Role:
@@ -70,16 +76,29 @@ class InstancePool:
     def of(self, role: Role) -> tuple[Instance, ...]:
         return self.prefillers if role is Role.PREFILL else self.decoders
 
-    def choose(self, role: Role) -> Instance:
-        instances = self.of(role)
-        turn = self._turns[role]
-        self._turns[role] = (turn + 1) % len(instances)
-        return instances[turn]
+    def choose(self, role: Role, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+        """Whose turn it is among those not tried yet, the resting ones last; None when all were tried."""
+        instances, first = self.of(role), self._turns[role]
+        turns = [turn % len(instances) for turn in range(first, first + len(instances))]
+        left = [turn for turn in turns if instances[turn] not in tried]
+        if not left:
+            return None
+        chosen = next((turn for turn in left if not self._is_resting(instances[turn], now)), left[0])
+        self._turns[role] = (chosen + 1) % len(instances)
+        return instances[chosen]
 
     def note(self, instance: Instance, outcome: Outcome) -> None:
         """How a leg went."""
         self._outcomes[instance] = outcome
 
+    def note_refusal(self, instance: Instance, now: float) -> None:
+        """It answered 503. A later answer does not end its rest: an instance that drains still answers what it had taken before."""
+        self.note(instance, Outcome.REFUSED)
+        self._rests_until[instance] = now + REST_S
+
     def count(self, role: Role, outcome: Outcome) -> int:
         """How many instances had this outcome last; those that have not been asked yet had none."""
         return sum(self._outcomes.get(instance) is outcome for instance in self.of(role))
+
+    def _is_resting(self, instance: Instance, now: float) -> bool:
+        return now < self._rests_until.get(instance, now)

@@ -15,6 +15,12 @@ class RouterMetrics:
         self.failures = Counter(
             "kvferry:router_instance_failures", "Legs that failed, by role and instance.", ["role", "instance"], registry=self._registry
         )
+        self.refusals = Counter(
+            "kvferry:router_instance_refusals",
+            "Legs answered with 503, by role and instance.",
+            ["role", "instance"],
+            registry=self._registry,
+        )
         self.aborts = Counter("kvferry:router_client_aborts", "Requests whose client left early.", registry=self._registry)
         self.releases = Counter("kvferry:router_releases", "Prefills whose blocks were given back unread.", registry=self._registry)
         self.without_blocks = Counter(

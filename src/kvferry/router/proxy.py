@@ -2,15 +2,18 @@
 
 Runs on the event loop. A client that leaves cancels the handler, which closes the connection of the leg under way; an engine aborts what
 lost its connection. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`LastLook`).
+An instance that answers 503 has generated nothing, so the others of its role are asked too, each once, with the same ticket.
 """
 
 import asyncio
 import io
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -33,6 +36,9 @@ _TO_INSTANCES = ("Authorization",)
 _TO_CLIENTS = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 _EXCERPT_CHARS = 300
 _PIECEWISE_ABOVE_BYTES = 1024 * 1024
+_UNAVAILABLE = 503
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,13 @@ class _Exchange:
     def leg_headers(self) -> dict[str, str]:
         passed = {name: self.http.headers[name] for name in _TO_INSTANCES if name in self.http.headers}
         return passed | {"X-Request-Id": self.request_id, "Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """An instance takes no requests now. `response`: for the client, if nobody else does."""
+
+    response: web.Response
 
 
 class Proxy:
@@ -68,17 +81,21 @@ class Proxy:
         if isinstance(client, Refusal):
             return error_response(client.status, client.message)
         exchange = _Exchange(request, client, choose_request_id(request.headers.get("X-Request-Id")))
-        answer = await self._last_look.run(self._prefill(exchange))
+        answer = await self._last_look.run(self._ask_in_turn(Role.PREFILL, lambda instance: self._prefill(exchange, instance)))
         if isinstance(answer, web.Response):
             return answer
         with Held(self._releases, answer) as held:
-            return await self._decode(exchange, held)
+            return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        instance = self._pool.choose(Role.DECODE)
+        return await self._ask_in_turn(Role.DECODE, lambda instance: self._models(request, instance))
+
+    async def _models(self, request: web.Request, instance: Instance) -> web.StreamResponse | _Refused:
         headers = {name: request.headers[name] for name in _TO_INSTANCES if name in request.headers}
         with self._named(instance):
             async with self._session.get(instance.url + request.path, headers=headers, timeout=self._answer_timeout()) as answer:
+                if answer.status == _UNAVAILABLE:
+                    return await self._refused(answer, instance, {})
                 body = await self._read_answer(answer)
                 self._pool.note(instance, Outcome.ANSWERED)
                 return _copied(answer, body, {})
@@ -97,9 +114,8 @@ class Proxy:
 
     # -- prefill leg ---------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: _Exchange) -> Handover | web.Response | None:
+    async def _prefill(self, exchange: _Exchange, instance: Instance) -> Handover | web.Response | _Refused | None:
         """P's blocks, or P's objection to the request, which is the client's answer."""
-        instance = self._pool.choose(Role.PREFILL)
         with self._named(instance):
             async with self._session.post(
                 instance.url + exchange.http.path,
@@ -108,6 +124,8 @@ class Proxy:
                 timeout=self._answer_timeout(),
                 allow_redirects=False,
             ) as answer:
+                if answer.status == _UNAVAILABLE:
+                    return await self._refused(answer, instance, {"X-Request-Id": exchange.request_id})
                 body = await self._read_answer(answer)
                 self._pool.note(instance, Outcome.ANSWERED)
                 if 400 <= answer.status < 500:
@@ -130,8 +148,7 @@ class Proxy:
 
     # -- decode leg ----------------------------------------------------------------------------------------------------
 
-    async def _decode(self, exchange: _Exchange, held: Held) -> web.StreamResponse:
-        instance = self._pool.choose(Role.DECODE)
+    async def _decode(self, exchange: _Exchange, held: Held, instance: Instance) -> web.StreamResponse | _Refused:
         with self._named(instance):
             async with self._session.post(
                 instance.url + exchange.http.path,
@@ -140,6 +157,8 @@ class Proxy:
                 timeout=self._stream_timeout() if exchange.client.is_streamed else self._answer_timeout(),
                 allow_redirects=False,
             ) as answer:
+                if answer.status == _UNAVAILABLE:
+                    return await self._refused(answer, instance, {"X-Request-Id": exchange.request_id})
                 self._pool.note(instance, Outcome.ANSWERED)
                 if answer.status == 200:
                     held.hand_over()
@@ -186,6 +205,24 @@ class Proxy:
             await response.write_eof()
 
     # -- both ----------------------------------------------------------------------------------------------------------
+
+    async def _ask_in_turn(self, role: Role, ask: Callable[[Instance], Awaitable[T | _Refused]]) -> T | web.Response:
+        """The first answer that is no refusal; when all refuse, what the last one said."""
+        tried: list[Instance] = []
+        refusal: _Refused | None = None
+        while (instance := self._pool.choose(role, time.monotonic(), tried)) is not None:
+            tried.append(instance)
+            answer = await ask(instance)
+            if not isinstance(answer, _Refused):
+                return answer
+            refusal = answer
+        assert refusal is not None
+        return refusal.response
+
+    async def _refused(self, answer: aiohttp.ClientResponse, instance: Instance, headers: Mapping[str, str]) -> _Refused:
+        self._pool.note_refusal(instance, time.monotonic())
+        self._metrics.refusals.labels(instance.role, instance.url).inc()
+        return _Refused(_copied(answer, await self._read_answer(answer), headers))
 
     @contextmanager
     def _named(self, instance: Instance) -> Iterator[None]:

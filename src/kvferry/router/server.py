@@ -18,7 +18,8 @@ from kvferry.web.malformed import JsonErrorRunner
 
 __all__ = ["make_runner", "run_app"]
 
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 6.0
+"""aiohttp waits twice as long, more than an engine's `--shutdown-timeout`: one that ends with us has the last word of its streams."""
 
 
 def run_app(app: web.Application, address: Address, on_ready: Callable[[Address], None]) -> None:
