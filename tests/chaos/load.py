@@ -16,7 +16,7 @@ __all__ = ["Load", "Question"]
 LEAVING = 0.15
 STREAMED = 0.7
 LONGEST_STAY_S = 1.0
-BREATH_S = 0.2
+BREATH_S = 0.5
 """After an error, so that a dead engine is not asked a thousand times a second."""
 
 

@@ -54,7 +54,9 @@ class Report:
         return not self.violations
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "is_clean": self.is_clean}
+        counts = {name: {str(key): number for key, number in getattr(self, name).items()} for name in ("injected", "outcomes", "errors")}
+        rest = {"hosts": self.hosts, "engines": self.engines, "violations": self.violations, "is_clean": self.is_clean}
+        return {"settings": asdict(self.settings), **counts, **rest}
 
 
 def run(settings: Settings, directory: Path, model: Path) -> Report:

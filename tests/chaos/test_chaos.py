@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.chaos.judge import VIOLATIONS, Attempt, Outcome, judge
 from tests.chaos.plan import Kind, make_plan
+from tests.chaos.run import Report, Settings
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (4, 5, 6)
@@ -55,6 +57,13 @@ def test_what_a_client_saw_is_judged(attempt: Attempt, outcome: Outcome) -> None
 def test_every_outcome_in_capitals_is_a_violation() -> None:
     assert {outcome for outcome in Outcome if str(outcome).isupper()} == set(VIOLATIONS)
     assert judge(replace(WHOLE, tokens=[0, 0, 0]), RIGHT) in VIOLATIONS
+
+
+def test_a_report_can_be_written_as_json() -> None:
+    report = Report(Settings(7), injected=Counter({Kind.LONG_CUT: 2}), outcomes=Counter({Outcome.RIGHT: 3}))
+    read = json.loads(json.dumps(report.as_json()))
+    assert (read["settings"]["seed"], read["injected"], read["outcomes"]) == (7, {str(Kind.LONG_CUT): 2}, {str(Outcome.RIGHT): 3})
+    assert read["is_clean"]
 
 
 @pytest.mark.slow
