@@ -24,15 +24,17 @@ pytestmark = pytest.mark.slow
 
 def children(pid: int) -> list[int]:
     """Processes that it started with Python; not what has ended."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[1] == str(pid) and fields[0] not in "ZX":
-            found.append(int(status.parent.name))
-    return found
+    everybody = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [each for each in everybody if parent_of(each) == pid]
+
+
+def parent_of(pid: int) -> int | None:
+    """None when it has ended, also where nobody has asked for its exit code yet."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state in "ZX" else int(parent)
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]
 
 def assert_all_end(pids: list[int]) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(parent_of(pid) is not None for pid in pids):
         assert time.monotonic() < deadline, f"left behind: {pids}"
         time.sleep(0.05)
 

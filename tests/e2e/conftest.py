@@ -25,7 +25,7 @@ PATIENT = {"kv_lease_duration": 600}
 """With such a lease, blocks that are free soon were released, not expired."""
 
 
-NETWORKED = {**SHORT, "kv_lease_duration": 4, "read_timeout": 9, "receive_timeout": 20, "planes": ["nixl"]}
+NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeout": 25, "planes": ["nixl"]}
 
 
 @dataclass(frozen=True)
