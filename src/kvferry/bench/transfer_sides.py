@@ -23,6 +23,7 @@ from kvferry.errors import KVFerryError, MissingDependency
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shared_memory import SharedMemory
 from kvferry.planes.shm import ShmDataPlane
+from kvferry.planes.tcp import TcpDataPlane
 from kvferry.ports.data import Completion, DataPlane, Pieces, PlaneOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
@@ -65,7 +66,7 @@ class Producer:
 
 def make_planes(memory: SharedMemory, regions: Sequence[Region]) -> tuple[dict[str, DataPlane], RawNixl | None]:
     """Every data plane of this machine over this memory, and NIXL bare. Without NIXL there is neither of the two."""
-    planes: list[DataPlane] = [ShmDataPlane(memory), NixlDataPlane(reach=NetworkReach.THIS_HOST)]
+    planes: list[DataPlane] = [ShmDataPlane(memory), NixlDataPlane(reach=NetworkReach.THIS_HOST), TcpDataPlane("127.0.0.1", "127.0.0.1")]
     usable = {}
     for plane in planes:
         with contextlib.suppress(MissingDependency):

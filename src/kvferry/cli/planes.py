@@ -21,6 +21,7 @@ from kvferry.planes.block_store import HostBlockStore
 from kvferry.planes.mirror import HostMirror
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shm import SharedMemory, ShmDataPlane
+from kvferry.planes.tcp import TcpDataPlane
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
@@ -30,8 +31,8 @@ from kvferry.types import MemoryKind, Region
 
 __all__ = ["Kit", "nixl_settings"]
 
-IMPLEMENTED = ("shm", "nixl")
-"""In order of preference."""
+IMPLEMENTED = ("shm", "nixl", "tcp")
+"""In order of preference. NIXL without RDMA says itself that it is good on one host only; then `tcp` is before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class Kit:
             if name == "nixl":
                 reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
                 made.append(NixlDataPlane(self.backends, self.num_threads, reach))
+            elif name == "tcp":
+                made.append(TcpDataPlane(self.bind_host, self.advertised_host))
             elif isinstance(memory, SharedMemory):
                 made.append(ShmDataPlane(memory))
         return _with_faults(made, self.faults) if self.faults else made

@@ -35,7 +35,7 @@ __all__ = [
     "register_extra_config",
 ]
 
-KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "mooncake", "dist")
+KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class NixlExtraConfig(ExtraConfig):
     push_registration_timeout: Seconds | None = None
     """No effect yet: how long a finished prefill will wait for D to say where to write; null: as `decoder_kv_blocks_ttl`."""
     planes: Texts = ()
-    """Pins the data planes, in order of preference: shm, nixl; empty: all that work here."""
+    """Pins the data planes, in order of preference: shm, nixl, tcp; empty: all that work here."""
     peers: Texts = ()
     """No effect yet: addresses (host:port) that may be dialled without a ticket of ours, for push behind a foreign router."""
     force_host_buffer: Flag = False

@@ -227,7 +227,8 @@ class Ferry:
         for choice in action.candidates:
             offer = next(o for o in action.offers if o.plane == choice.plane)
             try:
-                self._planes[choice.plane].connect(action.peer, PlaneOffer(offer.plane, offer.reach, offer.blob), action.geometry.regions)
+                made = PlaneOffer(offer.plane, offer.reach, offer.blob, offer.near)
+                self._planes[choice.plane].connect(action.peer, made, action.geometry.regions)
             except Exception as error:  # top of a peer: what it offers goes through libraries that raise whatever they like
                 problems.append(f"{choice.plane}: {_described(error)}")
                 continue

@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import ConfigError, LocalProtocolError, MissingDependency, TransportError
-from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.bounds import check_pieces, check_regions, merged_ranges
+from kvferry.planes.fabric import has_fabric, host_reach
 from kvferry.planes.nixl_transfer import Link, NixlTransfer, Posted, Telemetry
 from kvferry.planes.runs import Offsets, Runs, batches, coalesce, concatenate
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
@@ -100,7 +101,7 @@ class NixlDataPlane:
             # UCX listens on every interface, and trusts whoever knows its wire format.
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         agent = _Agent.open(self._backends, self._num_threads, kind, device)
-        if not agent.register(_merged(regions)):
+        if not agent.register(merged_ranges(regions)):
             agent.close()
             return False
         self._agent = agent
@@ -109,7 +110,8 @@ class NixlDataPlane:
 
     def offer(self) -> PlaneOffer:
         agent = self._registered()
-        return PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(agent.name, agent.metadata())))
+        near = "" if has_fabric(self._backends, os.environ) else host_reach()
+        return PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(agent.name, agent.metadata())), near)
 
     def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
         agent = self._registered()
@@ -390,16 +392,3 @@ def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
         raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set planes to shm alone") from error
     errors = [thing for thing in vars(bindings).values() if isinstance(thing, type) and issubclass(thing, Exception)]
     return nixl, (*errors, RuntimeError, TypeError, ValueError)
-
-
-def _merged(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """The ranges (address, size) that the regions cover; neighbours and overlapping ones as one."""
-    merged: list[tuple[int, int]] = []
-    for region in sorted(regions, key=lambda each: each.address):
-        end = region.address + region.size_bytes
-        if merged and region.address <= sum(merged[-1]):
-            first = merged[-1][0]
-            merged[-1] = first, max(end, sum(merged[-1])) - first
-        elif region.size_bytes:
-            merged.append((region.address, region.size_bytes))
-    return merged

@@ -35,6 +35,9 @@ class PlaneOffer:
     reach: str
     """Only sides with equal reach can use the plane together; empty: anywhere. (shm: host, user and pid namespace.)"""
     blob: bytes
+    near: str = ""
+    """Sides with other values use the plane together only when no other reaches across; empty: as good as anywhere. (nixl without RDMA:
+    the host.)"""
 
 
 @dataclass(frozen=True, slots=True)
