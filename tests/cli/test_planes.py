@@ -44,18 +44,19 @@ def names(made: Kit, memory: CacheMemory | None) -> list[str]:
 
 
 def test_shared_memory_is_preferred_and_the_operator_can_pin(memory: CacheMemory) -> None:
-    assert names(kit(), memory) == ["shm", "nixl"]
+    assert names(kit(), memory) == ["shm", "nixl", "tcp"]
     assert names(kit(planes=["nixl", "shm"]), memory) == ["nixl", "shm"]
     assert names(kit(planes=["nixl"]), memory) == ["nixl"]
     assert names(kit(planes=["shm"]), memory) == ["shm"]
+    assert names(kit(planes=["tcp"]), memory) == ["tcp"]
 
 
 def test_memory_that_is_not_shared_has_no_shm_plane() -> None:
-    assert names(kit(), None) == ["nixl"]
+    assert names(kit(), None) == ["nixl", "tcp"]
 
 
 def test_a_plane_that_is_known_but_not_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names mooncake, which is not here yet; use shm or nixl"):
+    with pytest.raises(ConfigError, match="names mooncake, which is not here yet; use shm, nixl or tcp"):
         kit(planes=["mooncake"])
 
 

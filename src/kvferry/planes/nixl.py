@@ -389,6 +389,6 @@ def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
         import nixl
         import nixl._bindings as bindings
     except ImportError as error:
-        raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set planes to shm alone") from error
+        raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set planes to shm and tcp") from error
     errors = [thing for thing in vars(bindings).values() if isinstance(thing, type) and issubclass(thing, Exception)]
     return nixl, (*errors, RuntimeError, TypeError, ValueError)

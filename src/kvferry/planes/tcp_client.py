@@ -221,6 +221,11 @@ class _Dialled(Connection):
             return None
         return f"no byte came from {self.link.peer} for {STALL_TIMEOUT_S:g} s" if is_waiting else "not needed"
 
+    def explain(self, error: Exception) -> str:
+        if not isinstance(error, OSError):
+            return str(error)
+        return f"the tcp connection to {self.link.peer} at {self.link.offer.host}:{self.link.offer.port} failed: {error.strerror or error}"
+
     def ended(self, why: str) -> None:
         self._posted.clear()
         self._dialler.closed(self, why)

@@ -52,6 +52,9 @@ class Connection:
         """Why the connection should be closed by now."""
         raise NotImplementedError
 
+    def explain(self, error: Exception) -> str:
+        return str(error)
+
     def ended(self, why: str) -> None:
         """It has been closed: nothing of it moves any more."""
         raise NotImplementedError
@@ -179,7 +182,7 @@ class Loop:
         try:
             connection.turn()
         except (KVFerryError, OSError) as error:
-            self.drop(connection, str(error))
+            self.drop(connection, connection.explain(error))
             return
         except Exception as error:  # top of a connection: whatever a peer has sent, the others go on
             _log.exception("a connection of the tcp plane was closed by an error of our own")

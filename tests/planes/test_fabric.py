@@ -1,0 +1,39 @@
+"""Whether NIXL has more than TCP between hosts decides which plane is tried first."""
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.planes.fabric import has_fabric
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> Path:
+    (tmp_path / "mlx5_0").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("transports", "expected"),
+    [
+        (None, True),
+        ("all", True),
+        ("rc,cuda", True),
+        ("^tcp", True),
+        ("tcp", False),
+        ("tcp,sm,self", False),
+        ("cuda_ipc, cuda_copy,tcp", False),
+    ],
+)
+def test_a_device_counts_unless_ucx_may_not_use_it(devices: Path, transports: str | None, expected: bool) -> None:
+    environ = {} if transports is None else {"UCX_TLS": transports}
+    assert has_fabric(("UCX",), environ, devices) is expected
+
+
+def test_without_a_device_there_is_no_fabric(tmp_path: Path) -> None:
+    assert not has_fabric(("UCX",), {}, tmp_path)
+    assert not has_fabric(("UCX",), {}, tmp_path / "none")
+
+
+def test_a_backend_that_somebody_named_is_believed(tmp_path: Path) -> None:
+    assert has_fabric(("UCX", "LIBFABRIC"), {}, tmp_path)
