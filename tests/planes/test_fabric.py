@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.planes.fabric import has_fabric
+from kvferry.planes.fabric import has_fabric, nixl_is_near
 
 
 @pytest.fixture
@@ -37,3 +37,9 @@ def test_without_a_device_there_is_no_fabric(tmp_path: Path) -> None:
 
 def test_a_backend_that_somebody_named_is_believed(tmp_path: Path) -> None:
     assert has_fabric(("UCX", "LIBFABRIC"), {}, tmp_path)
+
+
+def test_nixl_without_a_fabric_is_near_only_where_it_has_shared_memory() -> None:
+    assert nixl_is_near(("UCX",), {}) == nixl_is_near(("UCX",), {"UCX_TLS": "tcp,sm,self"}) != ""
+    assert nixl_is_near(("UCX",), {"UCX_TLS": "tcp"}) != nixl_is_near(("UCX",), {"UCX_TLS": "tcp"})
+    assert nixl_is_near(("UCX", "LIBFABRIC"), {}) == ""

@@ -5,11 +5,13 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from uuid import uuid4
 
-__all__ = ["has_fabric", "host_reach"]
+__all__ = ["has_fabric", "host_reach", "nixl_is_near"]
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The kernel lists InfiniBand, RoCE, EFA and iWARP devices here alike."""
+SHARED_MEMORY_TRANSPORTS = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
 HOST_TRANSPORTS = frozenset({"tcp", "sm", "shm", "self", "cma", "knem", "xpmem", "posix", "sysv", "mm", "cuda", "cuda_copy", "cuda_ipc"})
 
 
@@ -17,10 +19,23 @@ def has_fabric(backends: Sequence[str], environ: Mapping[str, str], devices: Pat
     """Whether NIXL has more than TCP to reach other hosts. Of backends other than UCX it is believed: somebody has named them."""
     if any(backend != "UCX" for backend in backends):
         return True
-    allowed = {name.strip().removeprefix("\\") for name in environ.get("UCX_TLS", "all").split(",")}
-    if allowed <= HOST_TRANSPORTS:
+    if _allowed(environ) <= HOST_TRANSPORTS:
         return False
     return devices.is_dir() and any(devices.iterdir())
+
+
+def nixl_is_near(backends: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What NIXL says of itself as `PlaneOffer.near`: everywhere with a fabric, else in this host and network, by shared memory; without
+    that nowhere, which no other process is."""
+    if has_fabric(backends, environ):
+        return ""
+    if not any(name in SHARED_MEMORY_TRANSPORTS or name.startswith("^") for name in _allowed(environ)):
+        return uuid4().hex
+    return f"{host_reach()} {os.readlink('/proc/self/ns/net')}"
+
+
+def _allowed(environ: Mapping[str, str]) -> set[str]:
+    return {name.strip().removeprefix("\\") for name in environ.get("UCX_TLS", "all").split(",")}
 
 
 @functools.cache

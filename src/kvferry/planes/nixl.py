@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, LocalProtocolError, MissingDependency, TransportError
 from kvferry.planes.bounds import check_pieces, check_regions, merged_ranges
-from kvferry.planes.fabric import has_fabric, host_reach
+from kvferry.planes.fabric import nixl_is_near
 from kvferry.planes.nixl_transfer import Link, NixlTransfer, Posted, Telemetry
 from kvferry.planes.runs import Offsets, Runs, batches, coalesce, concatenate
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
@@ -110,7 +110,7 @@ class NixlDataPlane:
 
     def offer(self) -> PlaneOffer:
         agent = self._registered()
-        near = "" if has_fabric(self._backends, os.environ) else host_reach()
+        near = nixl_is_near(self._backends, os.environ)
         return PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(agent.name, agent.metadata())), near)
 
     def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
