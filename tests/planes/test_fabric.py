@@ -21,6 +21,9 @@ def devices(tmp_path: Path) -> Path:
         ("rc,cuda", True),
         ("^tcp", True),
         ("tcp", False),
+        ("^ib", False),
+        ("^rc,ud,dc", False),
+        ("tcp,gdr_copy", False),
         ("tcp,sm,self", False),
         ("cuda_ipc, cuda_copy,tcp", False),
     ],
@@ -28,6 +31,11 @@ def devices(tmp_path: Path) -> Path:
 def test_a_device_counts_unless_ucx_may_not_use_it(devices: Path, transports: str | None, expected: bool) -> None:
     environ = {} if transports is None else {"UCX_TLS": transports}
     assert has_fabric(("UCX",), environ, devices) is expected
+
+
+def test_a_device_counts_only_if_it_is_one_of_those_that_ucx_may_use(devices: Path) -> None:
+    assert has_fabric(("UCX",), {"UCX_NET_DEVICES": "mlx5_0:1,eth0"}, devices)
+    assert not has_fabric(("UCX",), {"UCX_NET_DEVICES": "eth0"}, devices)
 
 
 def test_without_a_device_there_is_no_fabric(tmp_path: Path) -> None:

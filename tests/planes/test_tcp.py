@@ -97,8 +97,10 @@ def dial(offer: wire.Offer) -> socket.socket:
 def introduce(offer: wire.Offer) -> socket.socket:
     """A connection of somebody who has seen the offer."""
     connection = dial(offer)
-    nonce = wire.nonce_in(receive(connection, wire.GREETING_BYTES))
-    connection.sendall(wire.prove(offer.token, nonce))
+    ours = secrets.token_bytes(wire.NONCE_BYTES)
+    nonces = wire.nonce_in(receive(connection, wire.GREETING_BYTES)) + ours
+    connection.sendall(ours + wire.prove(offer.token, wire.Role.DIALLER, nonces))
+    assert wire.is_proof(receive(connection, wire.PROOF_BYTES), offer.token, wire.Role.PRODUCER, nonces)
     return connection
 
 
@@ -139,7 +141,7 @@ def test_a_stranger_reads_nothing_and_is_sent_away(near: Memory, far: Memory, mo
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         secrets.token_bytes(32),
-        secrets.token_bytes(32) + request(wire.Operation.READ, (far.first, 64)),
+        secrets.token_bytes(48) + request(wire.Operation.READ, (far.first, 64)),
     ):
         with dial(far.offer) as connection:
             connection.sendall(said)
@@ -214,6 +216,8 @@ class Liar:
 
     does: Callable[[socket.socket], None]
     token: bytes = b"t" * wire.TOKEN_BYTES
+    known: bytes = b""
+    """Another token than it offers."""
 
     @contextlib.contextmanager
     def offered(self) -> Iterator[PlaneOffer]:
@@ -232,8 +236,7 @@ class Liar:
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(ConnectionError):
                     connection.settimeout(DEADLINE_S)
-                    connection.sendall(wire.greeting(b"n" * wire.NONCE_BYTES))
-                    receive(connection, wire.PROOF_BYTES)
+                    prove_to(connection, self.known or self.token)
                     self.does(connection)
 
 
@@ -308,6 +311,78 @@ def test_whoever_answers_with_another_greeting_is_no_peer(near: Memory) -> None:
             assert "no kvferry" in str(wait(near.plane, handle).error)
 
 
+def test_whoever_took_the_port_of_a_producer_is_not_believed(near: Memory) -> None:
+    """It has read the greeting off another connection, but never saw the token."""
+    with Liar(lambda connection: connection.sendall(b"\7" * 1000), known=b"u" * wire.TOKEN_BYTES).offered() as offer:
+        near.plane.connect(PEER, offer, near.regions)
+        assert "is not far" in str(wait(near.plane, near.plane.read(PEER, all_blocks())).error)
+        assert not near.bytes.any()
+
+
+def test_one_connection_that_fails_leaves_the_others_alone(near: Memory) -> None:
+    """The producer serves the first that dials, and nobody else: other transfers wait for that connection."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        offer = wire.Offer("127.0.0.1", listener.getsockname()[1], b"t" * wire.TOKEN_BYTES)
+        near.plane.connect(PEER, PlaneOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
+        handles = {near.plane.read(PEER, all_blocks()) for _ in range(6)}
+        listener.settimeout(DEADLINE_S)
+        first = stack.enter_context(listener.accept()[0])
+        first.settimeout(DEADLINE_S)
+        assert prove_to(first, offer.token)
+        thread = threading.Thread(target=serve_all, args=(first,), daemon=True)
+        thread.start()
+        listener.setblocking(False)
+        deadline = time.monotonic() + DEADLINE_S
+        while handles:
+            assert time.monotonic() < deadline
+            with contextlib.suppress(BlockingIOError):
+                listener.accept()[0].close()
+            for completion in near.plane.poll():
+                assert completion.ok, completion.error
+                handles.remove(completion.handle)
+        near.plane.disconnect(PEER)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def prove_to(connection: socket.socket, token: bytes) -> bool:
+    nonce = b"n" * wire.NONCE_BYTES
+    connection.sendall(wire.greeting(nonce))
+    nonces = nonce + receive(connection, wire.NONCE_BYTES + wire.PROOF_BYTES)[: wire.NONCE_BYTES]
+    connection.sendall(wire.prove(token, wire.Role.PRODUCER, nonces))
+    return len(nonces) == 2 * wire.NONCE_BYTES
+
+
+def serve_all(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionError):
+        while header := receive(connection, wire.HEADER_BYTES):
+            request = wire.unpack_header(header)
+            receive(connection, request.num_runs * 16)
+            connection.sendall(wire.pack_refusal("") + b"\7" * request.total_bytes)
+
+
+@pytest.mark.parametrize("host", ["fe80::1%nope", "fe80::1%" + "a" * 70, "a" * 64 + ".example", "a..b", "no-such-host.invalid"])
+def test_a_host_that_cannot_be_resolved_fails_its_own_transfers(near: Memory, far: Memory, host: str) -> None:
+    unknown = msgspec.msgpack.encode(wire.Offer(host, 9, b"t" * wire.TOKEN_BYTES))
+    near.plane.connect(PEER, PlaneOffer("tcp", "", unknown), near.regions)
+    assert host in str(wait(near.plane, near.plane.read(PEER, all_blocks())).error)
+    assert_still_serves(near, far)
+
+
+def test_closing_with_transfers_in_the_queue_leaves_no_socket(far: Memory) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with memory() as near:
+        near.plane.connect(PEER, far.plane.offer(), far.regions)
+        for _ in range(50):
+            near.plane.read(PEER, all_blocks())
+        near.plane.poll()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(os.listdir("/proc/self/fd")) > before:  # those of the far side close when it has noticed
+        assert time.monotonic() < deadline, "sockets were left open"
+        time.sleep(0.02)
+
+
 def test_a_producer_that_says_nothing_is_given_up(near: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_client, "STALL_TIMEOUT_S", 0.3)
     is_over = threading.Event()
@@ -373,9 +448,6 @@ def test_a_host_may_be_named(near: Memory) -> None:
     zero = np.zeros(1, np.int64)
     assert wait(near.plane, near.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])).ok
     named.close()
-    unknown = msgspec.msgpack.encode(wire.Offer("no-such-host.invalid", 9, b"t" * wire.TOKEN_BYTES))
-    near.plane.connect(PEER, PlaneOffer("tcp", "", unknown), regions)
-    assert "no-such-host" in str(wait(near.plane, near.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])).error)
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,14 @@ def test_replies_that_make_no_sense_are_refused(received: bytes) -> None:
         wire.text_bytes_in(received)
 
 
-def test_a_proof_is_of_this_nonce_and_this_token() -> None:
+def test_a_proof_is_of_this_nonce_this_token_and_this_role() -> None:
     nonce = wire.nonce_in(wire.greeting(b"n" * wire.NONCE_BYTES))
-    proof = wire.prove(b"t" * 32, nonce)
+    proof = wire.prove(b"t" * 32, wire.Role.DIALLER, nonce)
     assert len(proof) == wire.PROOF_BYTES
-    assert proof != wire.prove(b"u" * 32, nonce)
-    assert proof != wire.prove(b"t" * 32, b"m" * wire.NONCE_BYTES)
+    assert wire.is_proof(proof, b"t" * 32, wire.Role.DIALLER, nonce)
+    assert not wire.is_proof(proof, b"u" * 32, wire.Role.DIALLER, nonce)
+    assert not wire.is_proof(proof, b"t" * 32, wire.Role.DIALLER, b"m" * wire.NONCE_BYTES)
+    # Nobody can send the other's back.
+    assert not wire.is_proof(proof, b"t" * 32, wire.Role.PRODUCER, nonce)
     with pytest.raises(RemoteProtocolError, match="no kvferry"):
         wire.nonce_in(b"HTTP/1.1 400 Bad Request")

@@ -12,16 +12,22 @@ __all__ = ["has_fabric", "host_reach", "nixl_is_near"]
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The kernel lists InfiniBand, RoCE, EFA and iWARP devices here alike."""
 SHARED_MEMORY_TRANSPORTS = frozenset({"all", "sm", "shm", "cma", "knem", "xpmem"})
-HOST_TRANSPORTS = frozenset({"tcp", "sm", "shm", "self", "cma", "knem", "xpmem", "posix", "sysv", "mm", "cuda", "cuda_copy", "cuda_ipc"})
+HOST_TRANSPORTS = SHARED_MEMORY_TRANSPORTS - {"all"} | {"tcp", "self", "posix", "sysv", "mm", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"}
+RDMA_TRANSPORTS = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", "dc", "dc_x", "ud"})
+"""Whoever forbids one of these wants to do without: what is left may be slower than TCP, or nothing."""
 
 
 def has_fabric(backends: Sequence[str], environ: Mapping[str, str], devices: Path = RDMA_DEVICES) -> bool:
     """Whether NIXL has more than TCP to reach other hosts. Of backends other than UCX it is believed: somebody has named them."""
     if any(backend != "UCX" for backend in backends):
         return True
-    if _allowed(environ) <= HOST_TRANSPORTS:
+    allowed = _allowed(environ)
+    forbidden = {name.removeprefix("^") for name in allowed} if any(name.startswith("^") for name in allowed) else set()
+    if allowed <= HOST_TRANSPORTS or forbidden & RDMA_TRANSPORTS or not devices.is_dir():
         return False
-    return devices.is_dir() and any(devices.iterdir())
+    present = {device.name for device in devices.iterdir()}
+    named = {name.strip().partition(":")[0] for name in environ.get("UCX_NET_DEVICES", "all").split(",")}
+    return bool(present if "all" in named else present & named)
 
 
 def nixl_is_near(backends: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes import tcp_wire as wire
 from kvferry.planes.bounds import check_pieces, check_regions
 from kvferry.planes.runs import batches, coalesce, concatenate
-from kvferry.planes.tcp_client import Batch, Dialler, Link, TcpTransfer
+from kvferry.planes.tcp_client import Batch, Dialler, Link, TcpTransfer, numeric_addresses
 from kvferry.planes.tcp_loop import Loop
 from kvferry.planes.tcp_server import Server
 from kvferry.planes.views import AddressedMemory
@@ -57,7 +57,7 @@ class TcpDataPlane:
         ranges = wire.Ranges(regions)
         if any(region.memory is not MemoryKind.DRAM for region in regions) or not ranges.size_bytes:
             return False
-        listener = _listening_on(self._bind_host)
+        listener = _listening_on(self._bind_host, self._advertised_host)
         self._port = listener.getsockname()[1]
         self._memory = AddressedMemory(ranges.first, ranges.size_bytes)
         self._regions = tuple(regions)
@@ -75,7 +75,7 @@ class TcpDataPlane:
         check_regions(regions, peer)
         decoded = _decoded(peer, offer)
         self.disconnect(peer)
-        link = Link(peer, decoded)
+        link = Link(peer, decoded, addresses=deque(numeric_addresses(decoded)))
         self._links[peer] = link, tuple(regions)
         loop.call(partial(dialler.open, link))
 
@@ -92,6 +92,7 @@ class TcpDataPlane:
         failure = self._parts[0].failure if self._parts else None
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         if failure is not None and not ended:
+            # Its thread had ended all it knew of before it said so; the rest had not come to it yet.
             ended = [transfer.completion(f"the tcp plane has stopped: {failure}") for transfer in self._transfers.values()]
         for completion in ended:
             transfer = self._transfers.pop(completion.handle)
@@ -153,19 +154,23 @@ class TcpDataPlane:
             loop.call(partial(dialler.drop, link, why))
 
 
-def _listening_on(host: str) -> socket.socket:
-    wildcard = host in ("", "*")
+def _listening_on(host: str, advertised_host: str) -> socket.socket:
+    """Anywhere means in both families when the advertised address is one of IPv6."""
+    if host in ("", "*"):
+        host = "::" if ":" in advertised_host else "0.0.0.0"
     try:
-        family, _, _, _, address = socket.getaddrinfo(None if wildcard else host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
+            if host == "::":
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listener.bind(address)
             listener.listen(BACKLOG)
         except OSError:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"the tcp plane cannot listen on {host or 'any address'} ({error}); name an address of this host") from error
+        raise ConfigError(f"the tcp plane cannot listen on {host} ({error}); name an address of this host") from error
     return listener
 
 

@@ -6,14 +6,15 @@ Connections that have served their transfer to its end are kept for the next.
 
 import contextlib
 import errno
-import ipaddress
 import os
+import secrets
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvferry.errors import RemoteProtocolError, TransportError
@@ -23,7 +24,7 @@ from kvferry.planes.tcp_stream import Span, Stream, tune
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
 
-__all__ = ["Batch", "Dialler", "Link", "TcpTransfer"]
+__all__ = ["Batch", "Dialler", "Link", "TcpTransfer", "numeric_addresses"]
 
 MAX_CONNECTIONS = 4
 """To one peer; further transfers wait for their turn."""
@@ -33,7 +34,8 @@ STALL_TIMEOUT_S = 60.0
 """Without a single byte. Requests have deadlines of their own, mostly shorter; this one is for whoever sets none."""
 IDLE_TIMEOUT_S = 60.0
 
-SocketAddress = tuple[Any, ...]
+SocketAddress = tuple[int, Any]
+"""Family and address, as sockets want them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +83,12 @@ class Link:
     offer: wire.Offer
     connections: list["_Dialled"] = field(default_factory=list)
     waiting: deque[TcpTransfer] = field(default_factory=deque)
-    address: SocketAddress | None = None
-    """None until the host's name is known."""
-    is_dropped: bool = False
+    addresses: deque[SocketAddress] = field(default_factory=deque)
+    """Of its host, the one to be dialled next first; none until the name is resolved."""
+    failed_dials: int = 0
+    """One after the other, without one that succeeded."""
+    dropped_for: str = ""
+    """Why it is no longer used."""
 
 
 class Dialler:
@@ -94,15 +99,18 @@ class Dialler:
 
     def open(self, link: Link) -> None:
         """Dial at once, so that the first transfer need not wait for it."""
-        if _is_number(link.offer.host):
-            self._resolved(link, _addresses(link.offer), None)
-        else:
-            # A name server may take its time; transfers with other peers shall not wait for it.
+        if link.addresses:
+            self._dial(link)
+            return
+        # A name server may take its time; transfers with other peers shall not wait for it.
+        try:
             threading.Thread(target=self._resolve, args=(link,), name="kvferry-resolve", daemon=True).start()
+        except RuntimeError as error:
+            self.drop(link, f"the name {link.offer.host} cannot be resolved ({error})")
 
     def start(self, transfer: TcpTransfer) -> None:
-        if transfer.link.is_dropped:
-            self._ended(transfer.completion(f"peer {transfer.link.peer} was disconnected"))
+        if transfer.link.dropped_for:
+            self._ended(transfer.completion(transfer.link.dropped_for))
             return
         transfer.link.waiting.append(transfer)
         self._assign(transfer.link)
@@ -116,7 +124,7 @@ class Dialler:
                 self._loop.drop(connection, "cancelled")
 
     def drop(self, link: Link, why: str) -> None:
-        link.is_dropped = True
+        link.dropped_for = link.dropped_for or why
         for connection in list(link.connections):
             self._loop.drop(connection, why)
         self._fail_waiting(link, why)
@@ -130,50 +138,59 @@ class Dialler:
         if connection.transfer is not None:
             self._ended(connection.transfer.completion(why))
         elif not connection.is_ready:
+            link.addresses.rotate(-1)
+            link.failed_dials += 1
+        if self._loop.is_closing or (not link.connections and link.failed_dials >= max(1, len(link.addresses))):
             # Nobody is there; whoever waits would wait for ever.
             self._fail_waiting(link, why)
-        if not link.is_dropped:
+        elif not link.dropped_for:
             self._assign(link)
 
     def _resolve(self, link: Link) -> None:
         try:
             addresses, error = _addresses(link.offer), None
-        except OSError as failure:
+        except Exception as failure:  # top of the thread: names from outside make the resolver raise more than OSError
             addresses, error = [], str(failure)
-        self._loop.call(lambda: self._resolved(link, addresses, error))
+        self._loop.call(partial(self._resolved, link, addresses, error))
 
     def _resolved(self, link: Link, addresses: list[SocketAddress], error: str | None) -> None:
-        if link.is_dropped:
+        if link.dropped_for:
             return
         if not addresses:
             self.drop(link, f"{link.offer.host} is not known here ({error or 'no address'})")
             return
-        link.address = addresses[0]
+        link.addresses.extend(addresses)
         self._dial(link)
+        self._assign(link)
 
     def _assign(self, link: Link) -> None:
         for connection in list(link.connections):
             if link.waiting and connection.is_ready and connection.transfer is None:
-                connection.begin(link.waiting.popleft())
-                self._loop.update(connection)
+                try:
+                    connection.begin(link.waiting.popleft())
+                    self._loop.update(connection)
+                except Exception as error:  # top of a transfer: it fails, its connection with it, nothing else
+                    self._loop.drop(connection, f"{type(error).__name__}: {error}")
         num_coming = sum(1 for connection in link.connections if not connection.is_ready)
-        if len(link.waiting) > num_coming and len(link.connections) < MAX_CONNECTIONS:
+        for _ in range(min(len(link.waiting) - num_coming, MAX_CONNECTIONS - len(link.connections))):
             self._dial(link)
 
     def _dial(self, link: Link) -> None:
-        if link.address is None or link.is_dropped:
+        if not link.addresses or link.dropped_for:
             return
         dialling: socket.socket | None = None
         try:
-            dialling = socket.socket(link.address[0], socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            family, address = link.addresses[0]
+            dialling = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             tune(dialling)
-            error = dialling.connect_ex(link.address[1])
+            error = dialling.connect_ex(address)
             if error not in (0, errno.EINPROGRESS):
                 raise OSError(error, os.strerror(error))
         except OSError as failure:
             if dialling is not None:
                 dialling.close()
-            self._fail_waiting(link, f"{link.peer} cannot be dialled ({failure})")
+            if not link.connections:  # otherwise those that wait have their turn on these
+                self._fail_waiting(link, f"{link.peer} cannot be dialled ({failure})")
             return
         connection = _Dialled(Stream(dialling), link, self)
         link.connections.append(connection)
@@ -198,8 +215,15 @@ class _Dialled(Connection):
     def talk(self) -> Talk:
         received = bytearray(wire.GREETING_BYTES)
         yield Span([memoryview(received)])
-        self.stream.send(wire.prove(self.link.offer.token, wire.nonce_in(bytes(received))))
+        token, nonce = self.link.offer.token, secrets.token_bytes(wire.NONCE_BYTES)
+        nonces = wire.nonce_in(bytes(received)) + nonce
+        self.stream.send(nonce, wire.prove(token, wire.Role.DIALLER, nonces))
+        proof = bytearray(wire.PROOF_BYTES)
+        yield Span([memoryview(proof)])
+        if not wire.is_proof(bytes(proof), token, wire.Role.PRODUCER, nonces):
+            raise RemoteProtocolError(f"whoever answers at {self.link.offer.host}:{self.link.offer.port} is not {self.link.peer}")
         self.is_ready = True
+        self.link.failed_dials = 0
         self._take_next()
         while True:
             reply = bytearray(wire.REPLY_BYTES)
@@ -259,13 +283,13 @@ class _Dialled(Connection):
                 self._dialler.transfer_ended(transfer, None)
 
 
-def _is_number(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    return False
+def numeric_addresses(offer: wire.Offer) -> list[SocketAddress]:
+    """Those of a host that is given by number: nobody is asked. Empty for a name."""
+    with contextlib.suppress(OSError, ValueError):
+        return _addresses(offer, socket.AI_NUMERICHOST)
+    return []
 
 
-def _addresses(offer: wire.Offer) -> list[SocketAddress]:
-    """Family and address, as sockets want them."""
-    found = socket.getaddrinfo(offer.host, offer.port, type=socket.SOCK_STREAM)
+def _addresses(offer: wire.Offer, flags: int = 0) -> list[SocketAddress]:
+    found = socket.getaddrinfo(offer.host, offer.port, type=socket.SOCK_STREAM, flags=flags)
     return [(family, address) for family, _, _, _, address in found]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 
 from kvferry.errors import KVFerryError
 from kvferry.planes.tcp_stream import Span, Stream
@@ -22,6 +23,8 @@ __all__ = ["Connection", "Loop", "Talk"]
 TURN_BYTES = 4 * 1024 * 1024
 """What one connection moves before it is another's turn."""
 SWEEP_S = 0.5
+MAX_ACCEPTED = 64
+"""In one turn: peers that come all at once shall not wait for the bytes of others, nor the other way round."""
 ACCEPT_PAUSE_S = 0.5
 """After the system gave us no connection that had come in: no more files, most likely."""
 CLOSE_TIMEOUT_S = 5.0
@@ -98,7 +101,7 @@ class Loop:
         self._listener: socket.socket | None = None
         self._accept: Callable[[socket.socket], None] = socket.socket.close
         self._next_sweep = 0.0
-        self._is_closing = False
+        self.is_closing = False
         self._lock = threading.Lock()
         """For the one file that other threads use."""
         self._is_closed = False
@@ -140,11 +143,10 @@ class Loop:
 
     def close(self) -> None:
         """Every socket is closed when this returns. Idempotent."""
-        if self._is_closing:
-            return
-        self._is_closing = True
+        self.is_closing = True
         if self._thread.ident is None:
-            self._release()
+            if not self._is_closed:
+                self._release()
             return
         self.call(_nothing)
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -153,17 +155,21 @@ class Loop:
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while not self.is_closing:
                 self._turn()
+            failure = None
         except Exception as error:  # top of the thread: whoever waits for a transfer must learn of it
             _log.exception("the thread of the tcp plane was stopped by an error of its own")
-            self.failure = f"{type(error).__name__}: {error}"
-        finally:
-            self._release()
+            failure = f"{type(error).__name__}: {error}"
+        self.is_closing = True
+        self._release()
+        self.failure = failure
 
     def _turn(self) -> None:
         timeout = SWEEP_S if self._connections or self._is_listener_paused() else None
         for key, _ in self._selector.select(timeout):
+            if self.is_closing:
+                return
             if key.fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -171,10 +177,16 @@ class Loop:
                 self._drive(key.data)
             else:
                 self._take_in()
-        while self._calls:
-            self._calls.popleft()()
+        for _ in range(len(self._calls)):
+            self._make(self._calls.popleft())
         if time.monotonic() >= self._next_sweep:
             self._sweep()
+
+    def _make(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # top of a call: the others' transfers go on
+            _log.exception("a call of the tcp plane failed by an error of our own")
 
     def _drive(self, connection: Connection) -> None:
         if connection not in self._connections:
@@ -197,26 +209,27 @@ class Loop:
         before, wanted = self._connections[connection], connection.events()
         if wanted == before:
             return
-        self._connections[connection] = wanted
         if not before:
             self._selector.register(connection.stream.fd, wanted, connection)
         elif wanted:
             self._selector.modify(connection.stream.fd, wanted, connection)
         else:
             self._selector.unregister(connection.stream.fd)
+        self._connections[connection] = wanted
 
     def _take_in(self) -> None:
-        if self._listener is None:
-            return
-        try:
-            accepted, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            _log.warning("tcp plane cannot accept a connection (%s); trying again in %g s", error, ACCEPT_PAUSE_S)
-            self._selector.unregister(self._listener)
-            return
-        self._accept(accepted)
+        for _ in range(MAX_ACCEPTED):
+            if self._listener is None:
+                return
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                _log.warning("tcp plane cannot accept a connection (%s); trying again in %g s", error, ACCEPT_PAUSE_S)
+                self._selector.unregister(self._listener)
+                return
+            self._make(partial(self._accept, accepted))
 
     def _is_listener_paused(self) -> bool:
         return self._listener is not None and self._listener not in self._selector.get_map()
@@ -232,8 +245,8 @@ class Loop:
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _release(self) -> None:
-        for connection in list(self._connections):
-            self.drop(connection, "the plane was closed")
+        while self._connections:
+            self._make(partial(self.drop, next(iter(self._connections)), "the plane was closed"))
         if self._listener is not None:
             self._listener.close()
         self._selector.close()

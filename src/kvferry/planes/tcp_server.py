@@ -4,7 +4,6 @@ Owned by the plane's own thread. Whoever does not prove within seconds that it h
 must lie in registered memory.
 """
 
-import hmac
 import secrets
 import socket
 import time
@@ -36,26 +35,33 @@ class Server:
         self._token = token
         self._ranges = ranges
         self._memory = memory
-        self._served: dict[_Served, None] = {}
+        self._known: set[_Served] = set()
+        self._strangers: dict[_Served, None] = {}
+        """In the order they came."""
 
     def accept(self, connection: socket.socket) -> None:
-        strangers = [served for served in self._served if not served.is_known]
-        if len(self._served) >= MAX_CONNECTIONS:
+        if len(self._known) >= MAX_CONNECTIONS:
             connection.close()
             return
-        if len(strangers) >= MAX_STRANGERS:
-            self._loop.drop(strangers[0], "newer strangers came")
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._loop.drop(next(iter(self._strangers)), "newer strangers came")
         try:
             tune(connection)
         except OSError:  # it has gone again
             connection.close()
             return
         served = _Served(Stream(connection), self, self._token)
-        self._served[served] = None
+        self._strangers[served] = None
         self._loop.add(served)
 
+    def known(self, served: "_Served") -> None:
+        """It has proved that it may ask."""
+        self._strangers.pop(served, None)
+        self._known.add(served)
+
     def forget(self, served: "_Served") -> None:
-        self._served.pop(served, None)
+        self._strangers.pop(served, None)
+        self._known.discard(served)
 
     def views(self, rows: wire.Rows, total_bytes: int) -> list[memoryview]:
         """RemoteProtocolError unless all of it is registered."""
@@ -77,11 +83,14 @@ class _Served(Connection):
     def talk(self) -> Talk:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self.stream.send(wire.greeting(nonce))
-        proof = bytearray(wire.PROOF_BYTES)
-        yield Span([memoryview(proof)])
-        if not hmac.compare_digest(proof, wire.prove(self._token, nonce)):
+        answer = bytearray(wire.NONCE_BYTES + wire.PROOF_BYTES)
+        yield Span([memoryview(answer)])
+        nonces = nonce + bytes(answer[: wire.NONCE_BYTES])
+        if not wire.is_proof(bytes(answer[wire.NONCE_BYTES :]), self._token, wire.Role.DIALLER, nonces):
             raise RemoteProtocolError("the dialler does not know this plane's token")
+        self.stream.send(wire.prove(self._token, wire.Role.PRODUCER, nonces))
         self.is_known = True
+        self._server.known(self)
         try:
             while True:
                 yield from self._serve_one()

@@ -4,7 +4,9 @@ Owned by the plane's own thread. Bytes go straight between the socket and the me
 connection that is closed has certainly stopped.
 """
 
+import contextlib
 import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,6 +15,8 @@ __all__ = ["Span", "Stream", "tune"]
 MAX_VIEWS = 1024
 """Buffers that one system call takes (IOV_MAX)."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER that closes with a reset."""
 UNACKNOWLEDGED_S = 25
 """A peer whose host no longer answers is gone after this long, as with keep-alive; the kernel's own patience is a quarter of an hour."""
 
@@ -69,7 +73,7 @@ class Stream:
         while self._outgoing and moved < max_bytes:
             span = self._outgoing[0]
             try:
-                sent = self._socket.sendmsg(span.window()) if span.left_bytes else 0
+                sent = self._socket.sendmsg(span.window(), (), socket.MSG_NOSIGNAL) if span.left_bytes else 0
             except BlockingIOError:
                 break
             span.advance(sent)
@@ -90,7 +94,12 @@ class Stream:
         return received
 
     def close(self) -> None:
+        """What is not sent yet is thrown away: a connection that is given up shall not go on in the kernel, or in a child process."""
+        if self._outgoing:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._outgoing.clear()
+        with contextlib.suppress(OSError):  # it was never connected, or is no longer
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

@@ -1,9 +1,11 @@
 """What the `tcp` plane says on a connection. Pure.
 
-The producer greets with a nonce, the dialler proves that it has seen the offer. Then requests, answered in their order:
+Both sides prove that they know the offer's token: the dialler was told it, the producer made it, whoever else listens there or dials did
+neither. Then requests, answered in their order:
 
     greeting   MAGIC, 16 bytes nonce                                    producer
-    proof      HMAC-SHA256 of the nonce under the offer's token         dialler
+    proof      16 bytes nonce; HMAC-SHA256 of its role and both nonces   dialler
+    proof      HMAC-SHA256 of its role and both nonces                   producer
     request    operation, number of runs, bytes of all; then for each run its address in the producer and its size
                (a write is followed by its bytes)                        dialler
     reply      status, length of a text (0 when all is well)             producer
@@ -17,7 +19,7 @@ import hmac
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import msgspec
 import numpy as np
@@ -40,8 +42,10 @@ __all__ = [
     "Offer",
     "Operation",
     "Ranges",
+    "Role",
     "Rows",
     "greeting",
+    "is_proof",
     "nonce_in",
     "pack_header",
     "pack_refusal",
@@ -52,6 +56,7 @@ __all__ = [
 
 MAGIC = b"kvferry\x01"
 NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
+"""A proof alone; a dialler's comes after its nonce."""
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 MAX_BATCH_RUNS = 1024
 """As many as one system call takes."""
@@ -69,6 +74,11 @@ Rows = npt.NDArray[np.int64]
 class Operation(IntEnum):
     READ = 1
     WRITE = 2
+
+
+class Role(Enum):
+    PRODUCER = b"producer"
+    DIALLER = b"dialler"
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -125,8 +135,13 @@ def nonce_in(received: bytes) -> bytes:
     return received[len(MAGIC) :]
 
 
-def prove(token: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(token, nonce, hashlib.sha256)
+def prove(token: bytes, role: Role, nonces: bytes) -> bytes:
+    """`nonces`: the producer's, then the dialler's."""
+    return hmac.digest(token, role.value + nonces, hashlib.sha256)
+
+
+def is_proof(received: bytes, token: bytes, role: Role, nonces: bytes) -> bool:
+    return hmac.compare_digest(received, prove(token, role, nonces))
 
 
 def pack_header(operation: Operation, rows: Rows) -> bytes:
