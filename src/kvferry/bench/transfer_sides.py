@@ -129,6 +129,7 @@ def _wait_for(pipe: Connection, stop: StopRequest) -> None:
         stop.check()
         if time.monotonic() > deadline:
             raise KVFerryError(f"the producer process was not ready within {START_S:.0f} s; is the machine overloaded?")
+    stop.check()  # Ctrl-C at a terminal may have ended the producer too
 
 
 class Consumer:
