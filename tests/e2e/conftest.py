@@ -95,15 +95,21 @@ def networked(plane: str) -> dict[str, object]:
     return {**NETWORKED, "planes": [plane]}
 
 
-@pytest.fixture(scope="module", params=["tcp", "nixl"])
-def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Network]:
-    skip_unless_possible()
-    with Hosts.opened(3) as hosts, Cluster(tmp_path_factory.mktemp("network"), model) as cluster:
+@contextmanager
+def connected(plane: str, directory: Path, model: Path) -> Iterator[Network]:
+    with Hosts.opened(3) as hosts, Cluster(directory, model) as cluster:
         starting = {
-            policy: cluster.serve(f"decode {policy}", extra=networked(request.param), policy=policy, at=hosts[number])
+            policy: cluster.serve(f"decode {policy}", extra=networked(plane), policy=policy, at=hosts[number])
             for number, policy in enumerate(("fail", "recompute"), 1)
         }
-        yield Network(hosts, cluster, request.param, {policy: process.ready() for policy, process in starting.items()})
+        yield Network(hosts, cluster, plane, {policy: process.ready() for policy, process in starting.items()})
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Network]:
+    skip_unless_possible()
+    with connected("tcp", tmp_path_factory.mktemp("network"), model) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

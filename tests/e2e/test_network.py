@@ -1,6 +1,6 @@
 """Cables that are cut, heal or are slow, between engines on hosts of their own: as if the other side had died, then as if nothing had been.
 
-Both failure policies at once: two D, one of each, read from one P.
+Both failure policies at once: two D, one of each, read from one P, over plain TCP. What NIXL can promise over TCP: test_nixl_network.py.
 """
 
 import asyncio
@@ -33,7 +33,12 @@ def play(story: Story, network: Network, plain: Engine) -> None:
                 await assert_recovers(session, network.p, d, plain)
             await assert_quiescent(session, network.p, *network.decoders.values())
 
-    asyncio.run(whole())
+    try:
+        asyncio.run(whole())
+    except BaseException:
+        for engine in (network.p, *network.decoders.values()):
+            print("\n".join([f"last words of {engine.process.name}:", *engine.process.tail(30)]))
+        raise
 
 
 async def warm(session: aiohttp.ClientSession, network: Network) -> None:

@@ -22,7 +22,7 @@ from kvferry.types import MemoryKind
 __all__ = ["RawNixl"]
 
 NUM_THREADS = 4
-"""As our own plane uses, and vLLM."""
+"""As vLLM asks for; our own plane does without."""
 
 
 class RawNixl:

@@ -72,7 +72,7 @@ class NixlExtraConfig(ExtraConfig):
     backends: Texts = ("UCX",)
     """NIXL plugins to start, for example UCX or LIBFABRIC; `kvferry doctor` says which there are."""
     num_threads: Count = 4
-    """Threads of each NIXL plugin that takes a number of them."""
+    """Threads of each NIXL plugin that takes a number of them; UCX alone needs none here and has none."""
     kv_lease_duration: LeaseSeconds = 30.0
     """How long P keeps blocks for D without hearing from it."""
     decoder_kv_blocks_ttl: Seconds = 480.0
