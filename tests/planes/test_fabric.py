@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.planes.fabric import has_fabric, nixl_is_near
+from kvferry.planes.fabric import has_fabric, where_nixl_is_near
 
 
 @pytest.fixture
@@ -48,6 +48,6 @@ def test_a_backend_that_somebody_named_is_believed(tmp_path: Path) -> None:
 
 
 def test_nixl_without_a_fabric_is_near_only_where_it_has_shared_memory() -> None:
-    assert nixl_is_near(("UCX",), {}) == nixl_is_near(("UCX",), {"UCX_TLS": "tcp,sm,self"}) != ""
-    assert nixl_is_near(("UCX",), {"UCX_TLS": "tcp"}) != nixl_is_near(("UCX",), {"UCX_TLS": "tcp"})
-    assert nixl_is_near(("UCX", "LIBFABRIC"), {}) == ""
+    assert where_nixl_is_near(("UCX",), {}) == where_nixl_is_near(("UCX",), {"UCX_TLS": "tcp,sm,self"}) != ""
+    assert where_nixl_is_near(("UCX",), {"UCX_TLS": "tcp"}) != where_nixl_is_near(("UCX",), {"UCX_TLS": "tcp"})
+    assert where_nixl_is_near(("UCX", "LIBFABRIC"), {}) == ""

@@ -52,8 +52,8 @@ def test_whatever_bytes_come_as_a_header_are_refused_or_within_bounds(received: 
 
 
 def test_a_refusal_carries_a_bounded_text_and_all_is_well_without_one() -> None:
-    assert wire.text_bytes_in(wire.pack_refusal("")) == 0
-    refusal = wire.pack_refusal("é" * 5000)
+    assert wire.text_bytes_in(wire.pack_reply()) == 0
+    refusal = wire.pack_reply("é" * 5000)
     assert wire.text_bytes_in(refusal[: wire.REPLY_BYTES]) == len(refusal) - wire.REPLY_BYTES == wire.MAX_TEXT_BYTES
 
 

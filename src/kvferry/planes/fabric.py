@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
-__all__ = ["has_fabric", "host_reach", "nixl_is_near"]
+__all__ = ["has_fabric", "host_reach", "where_nixl_is_near"]
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The kernel lists InfiniBand, RoCE, EFA and iWARP devices here alike."""
@@ -30,7 +30,7 @@ def has_fabric(backends: Sequence[str], environ: Mapping[str, str], devices: Pat
     return bool(present if "all" in named else present & named)
 
 
-def nixl_is_near(backends: Sequence[str], environ: Mapping[str, str]) -> str:
+def where_nixl_is_near(backends: Sequence[str], environ: Mapping[str, str]) -> str:
     """What NIXL says of itself as `PlaneOffer.near`: everywhere with a fabric, else in this host and network, by shared memory; without
     that nowhere, which no other process is."""
     if has_fabric(backends, environ):

@@ -21,7 +21,7 @@ import msgspec
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes.bounds import check_pieces, check_regions
-from kvferry.planes.fabric import nixl_is_near
+from kvferry.planes.fabric import where_nixl_is_near
 from kvferry.planes.nixl_agent import NixlAgent, load_nixl
 from kvferry.planes.nixl_generations import Generations
 from kvferry.planes.nixl_transfer import Agent, Link, NixlTransfer
@@ -99,7 +99,7 @@ class NixlDataPlane:
 
     def offer(self) -> PlaneOffer:
         agent = self._registered()
-        near = nixl_is_near(self._backends, os.environ)
+        near = where_nixl_is_near(self._backends, os.environ)
         return PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(agent.name, agent.metadata())), near)
 
     def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:

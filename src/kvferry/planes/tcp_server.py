@@ -95,7 +95,7 @@ class _Served(Connection):
             while True:
                 yield from self._serve_one()
         except RemoteProtocolError as error:
-            self.stream.send(wire.pack_refusal(str(error)))
+            self.stream.send(wire.pack_reply(str(error)))
 
     def may_receive(self) -> bool:
         return self.stream.num_outgoing < MAX_OUTGOING
@@ -119,8 +119,8 @@ class _Served(Connection):
         yield Span([rows.data.cast("B")])
         views = self._server.views(rows, request.total_bytes)
         if request.operation is wire.Operation.READ:
-            self.stream.send(wire.pack_refusal(""), *views)
+            self.stream.send(wire.pack_reply(), *views)
         else:
             yield Span(views)
-            self.stream.send(wire.pack_refusal(""))
+            self.stream.send(wire.pack_reply())
         self._is_amid_request = False

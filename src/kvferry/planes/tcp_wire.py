@@ -48,7 +48,7 @@ __all__ = [
     "is_proof",
     "nonce_in",
     "pack_header",
-    "pack_refusal",
+    "pack_reply",
     "prove",
     "text_bytes_in",
     "unpack_header",
@@ -155,9 +155,9 @@ def unpack_header(received: bytes) -> Header:
     return Header(Operation(operation), num_runs, total_bytes)
 
 
-def pack_refusal(why: str) -> bytes:
-    """Empty text: not refused."""
-    text = why.encode(errors="replace")[:MAX_TEXT_BYTES]
+def pack_reply(refusal: str = "") -> bytes:
+    """All is well, unless there is a reason to refuse."""
+    text = refusal.encode(errors="replace")[:MAX_TEXT_BYTES]
     return _REPLY.pack(1 if text else 0, len(text)) + text
 
 
