@@ -68,6 +68,20 @@ async def begin_reads(session: aiohttp.ClientSession, network: Network, prompts:
     return begun
 
 
+async def cut_during_reads(session: aiohttp.ClientSession, network: Network, plain: Engine, *freed: Engine) -> None:
+    """P is cut off while both D read. Their requests end, and everything of `freed` is free, while it is; then the cable heals."""
+    await warm(session, network)
+    prompts = {policy: fresh(LONG) for policy in network.decoders}
+    right = await right_answers(plain, prompts)
+    with network.throttled("4mbit"):
+        reading = await begin_reads(session, network, prompts)
+        with network.cut():
+            for policy, task in reading.items():
+                assert_ended_well(await task, right[policy], policy, *SILENCE)
+            # Bytes that were under way cannot land any more, or D's blocks would not be free.
+            await assert_quiescent(session, *freed)
+
+
 async def right_answers(plain: Engine, prompts: dict[str, Prompt]) -> dict[str, Answer]:
     return dict(zip(prompts, await ask_all(plain, list(prompts.values())), strict=True))
 
@@ -94,16 +108,7 @@ def test_a_cable_cut_before_the_read_is_as_the_death_of_p_and_heals(network: Net
 
 def test_a_cable_cut_during_the_read_frees_both_sides_while_it_is_cut(network: Network, plain: Engine) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
-        await warm(session, network)
-        prompts = {policy: fresh(LONG) for policy in network.decoders}
-        right = await right_answers(plain, prompts)
-        with network.throttled("4mbit"):
-            reading = await begin_reads(session, network, prompts)
-            with network.cut():
-                for policy, task in reading.items():
-                    assert_ended_well(await task, right[policy], policy, *SILENCE)
-                # Bytes that were under way cannot land any more, or D's blocks would not be free.
-                await assert_quiescent(session, network.p, *network.decoders.values())
+        await cut_during_reads(session, network, plain, network.p, *network.decoders.values())
 
     play(story, network, plain)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.e2e.conftest import Network, connected
-from tests.e2e.handovers import assert_ended_well, assert_recovers, count, fresh
+from tests.e2e.handovers import assert_recovers, count, fresh
 from tests.e2e.harness import Engine, ask, assert_quiescent, new_session
 from tests.e2e.hosts import skip_unless_possible
-from tests.e2e.test_network import EXPIRED, LONG, SILENCE, begin_reads, right_answers, warm
+from tests.e2e.test_network import EXPIRED, LONG, begin_reads, cut_during_reads, right_answers, warm
 
 from kvferry.errors import KVFerryError
 
@@ -48,15 +48,7 @@ def test_a_cable_cut_during_the_read_brings_no_wrong_token_when_it_heals(network
 
     async def story() -> None:
         async with new_session() as session:
-            await warm(session, network)
-            prompts = {policy: fresh(LONG) for policy in network.decoders}
-            right = await right_answers(plain, prompts)
-            with network.throttled("4mbit"):
-                reading = await begin_reads(session, network, prompts)
-                with network.cut():
-                    for policy, task in reading.items():
-                        assert_ended_well(await task, right[policy], policy, *SILENCE)
-                    await assert_quiescent(session, *network.decoders.values())
+            await cut_during_reads(session, network, plain, *network.decoders.values())
             await assert_right_tokens(session, network, plain)
             restart_p_if_ucx_has_ended_it(network)
             for d in network.decoders.values():
