@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
-from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.heartbeats import READ_BEGINS

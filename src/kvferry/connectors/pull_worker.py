@@ -33,7 +33,7 @@ from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
 from kvferry.protocol.codec import encode_layout
-from kvferry.protocol.consumer import ConsumerSettings
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.geometry import Geometry, region_info
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings

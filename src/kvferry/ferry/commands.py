@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from kvferry.types import RequestId
+from kvferry.protocol.fingerprints import Fingerprint
+from kvferry.types import Address, RequestId
 
-__all__ = ["Abandon", "Abort", "Command", "Grant", "HandBack", "Reject", "Settle", "Start", "Track"]
+__all__ = ["Abandon", "Abort", "Command", "Expect", "Grant", "HandBack", "Publish", "Reject", "Settle", "Start", "Track", "Withhold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,18 @@ class Track:
 
     request: RequestId
     ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A request with a genuine push ticket has arrived: shake hands, register, attach once there is something."""
+
+    request: RequestId
+    push_ticket: str
+    tokens: Fingerprint
+    """Of its prompt."""
+    own_address: Address
+    """Of our side channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,25 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Publish:
+    """A request that was granted is for whoever registers for it: offer this ticket."""
+
+    request: RequestId
+    handover: str
+    """Of its push ticket; empty: it had none."""
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withhold:
+    """A request has ended without blocks to hand over: whoever has registered for it waits in vain."""
+
+    request: RequestId
+    handover: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Nobody will come for this request's blocks: its ticket reached nobody."""
 
@@ -74,4 +106,4 @@ class HandBack:
     serial: int
 
 
-Command = Track | Start | Settle | Abort | Reject | Grant | Abandon | HandBack
+Command = Track | Expect | Start | Settle | Abort | Reject | Grant | Publish | Withhold | Abandon | HandBack

@@ -7,15 +7,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
+from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
-from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
+from kvferry.ferry.commands import Abandon, Abort, Command, Expect, Grant, HandBack, Publish, Reject, Settle, Start, Track, Withhold
 from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, Expose, HangUp, OpenPeer, Place, Send, StartRead, StopRead
-from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -25,10 +26,15 @@ from kvferry.protocol.messages import (
     HandshakeReply,
     Heartbeat,
     HeartbeatReply,
+    PushCancel,
+    PushOffer,
+    PushRegistration,
     Ready,
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
 from kvferry.types import PeerId, RequestId
 
@@ -56,6 +62,7 @@ class FerrySnapshot:
     pulls: int = 0
     reads: int = 0
     peers: int = 0
+    registrations: int = 0
 
 
 class Ferry:
@@ -68,6 +75,7 @@ class Ferry:
         clock: Callable[[], float],
     ) -> None:
         self._key = TicketKey(settings.secret)
+        self._push_key = PushTicketKey(settings.secret)
         self._producer = Producer(settings.producer, self._key)
         self._consumer = Consumer(settings.consumer)
         self._planes = {plane.name: plane for plane in planes}
@@ -79,7 +87,8 @@ class Ferry:
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
-        return FerrySnapshot(self._producer.num_leases, self._consumer.num_pulls, len(self._reads), self._consumer.num_peers)
+        producer, consumer = self._producer, self._consumer
+        return FerrySnapshot(producer.num_leases, consumer.num_pulls, len(self._reads), consumer.num_peers, producer.num_registrations)
 
     def step(self, commands: Sequence[Command], *, wait_s: float | None = None) -> list[Event]:
         """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened."""
@@ -143,23 +152,39 @@ class Ferry:
             return
         is_inbound = not news.route.dialled
         match message:
-            case Attach() | Heartbeat() | Confirm() | Detach() if is_inbound:
+            case Attach() | Heartbeat() | Confirm() | Detach() | PushRegistration() | PushCancel() if is_inbound:
                 self._producer.receive(news.route, message, now)
             case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
                 self._consumer.receive(news.route.dialled, message, now)
+            case PushOffer(reader, ticket) if not is_inbound:
+                self._take_offer(reader, ticket, now)
             case _:
                 self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
+
+    def _take_offer(self, reader: str, ticket: str, now: float) -> None:
+        try:
+            self._consumer.offered(reader, self._key.open(ticket), ticket, now)
+        except InvalidTicket as error:
+            self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
 
     def _obey(self, command: Command, now: float) -> None:
         match command:
             case Grant(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
+            case Publish(request, handover, ticket):
+                self._producer.publish(request, handover, ticket)
+            case Withhold(request, handover, reason):
+                self._producer.withhold(request, handover, reason, now)
             case Abandon(request):
                 self._producer.abandon(request)
             case HandBack(request, serial):
                 self._producer.hand_back(request, serial)
             case Track(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
+            case Expect(request, text, tokens, own_address):
+                invited = self._push_key.open(text)
+                invitation = Invitation(invited.handover, tokens, own_address)
+                self._consumer.expect(request, invited.life, invited.address, invited.tp_size, invitation, now)
             case Start(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
             case Settle(request):

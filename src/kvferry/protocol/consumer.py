@@ -2,16 +2,17 @@
 reports. Pure.
 
 A request may be used only after every rank it was read from has answered `Confirmed`: the lease was alive when the last byte had
-arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. Feed it
+arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. In push the
+ticket comes later: the request is registered with the producer, which offers one when there is something to read. Feed it
 commands, messages and completions; take actions and events.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, Place, Send, StartRead, StopRead
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.messages import (
     MAX_LEASES_PER_BEAT,
@@ -23,15 +24,18 @@ from kvferry.protocol.messages import (
     HandshakeReply,
     Heartbeat,
     HeartbeatReply,
+    PushCancel,
+    PushRegistration,
     Ready,
     Refused,
 )
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
-from kvferry.protocol.planning import Pieces, plan_placement, plan_read
-from kvferry.protocol.pulls import Destination, Pull, PullTable, reader_name
+from kvferry.protocol.peers import LostPeer, Peer, PeerBook
+from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
+from kvferry.protocol.read_plans import plan_reads
+from kvferry.protocol.registrations import Registrar
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TROUBLE, TransferEvent, TransferState, next_state
-from kvferry.types import EngineId, EngineLife, PeerId, RequestId
+from kvferry.types import Address, EngineLife, PeerId, RequestId
 
 __all__ = ["Consumer", "ConsumerSettings"]
 
@@ -41,17 +45,6 @@ ANNOUNCE_AFTER_S = 0.5
 """A read that begins so long after its reader has attached is announced."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumerSettings:
-    engine: EngineId
-    peers: PeerSettings
-    read_timeout_s: float
-    confirm_timeout_s: float
-    receive_timeout_s: float
-    is_staged: bool = False
-    """Planes bring blocks to a copy of the engine's memory, and they are copied from there."""
-
-
 class Consumer:
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
@@ -59,6 +52,7 @@ class Consumer:
         self._peers = PeerBook(settings.peers, self._actions)
         self._beats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._pulls = PullTable()
+        self._registrar = Registrar(settings.engine, settings.peers.geometry.tp_size, settings.registration_s)
         self._farewells: dict[EngineLife, list[Pull]] = {}
         self._events: list[Event] = []
 
@@ -74,15 +68,24 @@ class Consumer:
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
+        self._begin(
+            request, Origin(EngineLife(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, ticket_text), now
+        )
+
+    def expect(self, request: RequestId, life: EngineLife, address: Address, tp_size: int, invitation: Invitation, now: float) -> None:
+        """A request has entered the engine whose KV that producer is about to compute. Known requests are ignored."""
+        self._begin(request, Origin(life, address, tp_size, invitation=invitation), now)
+
+    def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._pulls.get(request) is not None:
             return
-        pull = Pull(request, ticket, ticket_text, self._reader_name(request, self._settings.peers.geometry.tp_rank))
+        pull = Pull(request, self._reader_name(request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
-        peer = self._peers.ensure(pull.life, ticket.address, ticket.tp_size, now)
+        peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
             self._meet(pull, _E.PEER_LOST, now, peer.reason)
         elif peer.is_ready:
-            self._attach(pull, peer, now)
+            self._greet(pull, peer, now)
 
     def start(
         self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float, needed_from: Sequence[int] = ()
@@ -93,7 +96,8 @@ class Consumer:
         if pull is None:
             self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
             return
-        pull.to = Destination(blocks, tokens, needed_from, now + self._settings.receive_timeout_s)
+        patience_s = self._settings.receive_timeout_s if pull.is_offered else self._settings.offer_timeout_s
+        pull.to = Destination(blocks, tokens, needed_from, now + patience_s)
         self._pulls.set_deadline(pull, pull.to.give_up_at)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
 
@@ -127,6 +131,21 @@ class Consumer:
             case Refused():
                 self._receive_refused(message, now)
 
+    def offered(self, reader: str, ticket: Ticket, ticket_text: str, now: float) -> None:
+        """The producer has what a request was registered for. Ranks offer the same; the first counts."""
+        pull = self._pulls.of_reader(reader)
+        if pull is None or pull.is_offered or pull.state not in (TransferState.TRACKED, TransferState.WAITING):
+            return
+        peer = self._peers.get(pull.life)
+        if peer is None or (ticket.engine_id, ticket.epoch_id) != (pull.life.engine, pull.life.epoch):
+            return
+        self._stop_beats(pull)
+        pull.origin.ticket, pull.origin.ticket_text = ticket, ticket_text
+        if pull.has_blocks:
+            pull.to.give_up_at = now + self._settings.receive_timeout_s
+            self._pulls.set_deadline(pull, pull.to.give_up_at)
+        self._attach(pull, peer, now)
+
     def disconnected(self, address: str, now: float) -> None:
         for lost in self._peers.disconnected(address, now):
             self._lost(lost, now)
@@ -137,11 +156,12 @@ class Consumer:
             return
         for pull in self._pulls.of_life(peer.life):
             if pull.state in (TransferState.TRACKED, TransferState.WAITING):
-                self._attach(pull, peer, now)
+                self._greet(pull, peer, now)
         # After the others have attached: a farewell settles the lease they may share.
         for pull in self._farewells.pop(peer.life, []):
-            self._send_attach(pull, peer)
-            self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
+            if pull.is_offered:
+                self._send_attach(pull, peer)
+            self._to_all_ranks(peer, self._farewell(pull))
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.life, reason, now), now)
@@ -177,7 +197,7 @@ class Consumer:
         for peer_id in self._beats.lost(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull, now))
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
         for beat in self._beats.due(now):
             peer = self._peers.get(beat.peer.life)
             if peer is not None and peer.is_ready:
@@ -223,11 +243,18 @@ class Consumer:
             case state if state in FINAL:
                 self._end(pull)
 
+    def _greet(self, pull: Pull, peer: Peer, now: float) -> None:
+        if pull.is_offered:
+            self._attach(pull, peer, now)
+            return
+        pull.is_attached = True
+        self._to_all_ranks(peer, self._registrar.registration(pull))
+        self._start_beats(pull, peer, self._settings.registration_s, now)
+
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
         pull.is_attached, pull.attached_at = True, now
         self._send_attach(pull, peer)
-        for rank in peer.visits:
-            self._beats.track(peer.peer_id(rank), pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
+        self._start_beats(pull, peer, pull.ticket.ttl_s, now)
         pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
         if not pull.outstanding.exposures:
             self._meet(pull, _E.PEER_READY, now, "")
@@ -236,7 +263,7 @@ class Consumer:
         for rank, visit in peer.visits.items():
             names = [self._reader_name(pull.request, visitor) for visitor in visit.visitors]
             companions = [name for name in names if name != pull.reader]
-            message = Attach(pull.ticket_text, pull.reader, peer.planes[rank], companions)
+            message = Attach(pull.origin.ticket_text, pull.reader, peer.planes[rank], companions)
             self._actions.append(Send(peer.control_address(rank), message))
 
     def _start_reads(self, pull: Pull, now: float) -> None:
@@ -244,7 +271,7 @@ class Consumer:
         assert peer is not None
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
         try:
-            plans = self._plan(pull, peer)
+            plans = plan_reads(self._settings.peers.geometry, pull, peer)
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
@@ -255,21 +282,6 @@ class Consumer:
             self._actions += [Send(peer.control_address(rank), beat) for rank in plans]
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
-
-    def _plan(self, pull: Pull, peer: Peer) -> dict[int, list[Pieces]]:
-        """What to read from each rank; the pull is told what is to be put in order afterwards."""
-        ours, to, ticket = self._settings.peers.geometry, pull.to, pull.ticket
-        visited = {rank: peer.geometries[rank] for rank in peer.visits}
-        for geometry in visited.values():
-            if geometry.block_size != ticket.block_size:
-                raise RemoteProtocolError(
-                    f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold {geometry.block_size}"
-                )
-        to.placements = tuple(plan_placement(ours, list(visited.values()), to.blocks, to.tokens))
-        return {
-            rank: plan_read(ours, geometry, peer.visits[rank].heads, to.blocks, ticket.block_ids(), to.tokens, to.needed_from)
-            for rank, geometry in visited.items()
-        }
 
     def _stop_reads(self, pull: Pull) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
@@ -314,15 +326,22 @@ class Consumer:
             return
         if pull.is_attached:
             self._stop_beats(pull)
-            self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
+            self._to_all_ranks(peer, self._farewell(pull))
         elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
             self._farewells.setdefault(pull.life, []).append(pull)
+
+    def _farewell(self, pull: Pull) -> Detach | PushCancel:
+        return Detach(pull.life.epoch, pull.lease, pull.reader) if pull.is_offered else self._registrar.cancellation(pull)
+
+    def _start_beats(self, pull: Pull, peer: Peer, lease_s: float, now: float) -> None:
+        for rank in peer.visits:
+            self._beats.track(peer.peer_id(rank), pull.lease, heartbeat_interval_s(lease_s), now)
 
     def _stop_beats(self, pull: Pull) -> None:
         pull.is_attached = False
         peer = self._peers.get(pull.life)
         for rank in peer.visits if peer is not None else ():
-            self._beats.untrack(PeerId(pull.life.engine, pull.life.epoch, rank), pull.ticket.lease)
+            self._beats.untrack(PeerId(pull.life.engine, pull.life.epoch, rank), pull.lease)
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:
@@ -343,11 +362,12 @@ class Consumer:
         for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
             # While confirming, Confirmed or Refused is on its way and is the better answer.
             if pull.state is not TransferState.CONFIRMING:
-                self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
+                lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
+                self._meet(pull, _E.REFUSED, now, lost)
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state not in (TransferState.TRACKED, TransferState.WAITING) or pull.ticket.request != message.lease:
+        if pull is None or pull.state not in (TransferState.TRACKED, TransferState.WAITING) or pull.lease != message.lease:
             return
         rank = self._rank_at(pull, address, pull.outstanding.exposures)
         if rank is None:
@@ -358,7 +378,7 @@ class Consumer:
 
     def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state is not TransferState.CONFIRMING or pull.ticket.request != message.lease:
+        if pull is None or pull.state is not TransferState.CONFIRMING or pull.lease != message.lease:
             return
         rank = self._rank_at(pull, address, pull.outstanding.confirmations)
         if rank is None:
@@ -376,18 +396,8 @@ class Consumer:
         peer = self._peers.get(pull.life)
         return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
 
-    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
+    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
-
-    def _overdue_reason(self, pull: Pull, now: float) -> str:
-        settings = self._settings
-        match pull.state:
-            case TransferState.MOVING if now < pull.to.give_up_at:
-                return f"the read did not end within {settings.read_timeout_s:g} s"
-            case TransferState.CONFIRMING if now < pull.to.give_up_at:
-                return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
-            case _:
-                return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
 
     def _reader_name(self, request: RequestId, tp_rank: int) -> str:
         return reader_name(self._settings.engine, request, tp_rank)

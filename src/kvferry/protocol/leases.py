@@ -65,6 +65,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._leases
+
     @property
     def num_entries(self) -> int:
         """What is remembered of deadlines: never much more than twice the leases."""

@@ -5,6 +5,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
     3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
+    4  push: PushRegistration, PushOffer, PushCancel
 """
 
 from typing import Annotated
@@ -27,6 +28,9 @@ __all__ = [
     "HeartbeatReply",
     "Message",
     "OfferInfo",
+    "PushCancel",
+    "PushOffer",
+    "PushRegistration",
     "RankLayout",
     "Ready",
     "Refused",
@@ -34,7 +38,7 @@ __all__ = [
     "Release",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -47,6 +51,7 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 MAX_LEASES_PER_BEAT = 1000
 MAX_COMPANIONS = 1000
 MAX_AXES = 8
+MAX_REGISTRATION_S = 1e6
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +149,40 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     ticket: str
 
 
+class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
+    """Consumer to producer, before there is anything to hand over: tell me when this request's KV is there."""
+
+    epoch: Name
+    reader: Name
+    """This rank's request, as in Attach; renewed under this name by heartbeats."""
+    request_id: Name
+    """The consumer's own."""
+    decode_engine_id: Name
+    decode_host: Name
+    decode_port: int
+    decode_tp_size: int
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
+    """How long it is remembered without a heartbeat."""
+    handover: Name = ""
+    """Of the push ticket that both legs carry; empty: they are matched by their request ids."""
+
+
+class PushOffer(msgspec.Struct, frozen=True, tag=True):
+    """What was registered for is there, and may be read under this ticket."""
+
+    reader: Name
+    ticket: str
+
+
+class PushCancel(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is needed for this request any more, or never was: free its blocks, or do not keep them once they are computed."""
+
+    epoch: Name
+    request_id: Name
+    decode_engine_id: Name
+    handover: Name = ""
+
+
 class RegionInfo(msgspec.Struct, frozen=True):
     name: str
     address: int
@@ -196,4 +235,7 @@ Message = (
     | Refused
     | Detach
     | Release
+    | PushRegistration
+    | PushOffer
+    | PushCancel
 )

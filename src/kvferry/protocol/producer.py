@@ -4,6 +4,8 @@ The scheduler issues tickets and the worker holds the leases, so a reader's mess
 reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
 no more of them is believed.
 
+In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the desk (`push_desk.py`).
+
 A staged producer's readers read a copy of the blocks, which is made when the lease is granted. It tells each of them when the copy is there
 (`Ready`), confirms nobody before, and does not report the end of a lease whose blocks are still being copied.
 Pure: feed it, then take what it wants done.
@@ -21,7 +23,20 @@ from kvferry.protocol.actions import Expose
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    PushCancel,
+    PushOffer,
+    PushRegistration,
+    Ready,
+    Refused,
+)
+from kvferry.protocol.push_desk import PushDesk
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, RequestId, Route
 
@@ -45,7 +60,7 @@ class ProducerSettings:
 @dataclass(frozen=True, slots=True)
 class Reply:
     route: Route
-    message: Ready | Confirmed | Refused | HeartbeatReply
+    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer
 
 
 @dataclass(slots=True)
@@ -79,6 +94,7 @@ class Producer:
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._copies: dict[RequestId, _Copy] = {}
+        self._desk = PushDesk(settings.lease_ttl_s)
         self._actions: list[Expose] = []
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
@@ -88,6 +104,11 @@ class Producer:
     def num_leases(self) -> int:
         """Those included that have ended but are not reported yet."""
         return len(self._leases) + sum(copy.end is not None for copy in self._copies.values())
+
+    @property
+    def num_registrations(self) -> int:
+        """Of ranks of consumers that wait for a prefill."""
+        return self._desk.num_waiting
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
@@ -118,6 +139,18 @@ class Producer:
         if claim.is_abandoned:
             self.abandon(request)
 
+    def publish(self, request: RequestId, handover: str, ticket: str) -> None:
+        """A granted prefill is for whoever has registered, or will register, for it."""
+        # A reader that came ahead of the grant may have been served already.
+        if request in self._leases:
+            self._desk.publish(request, handover, ticket)
+            self._take_from_desk()
+
+    def withhold(self, request: RequestId, handover: str, reason: str, now: float) -> None:
+        """A prefill has ended without anything to hand over; whoever waits for it is told why."""
+        self._desk.fail(request, handover, reason, now)
+        self._take_from_desk()
+
     def exposed(self, request: RequestId, error: str | None) -> None:
         """The copy that `Expose` asked for has ended; it no longer reads the request's blocks."""
         copy = self._copies.pop(request)
@@ -128,7 +161,7 @@ class Producer:
         else:
             revoked = self._leases.revoke(request)
             assert revoked is not None
-            self._ended.append(revoked)
+            self._note_end(revoked)
             for reader, route in copy.waiting.items():
                 self._refuse(route, request, reader, f"the blocks could not be copied to the host buffer: {error}")
 
@@ -149,7 +182,7 @@ class Producer:
         """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
         return now < self._stirred_at + READ_WATCH_S
 
-    def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach, now: float) -> None:
+    def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel, now: float) -> None:
         if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
             self._stirred_at = now
         match message:
@@ -159,10 +192,14 @@ class Producer:
                 self._receive_heartbeat(route, message, now)
             case Confirm() | Detach():
                 self._receive_end(route, message, now)
+            case PushRegistration() | PushCancel():
+                self._receive_push(route, message, now)
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
+        self._desk.advance(now)
         for ended in self._leases.expire(now):
+            self._desk.note_expiry(ended.request, now)
             self._note_end(ended)
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
@@ -173,7 +210,8 @@ class Producer:
                 del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._claim_deadlines.next(), self._leases.next_deadline()) if at is not None), default=None)
+        deadlines = (self._claim_deadlines.next(), self._leases.next_deadline(), self._desk.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Expose]:
         actions, self._actions = self._actions, []
@@ -220,7 +258,9 @@ class Producer:
         gone: Sequence[str] = message.leases
         if message.epoch == self._settings.epoch:
             leases: Sequence[RequestId] = [RequestId(lease) for lease in message.leases]
-            gone = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
+            missing = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
+            registered = self._desk.renew(missing, now)
+            gone = [lease for lease in missing if lease not in registered]
         self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone))))
 
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
@@ -242,6 +282,21 @@ class Producer:
         else:
             self._leases.detach(request, message.reader)
             self._collect(request)
+
+    def _receive_push(self, route: Route, message: PushRegistration | PushCancel, now: float) -> None:
+        if message.epoch != self._settings.epoch:
+            if isinstance(message, PushRegistration):
+                self._refuse(route, RequestId(""), message.reader, "the producer has restarted since the router chose it")
+        elif isinstance(message, PushRegistration):
+            self._desk.register(route, message, now)
+        else:
+            self._desk.cancel(message, now)
+        self._take_from_desk()
+
+    def _take_from_desk(self) -> None:
+        self._replies += [Reply(reply.route, reply.message) for reply in self._desk.take_replies()]
+        for request in self._desk.take_unwanted():
+            self.abandon(request)
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
@@ -270,6 +325,7 @@ class Producer:
             self._note_end(ended)
 
     def _note_end(self, ended: EndedLease) -> None:
+        self._desk.forget(ended.request)
         copy = self._copies.get(ended.request)
         if copy is None:
             self._ended.append(ended)

@@ -1,17 +1,21 @@
-"""Requests whose KV is on its way here, and by which names they are found. Plain data; pure."""
+"""Requests whose KV is on its way here, and by which names they are found. Plain data; pure.
+
+In pull a request comes with the ticket for its KV. In push it comes with an invitation: whom to ask for a ticket once there is one.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.placement import Placement
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
-from kvferry.types import EngineId, EngineLife, RequestId
+from kvferry.types import Address, EngineId, EngineLife, RequestId
 
-__all__ = ["Destination", "Outstanding", "Pull", "PullTable", "reader_name"]
+__all__ = ["Destination", "Invitation", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
 
 
 @dataclass(slots=True)
@@ -44,16 +48,48 @@ class Outstanding:
     confirmations: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a request has instead of a ticket while its KV is yet to be computed."""
+
+    handover: str
+    tokens: Fingerprint
+    """Of our prompt."""
+    own_address: Address
+    """Of our side channel."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a pull's KV comes from."""
+
+    life: EngineLife
+    address: Address
+    """Of the producer's side channel."""
+    tp_size: int
+    ticket: Ticket | None = None
+    ticket_text: str = ""
+    invitation: Invitation | None = None
+    """There is one in push. Then the ticket is offered later."""
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """So many tokens of our prompt are surely those the ticket was issued for; None: that was checked when it arrived."""
+        if self.invitation is None or self.ticket is None:
+            return None
+        return shared_prefix(self.ticket.tokens, self.invitation.tokens)
+
+
 @dataclass(slots=True)
 class Pull:
     """One request's KV on its way here."""
 
     request: RequestId
-    ticket: Ticket
-    ticket_text: str
     reader: str
+    origin: Origin
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
+    """Or registered, while there is no ticket."""
     attached_at: float = 0.0
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
@@ -64,7 +100,22 @@ class Pull:
 
     @property
     def life(self) -> EngineLife:
-        return EngineLife(self.ticket.engine_id, self.ticket.epoch_id)
+        return self.origin.life
+
+    @property
+    def ticket(self) -> Ticket:
+        assert self.origin.ticket is not None
+        return self.origin.ticket
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether there is a ticket."""
+        return self.origin.ticket is not None
+
+    @property
+    def lease(self) -> RequestId:
+        """What heartbeats renew: the producer's lease, or our registration."""
+        return self.ticket.lease if self.is_offered else RequestId(self.reader)
 
     @property
     def has_blocks(self) -> bool:
@@ -95,7 +146,7 @@ class PullTable:
 
     def of_leases(self, life: EngineLife, leases: Collection[str]) -> list[Pull]:
         """Those that read one of these. Looks at all of the life's when there are any, so only bad news costs."""
-        return [pull for pull in self.of_life(life) if pull.ticket.request in leases] if leases else []
+        return [pull for pull in self.of_life(life) if pull.lease in leases] if leases else []
 
     def lives(self) -> set[EngineLife]:
         return set(self._by_life)

@@ -1,0 +1,257 @@
+"""Where registrations and finished prefills meet, on each rank of the side that computes. Pure.
+
+A registration waits for its prefill, a prefill for its registration; each for a bounded time and in bounded number. When they meet,
+every rank of the consumer that registered is sent the ticket, and from then on it is a reader like any other. What ends before its
+counterpart has come (a prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody waits for nothing.
+
+    registration   waiting ── prefill published ──> offered      ── cancelled, expired, refused ──> gone
+    prefill        waiting ── registration ───────> offered      ── its lease has ended ──────────> gone
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.matching import MatchName, Shelf
+from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
+from kvferry.types import RequestId, Route
+
+__all__ = ["DeskReply", "PushDesk"]
+
+MAX_WAITING = 20_000
+"""Registrations of ranks. More are refused."""
+MAX_REMEMBERED = 10_000
+"""Endings that came before their counterpart. Of more, the oldest is forgotten: its counterpart then waits for its own deadline."""
+
+Claimant = tuple[str, str]
+"""A consumer's engine and its request: one or several ranks register for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeskReply:
+    route: Route
+    message: PushOffer | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    claimant: Claimant
+    route: Route
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    ticket: str
+    name: MatchName
+
+
+@dataclass(slots=True)
+class PushDesk:
+    remember_s: float
+    """How long an ending is remembered."""
+    _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
+    """By reader."""
+    _readers: dict[Claimant, list[str]] = field(default_factory=dict, init=False)
+    _wanted: Shelf[Claimant] = field(default_factory=Shelf, init=False)
+    _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
+    _ready: Shelf[RequestId] = field(default_factory=Shelf, init=False)
+    """Those that nobody has come for."""
+    _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
+    _takers: dict[RequestId, Claimant] = field(default_factory=dict, init=False)
+    _endings: "_Endings" = field(default_factory=lambda: _Endings(), init=False)
+    _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    _replies: list[DeskReply] = field(default_factory=list, init=False)
+    _unwanted: list[RequestId] = field(default_factory=list, init=False)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_remembered(self) -> int:
+        """All that is held here, of whatever kind."""
+        return len(self._waiting) + len(self._prefills) + len(self._endings)
+
+    # -- the engine's side -----------------------------------------------------------------------------------------
+
+    def publish(self, request: RequestId, handover: str, ticket: str) -> None:
+        """This prefill is finished and leased; whoever registers for it gets this ticket."""
+        name = MatchName(request, handover)
+        if self._endings.take_declined(name):
+            self._unwanted.append(request)
+            return
+        self._prefills[request] = _Prefill(ticket, name)
+        found = self._wanted.find(name)
+        if len(found) == 1:
+            self._offer(request, found[0])
+            return
+        for claimant in found:
+            self._refuse_all(claimant, f"{len(found)} requests of decode sides match prefill {request}")
+        self._ready.add(request, name)
+
+    def fail(self, request: RequestId, handover: str, reason: str, now: float) -> None:
+        """This prefill ended without anything to hand over."""
+        name = MatchName(request, handover)
+        for claimant in self._wanted.find(name):
+            self._refuse_all(claimant, reason)
+        self._endings.remember_failed(name, reason, now + self.remember_s)
+
+    def note_expiry(self, request: RequestId, now: float) -> None:
+        """Its lease has run out, perhaps before anybody came: whoever comes now is told."""
+        if request in self._ready:
+            self._endings.remember_failed(self._prefills[request].name, "the prefill's lease ran out before", now + self.remember_s)
+
+    def forget(self, request: RequestId) -> None:
+        """Its lease has ended."""
+        self._prefills.pop(request, None)
+        self._ready.drop(request)
+        claimant = self._takers.pop(request, None)
+        if claimant is not None:
+            del self._taken[claimant]
+
+    # -- the consumer's side ---------------------------------------------------------------------------------------
+
+    def register(self, route: Route, message: PushRegistration, now: float) -> None:
+        claimant = (message.decode_engine_id, message.request_id)
+        name = MatchName(message.request_id, message.handover)
+        taken = self._taken.get(claimant)
+        if taken is not None:
+            self._replies.append(DeskReply(route, PushOffer(message.reader, self._prefills[taken].ticket)))
+            return
+        if message.reader in self._waiting:
+            self._drop_reader(message.reader)
+        failure = self._endings.failure_of(name)
+        found = self._ready.find(name)
+        if failure is not None or len(found) > 1:
+            self._refuse(route, message.reader, failure or f"{len(found)} prefills match this request: {', '.join(sorted(found))}")
+        elif len(self._waiting) >= MAX_WAITING:
+            self._refuse(route, message.reader, f"more than {MAX_WAITING} registrations wait here")
+        else:
+            self._wait(route, message, claimant, now)
+            if found:
+                self._offer(found[0], claimant)
+
+    def cancel(self, message: PushCancel, now: float) -> None:
+        claimant = (message.decode_engine_id, message.request_id)
+        name = MatchName(message.request_id, message.handover)
+        self._drop(claimant)
+        found = [self._taken[claimant]] if claimant in self._taken else self._ready.find(name)
+        if len(found) == 1:
+            self._unwanted.append(found[0])
+        elif not found:
+            self._endings.remember_declined(claimant, name, now + self.remember_s)
+
+    def renew(self, readers: Iterable[str], now: float) -> set[str]:
+        """Extend these registrations; returns those that wait here."""
+        known = {reader for reader in readers if reader in self._waiting}
+        for reader in known:
+            self._expiry.set(reader, now + self._waiting[reader].lease_s)
+        return known
+
+    # -- time and results ------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        for reader in self._expiry.take_due(now):
+            self._drop_reader(reader)
+        self._endings.expire(now)
+
+    def next_deadline(self) -> float | None:
+        return min((at for at in (self._expiry.next(), self._endings.next_deadline()) if at is not None), default=None)
+
+    def take_replies(self) -> list[DeskReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_unwanted(self) -> list[RequestId]:
+        """Published prefills that nobody will come for."""
+        unwanted, self._unwanted = self._unwanted, []
+        return unwanted
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, route: Route, message: PushRegistration, claimant: Claimant, now: float) -> None:
+        self._waiting[message.reader] = _Waiting(claimant, route, message.lease_s)
+        self._readers.setdefault(claimant, []).append(message.reader)
+        self._wanted.add(claimant, MatchName(message.request_id, message.handover))
+        self._expiry.set(message.reader, now + message.lease_s)
+
+    def _offer(self, request: RequestId, claimant: Claimant) -> None:
+        self._ready.drop(request)
+        self._taken[claimant], self._takers[request] = request, claimant
+        for reader, waiting in self._drop(claimant):
+            self._replies.append(DeskReply(waiting.route, PushOffer(reader, self._prefills[request].ticket)))
+
+    def _refuse_all(self, claimant: Claimant, reason: str) -> None:
+        for reader, waiting in self._drop(claimant):
+            self._refuse(waiting.route, reader, reason)
+
+    def _refuse(self, route: Route, reader: str, reason: str) -> None:
+        self._replies.append(DeskReply(route, Refused("", reader, reason)))
+
+    def _drop(self, claimant: Claimant) -> list[tuple[str, _Waiting]]:
+        readers = self._readers.pop(claimant, [])
+        self._wanted.drop(claimant)
+        for reader in readers:
+            self._expiry.drop(reader)
+        return [(reader, self._waiting.pop(reader)) for reader in readers]
+
+    def _drop_reader(self, reader: str) -> None:
+        claimant = self._waiting.pop(reader).claimant
+        self._expiry.drop(reader)
+        self._readers[claimant].remove(reader)
+        if not self._readers[claimant]:
+            self._drop(claimant)
+
+
+@dataclass(slots=True)
+class _Endings:
+    """What ended before its counterpart came. Keys are numbered, so that the oldest goes first."""
+
+    _failed: Shelf[str] = field(default_factory=Shelf, init=False)
+    _declined: Shelf[str] = field(default_factory=Shelf, init=False)
+    _reasons: dict[str, str] = field(default_factory=dict, init=False)
+    _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
+
+    def __len__(self) -> int:
+        return len(self._failed) + len(self._declined)
+
+    def remember_failed(self, name: MatchName, reason: str, until: float) -> None:
+        key = f"failed {name.request}"
+        self._failed.add(key, name)
+        self._reasons[key] = reason
+        self._keep(key, self._failed, until)
+
+    def remember_declined(self, claimant: Claimant, name: MatchName, until: float) -> None:
+        key = f"declined {claimant[0]} {claimant[1]}"
+        self._declined.add(key, name)
+        self._keep(key, self._declined, until)
+
+    def failure_of(self, name: MatchName) -> str | None:
+        """Not by ids without their tails: a client that tries again with its old id may get another answer."""
+        found = self._failed.find_exactly(name)
+        return self._reasons[found[0]] if found else None
+
+    def take_declined(self, name: MatchName) -> bool:
+        found = self._declined.find(name)
+        for key in found if len(found) == 1 else ():
+            self._forget(key)
+        return len(found) == 1
+
+    def expire(self, now: float) -> None:
+        for key in self._expiry.take_due(now):
+            self._forget(key)
+
+    def next_deadline(self) -> float | None:
+        return self._expiry.next()
+
+    def _keep(self, key: str, shelf: Shelf[str], until: float) -> None:
+        self._expiry.set(key, until)
+        if len(shelf) > MAX_REMEMBERED:
+            self._forget(shelf.oldest)
+
+    def _forget(self, key: str) -> None:
+        self._failed.drop(key)
+        self._declined.drop(key)
+        self._reasons.pop(key, None)
+        self._expiry.drop(key)

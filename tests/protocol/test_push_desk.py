@@ -1,0 +1,247 @@
+"""Registrations and finished prefills meet in either order, once, and nothing is remembered for ever."""
+
+from collections import Counter
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.protocol import push_desk
+from kvferry.protocol.matching import MatchName
+from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
+from kvferry.protocol.push_desk import PushDesk
+from kvferry.types import RequestId, Route
+
+LEASE_S = 30.0
+D_ID, P_ID = "cmpl-x-0-0123abcd", RequestId("cmpl-x-0-ffffffff")
+
+
+def registration(request: str = D_ID, rank: int = 0, handover: str = "", engine: str = "d") -> PushRegistration:
+    return PushRegistration("e1", f"{engine}/{request}/{rank}", request, engine, "d-host", 5600, 2, LEASE_S, handover)
+
+
+def route(rank: int = 0) -> Route:
+    return Route(b"%d" % rank)
+
+
+def answers(desk: PushDesk) -> list[tuple[Route, PushOffer | Refused]]:
+    return [(reply.route, reply.message) for reply in desk.take_replies()]
+
+
+def refusals(desk: PushDesk) -> list[str]:
+    return [message.reason for _, message in answers(desk) if isinstance(message, Refused)]
+
+
+def offer(rank: int = 0, request: str = D_ID, ticket: str = "T") -> tuple[Route, PushOffer]:
+    return route(rank), PushOffer(f"d/{request}/{rank}", ticket)
+
+
+def test_a_registration_is_offered_the_prefill_that_comes_later() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.register(route(0), registration(rank=0), now=0)
+    desk.register(route(1), registration(rank=1), now=0)
+    assert answers(desk) == []
+    desk.publish(P_ID, "", "T")
+    assert answers(desk) == [offer(0), offer(1)]
+    assert desk.num_waiting == 0
+
+
+def test_a_prefill_that_came_first_is_offered_to_every_rank_that_registers() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.publish(P_ID, "", "T")
+    desk.register(route(0), registration(rank=0), now=1)
+    assert answers(desk) == [offer(0)]
+    desk.register(route(1), registration(rank=1), now=2)
+    assert answers(desk) == [offer(1)]
+    desk.forget(P_ID)
+    assert desk.num_remembered == 0
+
+
+def test_a_prefill_is_offered_to_one_request_only() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.publish(P_ID, "", "T")
+    desk.register(route(), registration(), now=0)
+    assert answers(desk) == [offer()]
+    desk.register(route(), registration("cmpl-x-0-99999999"), now=0)
+    assert answers(desk) == []
+    desk.publish(RequestId("cmpl-x-0-eeeeeeee"), "", "T2")
+    assert answers(desk) == [offer(0, "cmpl-x-0-99999999", "T2")]
+
+
+def test_a_handover_brings_together_what_ids_would_not() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.register(route(), registration("a", handover="h1"), now=0)
+    desk.register(route(), registration("b", handover="h2"), now=0)
+    desk.publish(RequestId("a"), "h2", "T")
+    assert answers(desk) == [offer(0, "b")]
+
+
+def test_two_registrations_that_match_one_prefill_are_both_refused() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.register(route(), registration("x-00000000"), now=0)
+    desk.register(route(), registration("x-11111111"), now=0)
+    desk.publish(RequestId("x-22222222"), "", "T")
+    assert refusals(desk) == ["2 requests of decode sides match prefill x-22222222"] * 2
+    assert desk.num_waiting == 0
+
+
+def test_a_registration_that_two_prefills_match_is_refused() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.publish(RequestId("x-22222222"), "", "T")
+    desk.publish(RequestId("x-33333333"), "", "T")
+    desk.register(route(), registration("x-00000000"), now=0)
+    assert refusals(desk) == ["2 prefills match this request: x-22222222, x-33333333"]
+
+
+def test_who_waits_for_a_prefill_that_failed_is_told_why_and_so_is_who_comes_later() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.register(route(), registration(handover="h1"), now=0)
+    desk.fail(P_ID, "h1", "it was aborted", now=1)
+    assert refusals(desk) == ["it was aborted"]
+    desk.register(route(1), registration(rank=1, handover="h1"), now=2)
+    assert refusals(desk) == ["it was aborted"]
+    desk.advance(now=1 + LEASE_S)
+    assert desk.num_remembered == 0
+
+
+def test_a_client_that_tries_again_with_its_old_id_is_not_refused_for_the_first_time() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.fail(RequestId("x-22222222"), "", "it was aborted", now=0)
+    desk.register(route(), registration("x-00000000"), now=1)
+    assert answers(desk) == []
+
+
+def test_a_consumer_that_needs_nothing_has_the_prefill_freed_whenever_it_ends() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.cancel(PushCancel("e1", "x-00000000", "d"), now=0)
+    desk.publish(RequestId("x-22222222"), "", "T")
+    assert desk.take_unwanted() == ["x-22222222"]
+    desk.publish(RequestId("y-22222222"), "", "T")
+    assert desk.take_unwanted() == []
+    desk.cancel(PushCancel("e1", "y-00000000", "d"), now=0)
+    assert desk.take_unwanted() == ["y-22222222"]
+
+
+def test_a_cancelled_registration_is_gone_and_a_taken_prefill_is_freed() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.register(route(), registration(), now=0)
+    desk.cancel(PushCancel("e1", D_ID, "d"), now=0)
+    desk.publish(P_ID, "", "T")
+    assert (answers(desk), desk.take_unwanted()) == ([], [P_ID])
+    other = RequestId("cmpl-y-0-ffffffff")
+    desk.publish(other, "", "T")
+    desk.register(route(), registration("cmpl-y-0-0123abcd"), now=0)
+    desk.cancel(PushCancel("e1", "cmpl-y-0-0123abcd", "d"), now=0)
+    assert desk.take_unwanted() == [other]
+
+
+def test_a_registration_lives_by_its_heartbeats() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.register(route(), registration(), now=0)
+    name = f"d/{D_ID}/0"
+    assert desk.renew([name, "nobody"], now=20) == {name}
+    desk.advance(now=49)
+    assert (desk.num_waiting, desk.next_deadline()) == (1, 50)
+    desk.advance(now=50)
+    assert (desk.num_waiting, desk.renew([name], now=50), desk.next_deadline()) == (0, set(), None)
+    desk.publish(P_ID, "", "T")
+    assert answers(desk) == []
+
+
+def test_who_comes_after_the_lease_of_its_prefill_has_run_out_is_told() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.publish(P_ID, "h1", "T")
+    desk.note_expiry(P_ID, now=30)
+    desk.forget(P_ID)
+    desk.register(route(), registration(handover="h1"), now=31)
+    assert refusals(desk) == ["the prefill's lease ran out before"]
+
+
+def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten() -> None:
+    desk = PushDesk(LEASE_S)
+    for number in range(push_desk.MAX_WAITING):
+        desk.register(route(), registration(f"r{number}"), now=0)
+    desk.register(route(), registration("one more"), now=0)
+    assert refusals(desk) == [f"more than {push_desk.MAX_WAITING} registrations wait here"]
+    desk.register(route(), registration("r0"), now=0)
+    assert (answers(desk), desk.num_waiting) == ([], push_desk.MAX_WAITING)
+    for number in range(push_desk.MAX_REMEMBERED + 100):
+        desk.fail(RequestId(f"f{number}"), "", "aborted", now=0)
+    assert desk.num_remembered == push_desk.MAX_WAITING + push_desk.MAX_REMEMBERED
+
+
+NAMES = st.sampled_from(["x-00000000", "x-11111111", "y-00000000", "z"])
+HANDOVERS = st.sampled_from(["", "h1", "h2"])
+
+
+class DeskMachine(RuleBasedStateMachine):
+    """Any order of everything: no prefill goes to two requests, none waits unanswered for ever, all is forgotten in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = PushDesk(LEASE_S)
+        self.now = 0.0
+        self.number = 0
+        self.published: dict[RequestId, MatchName] = {}
+        self.names: dict[str, MatchName] = {}
+        self.handovers: dict[str, str] = {}
+        self.owed: Counter[str] = Counter()
+        self.takers: dict[str, set[str]] = {}
+
+    @rule(request=NAMES, handover=HANDOVERS, rank=st.integers(0, 1))
+    def register(self, request: str, handover: str, rank: int) -> None:
+        # A request has one ticket, whatever its ranks do.
+        handover = self.handovers.setdefault(request, handover)
+        message = registration(request, rank, handover)
+        self.names[message.reader] = MatchName(request, handover)
+        self.owed[message.reader] = 1
+        self.desk.register(route(rank), message, self.now)
+
+    @rule(request=NAMES, handover=HANDOVERS)
+    def publish(self, request: str, handover: str) -> None:
+        name = RequestId(request)
+        if name not in self.published:
+            self.number += 1
+            self.published[name] = MatchName(request, handover)
+            self.desk.publish(name, handover, f"{request} {self.number}")
+
+    @rule(request=NAMES, handover=HANDOVERS)
+    def fail(self, request: str, handover: str) -> None:
+        self.desk.fail(RequestId(request), handover, "failed", self.now)
+
+    @rule(request=NAMES, handover=HANDOVERS)
+    def cancel(self, request: str, handover: str) -> None:
+        self.desk.cancel(PushCancel("e1", request, "d", handover), self.now)
+
+    @rule(seconds=st.sampled_from([1.0, 29.0, 31.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.desk.advance(self.now)
+
+    @rule(request=NAMES, has_expired=st.booleans())
+    def end_lease(self, request: str, has_expired: bool) -> None:
+        if has_expired:
+            self.desk.note_expiry(RequestId(request), self.now)
+        self.desk.forget(RequestId(request))
+        self.published.pop(RequestId(request), None)
+
+    @invariant()
+    def answers_are_right(self) -> None:
+        assert all(request in self.published for request in self.desk.take_unwanted())
+        for _, message in answers(self.desk):
+            self.owed[message.reader] -= 1
+            assert self.owed[message.reader] >= 0, "answered twice"
+            if isinstance(message, PushOffer):
+                taken = self.published[RequestId(message.ticket.split()[0])]
+                assert taken.base == self.names[message.reader].base or taken.handover == self.names[message.reader].handover
+                self.takers.setdefault(message.ticket, set()).add(message.reader.rpartition("/")[0])
+        assert all(len(takers) == 1 for takers in self.takers.values())
+
+    def teardown(self) -> None:
+        for request in list(self.published):
+            self.desk.forget(request)
+        self.desk.advance(self.now + 10 * LEASE_S)
+        assert self.desk.num_remembered == 0
+        assert self.desk.next_deadline() is None
+
+
+TestDeskMachine = DeskMachine.TestCase
