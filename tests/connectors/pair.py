@@ -132,11 +132,12 @@ class EngineSide:
         groups: Sequence[KVCacheGroup] = (ALL_LAYERS,),
         role: str = "kv_both",
         buffer_device: str = "auto",
+        connector: str = "NixlConnector",
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
             {
-                "kv_connector": "NixlConnector",
+                "kv_connector": connector,
                 "kv_role": role,
                 "kv_buffer_device": buffer_device,
                 "engine_id": name,
@@ -181,7 +182,7 @@ class EngineSide:
         """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         request.num_computed_tokens = request.num_prompt_tokens
-        request.kv_transfer_params = {"do_remote_decode": True}
+        request.kv_transfer_params = request.kv_transfer_params or {"do_remote_decode": True}
         assert isinstance(self.scheduler, SupportsHMA)
         is_delayed, params = self.scheduler.request_finished_all_groups(request, blocks)
         assert is_delayed

@@ -90,7 +90,7 @@ class NixlExtraConfig(ExtraConfig):
     enforce_handshake_compat: Flag = True
     """Refuse peers whose model, cache or versions differ in a way that could give wrong tokens."""
     push_registration_timeout: Seconds | None = None
-    """No effect yet: how long a finished prefill will wait for D to say where to write; null: as `decoder_kv_blocks_ttl`."""
+    """In push: how long a request of D that has blocks waits for P to have something for it; null: as `decoder_kv_blocks_ttl`."""
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, nixl; empty: all that work here."""
     peers: Texts = ()

@@ -34,13 +34,13 @@ from kvferry.protocol.handshake import ServedEngine
 from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
-__all__ = ["PullScheduler"]
+__all__ = ["PullOffer", "PullScheduler"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class PullOffer:
     """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
 
     num_tokens: int
@@ -55,7 +55,7 @@ class PullScheduler:
         self._extra = extra
         self._key = TicketKey(config.secret)
         self._serial = 0
-        self._offers: dict[RequestId, _Offer] = {}
+        self._offers: dict[RequestId, PullOffer] = {}
         self._asked: dict[RequestId, int] = {}
         """How many tokens of it the engine had when it was last made an offer."""
         self._tickets = SharedTickets()
@@ -115,8 +115,8 @@ class PullScheduler:
             case PullFromPeer() if not self._config.kv_transfer.is_kv_consumer:
                 # Engines guard blocks that bytes may arrive in only if they were told that bytes may arrive.
                 self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
-            case PullFromPeer(ticket):
-                self._take_ticket(request, ticket)
+            case PullFromPeer() as asked:
+                self._take(request, asked)
             case PrefillForPeer() if not self._config.kv_transfer.is_kv_producer:
                 # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
                 self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
@@ -254,6 +254,9 @@ class PullScheduler:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    def _take(self, request: Request, asked: PullFromPeer) -> None:
+        self._take_ticket(request, asked.ticket)
+
     def _take_ticket(self, request: Request, text: object) -> None:
         request_id = RequestId(request.request_id)
         try:
@@ -267,7 +270,7 @@ class PullScheduler:
         matched = self._usable(
             ticket, common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt), request.num_prompt_tokens
         )
-        self._offers[request_id] = _Offer(matched, (ticket.engine, ticket.epoch, ticket.serial))
+        self._offers[request_id] = PullOffer(matched, (ticket.engine, ticket.epoch, ticket.serial))
         self._commands.append(Track(request_id, str(text)))
 
     def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
@@ -294,7 +297,7 @@ class PullScheduler:
         self._stats.count("rejected_params")
         _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
-            self._offers[RequestId(request.request_id)] = _Offer(0, refusal=reason)
+            self._offers[RequestId(request.request_id)] = PullOffer(0, refusal=reason)
 
 
 def _nobody() -> None:

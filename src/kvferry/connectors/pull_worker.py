@@ -46,10 +46,11 @@ _log = logging.getLogger(__name__)
 
 
 class PullWorker:
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig, transfer_mode: str = "pull") -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
+        self._transfer_mode = transfer_mode
         self._thread: FerryThread | None = None
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
@@ -64,7 +65,7 @@ class PullWorker:
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob) for o in (plane.offer() for plane in planes))
-        factors = compatibility_factors(self._config, self._cache, "pull")
+        factors = compatibility_factors(self._config, self._cache, self._transfer_mode)
         is_staged = self._mirror is not None
         layout = encode_layout(_layout(geometry, control, offers, is_staged))
         self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, is_staged)
@@ -102,6 +103,7 @@ class PullWorker:
             self._stats.set_level("num_leases", reporter, held.leases)
             self._stats.set_level("num_pulls", reporter, held.pulls)
             self._stats.set_level("num_peers", reporter, held.peers)
+            self._stats.set_level("num_registrations", reporter, held.registrations)
             self._reported = held
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
@@ -189,7 +191,16 @@ def ferry_settings(
     peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
     return FerrySettings(
         ProducerSettings(engine, Epoch(config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait, is_staged),
-        ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout, is_staged),
+        ConsumerSettings(
+            engine,
+            peers,
+            extra.read_timeout,
+            extra.confirm_timeout,
+            extra.receive_timeout,
+            is_staged,
+            extra.push_registration_timeout_s,
+            extra.kv_lease_duration,
+        ),
         config.secret,
     )
 

@@ -35,6 +35,7 @@ LEVELS: Mapping[str, str] = {
     "num_held_blocks": "Blocks of finished requests that are kept for peers.",
     "num_pulls": "Requests whose KV is expected from a peer, over all ranks.",
     "num_peers": "Peers known, over all ranks.",
+    "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
 """Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
 

@@ -1,0 +1,106 @@
+"""The push connector in the process that schedules: as pull's, but a request may come before there is anything to fetch for it.
+
+As a consumer it takes a router's push ticket for a promise of the whole prompt: the ferries register for it, and compare what they are
+offered with the prompt before they read. As a producer it has the ferries offer every prefill to whoever registers for it, beside
+returning its ticket, so that a router that asks the prefill side first is served as in pull. Runs on the engine's main thread.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+from kvferry.config import NixlExtraConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorOutput, Request
+from kvferry.connectors.params import PrefillForPeer, PullFromPeer, read_params
+from kvferry.connectors.pull_scheduler import PullOffer, PullScheduler
+from kvferry.errors import InvalidTicket
+from kvferry.ferry.commands import Abandon, Expect, Publish, Withhold
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+from kvferry.protocol.tickets import Ticket
+from kvferry.types import RequestId
+
+__all__ = ["PushScheduler"]
+
+MAX_DECLINED = 10_000
+
+
+class PushScheduler(PullScheduler):
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+        super().__init__(config, cache, extra)
+        self._push_key = PushTicketKey(config.secret)
+        self._published: dict[str, RequestId] = {}
+        """By handover, those whose blocks are kept."""
+        self._handovers: dict[RequestId, str] = {}
+        self._declined: OrderedDict[str, None] = OrderedDict()
+        """Handovers from us to us: a router has chosen this engine for both legs."""
+
+    # -- consumer --------------------------------------------------------------------------------------------------
+
+    def _take(self, request: Request, asked: PullFromPeer) -> None:
+        if asked.push_ticket is None:
+            super()._take(request, asked)
+            return
+        try:
+            ticket = self._push_key.open(asked.push_ticket)
+        except InvalidTicket as error:
+            self._refuse(request, str(error))
+            return
+        if ticket.engine == self._config.kv_transfer.engine_id:
+            self._decline(ticket.handover)
+            return
+        self._expect(request, ticket, str(asked.push_ticket))
+
+    def _expect(self, request: Request, ticket: PushTicket, text: str) -> None:
+        assert self._address is not None
+        request_id = RequestId(request.request_id)
+        # An engine whose attention forgets computes the last token itself and must be told so: see `PullScheduler._usable`.
+        forgets = any(group.forgets for group in self._cache.groups)
+        num_tokens = request.num_prompt_tokens - forgets
+        self._offers[request_id] = PullOffer(num_tokens, (ticket.engine, ticket.epoch, ticket.handover))
+        tokens = fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
+        self._commands.append(Expect(request_id, text, tokens, self._address))
+
+    def _decline(self, handover: str) -> None:
+        """Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself."""
+        held = self._published.get(handover)
+        if held is not None:
+            self._commands.append(Abandon(held))
+            return
+        self._declined[handover] = None
+        if len(self._declined) > MAX_DECLINED:
+            self._declined.popitem(last=False)
+
+    # -- producer --------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        is_kept, params = super().request_finished(request, block_ids)
+        asked = read_params(request.kv_transfer_params)
+        if not isinstance(asked, PrefillForPeer):
+            return is_kept, params
+        request_id, handover = RequestId(request.request_id), self._handover(asked)
+        if not is_kept or params is None:
+            reason = f"the prefill side has nothing to hand over: its request ended as {request.status.name.lower()}"
+            self._commands.append(Withhold(request_id, handover, reason))
+        elif handover in self._declined:
+            del self._declined[handover]
+            self._commands.append(Abandon(request_id))
+        else:
+            self._commands.append(Publish(request_id, handover, params["ticket"]))
+            if handover:
+                self._published[handover], self._handovers[request_id] = request_id, handover
+        return is_kept, params
+
+    def take_output(self, output: KVConnectorOutput) -> None:
+        super().take_output(output)
+        for request in output.finished_sending:
+            self._published.pop(self._handovers.pop(RequestId(request), ""), None)
+
+    def _handover(self, asked: PrefillForPeer) -> str:
+        """Empty without a genuine push ticket: then the legs are matched by their request ids."""
+        try:
+            return self._push_key.open(asked.push_ticket).handover
+        except InvalidTicket:
+            return ""
+
+    def _params(self, ticket: Ticket) -> dict[str, Any]:
+        return super()._params(ticket) | {"transfer_mode": "push", "remote_epoch": ticket.epoch}
