@@ -49,10 +49,20 @@ class Held:
         self._releases = releases
         self.handover = handover
         self._is_ours = handover is not None
+        self._is_handed_over = False
+
+    @property
+    def is_handed_over(self) -> bool:
+        return self._is_handed_over
+
+    def receive(self, handover: Handover) -> None:
+        """P's answer to a leg that was started together with D's."""
+        self.handover = handover
+        self._is_ours = not self._is_handed_over
 
     def hand_over(self) -> None:
         """D has the ticket and answers; from now on it releases by itself, whatever happens to the request."""
-        self._is_ours = False
+        self._is_ours, self._is_handed_over = False, True
 
     def take_back(self) -> None:
         """D died after all."""
