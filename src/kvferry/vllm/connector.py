@@ -29,7 +29,7 @@ from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, keep_from_workers, without_null
 from kvferry.vllm.versions import warn_if_untested
 
-__all__ = ["KVFerryConnector", "NixlConnector"]
+__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPushConnector"]
 
 _log = logging.getLogger(__name__)
 
@@ -182,5 +182,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
 
 
+class KVFerryPushConnector(KVFerryConnector):
+    """The push connector, likewise. What differs is decided inside."""
+
+    inner_name = "NixlPushConnector"
+
+
 NixlConnector = KVFerryConnector
 """Named as vLLM's own, so that a module path in the configuration is the only change."""
+NixlPushConnector = KVFerryPushConnector
+"""Likewise."""
