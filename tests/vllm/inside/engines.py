@@ -301,6 +301,8 @@ class Engine:
             "leases": self.ferry.leases,
             "pulls": self.ferry.pulls,
             "reads": self.ferry.reads,
+            "registrations": self.ferry.registrations,
+            "published": getattr(half, "_published", {}),
             "partly reported": self._aggregator._recv_remaining_count | self._aggregator._send_remaining_count,  # noqa: SLF001
         }
         return {name: value for name, value in held.items() if value}
