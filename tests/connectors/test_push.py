@@ -299,3 +299,18 @@ def test_push_and_pull_do_not_pair() -> None:
     step_until(lambda: "r" in d.seen.failed_recving, p, d)
     assert "transfer_mode: ours 'pull', theirs 'push'" in d.seen.failure_reasons["r"]
     closed(p, d)
+
+
+def test_the_choices_of_one_client_share_a_prefill(legs: Legs) -> None:
+    ticket = legs.ticket()
+    first, second = legs.begin(ticket), legs.arrive(ticket, name="cmpl-x-1-dddddddd")
+    assert legs.d.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    legs.until("num_registrations", 2)
+    legs.compute(ticket)
+    step_until(lambda: D_ID in legs.d.seen.finished_recving, legs.p, legs.d)
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+    assert P_ID not in legs.p.seen.finished_sending
+    assert legs.d.scheduler.get_num_new_matched_tokens(second, 8) == (0, False)
+    legs.d.scheduler.update_state_after_alloc(second, Blocks(([1, 2, 4],)), 0)
+    legs.end()
+    assert first.request_id == D_ID

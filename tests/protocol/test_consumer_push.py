@@ -26,7 +26,7 @@ from kvferry.types import Address, EngineLife, RequestId
 READER = "d/r1/0"
 OWN = Address("d-host", 5700)
 REGISTRATION = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0, "h1")
-CANCEL = PushCancel("e1", "r1", "d", "h1")
+CANCEL = PushCancel("e1", READER, "r1", "d", "h1")
 
 
 def expect(consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0) -> None:

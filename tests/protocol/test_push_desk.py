@@ -19,6 +19,10 @@ def registration(request: str = D_ID, rank: int = 0, handover: str = "", engine:
     return PushRegistration("e1", f"{engine}/{request}/{rank}", request, engine, "d-host", 5600, 2, LEASE_S, handover)
 
 
+def cancel(request: str, handover: str = "", rank: int = 0) -> PushCancel:
+    return PushCancel("e1", f"d/{request}/{rank}", request, "d", handover)
+
+
 def route(rank: int = 0) -> Route:
     return Route(b"%d" % rank)
 
@@ -112,26 +116,47 @@ def test_a_client_that_tries_again_with_its_old_id_is_not_refused_for_the_first_
 
 def test_a_consumer_that_needs_nothing_has_the_prefill_freed_whenever_it_ends() -> None:
     desk = PushDesk(LEASE_S)
-    desk.cancel(PushCancel("e1", "x-00000000", "d"), now=0)
+    desk.cancel(cancel("x-00000000"), now=0)
     desk.publish(RequestId("x-22222222"), "", "T")
     assert desk.take_unwanted() == ["x-22222222"]
     desk.publish(RequestId("y-22222222"), "", "T")
     assert desk.take_unwanted() == []
-    desk.cancel(PushCancel("e1", "y-00000000", "d"), now=0)
+    desk.cancel(cancel("y-00000000"), now=0)
     assert desk.take_unwanted() == ["y-22222222"]
 
 
 def test_a_cancelled_registration_is_gone_and_a_taken_prefill_is_freed() -> None:
     desk = PushDesk(LEASE_S)
     desk.register(route(), registration(), now=0)
-    desk.cancel(PushCancel("e1", D_ID, "d"), now=0)
+    desk.cancel(cancel(D_ID), now=0)
     desk.publish(P_ID, "", "T")
     assert (answers(desk), desk.take_unwanted()) == ([], [P_ID])
     other = RequestId("cmpl-y-0-ffffffff")
     desk.publish(other, "", "T")
     desk.register(route(), registration("cmpl-y-0-0123abcd"), now=0)
-    desk.cancel(PushCancel("e1", "cmpl-y-0-0123abcd", "d"), now=0)
-    assert desk.take_unwanted() == [other]
+    desk.cancel(cancel("cmpl-y-0-0123abcd"), now=0)
+    assert desk.take_left() == [(other, "d/cmpl-y-0-0123abcd/0")]
+
+
+def test_requests_that_share_a_handover_share_a_prefill_and_one_may_leave() -> None:
+    desk = PushDesk(LEASE_S)
+    for request in ("a", "b", "c"):
+        desk.register(route(), registration(request, handover="h1"), now=0)
+    desk.cancel(cancel("b", "h1"), now=0)
+    desk.publish(P_ID, "h1", "T")
+    assert answers(desk) == [offer(0, "a"), offer(0, "c")]
+    desk.register(route(), registration("d", handover="h1"), now=1)
+    assert answers(desk) == [offer(0, "d")]
+    desk.cancel(cancel("c", "h1"), now=2)
+    assert (desk.take_left(), desk.take_unwanted()) == ([(P_ID, "d/c/0")], [])
+
+
+def test_a_request_that_comes_after_its_sibling_has_declined_is_served() -> None:
+    desk = PushDesk(LEASE_S)
+    desk.cancel(cancel("a", "h1"), now=0)
+    desk.register(route(), registration("b", handover="h1"), now=0)
+    desk.publish(P_ID, "h1", "T")
+    assert (answers(desk), desk.take_unwanted()) == ([offer(0, "b")], [])
 
 
 def test_a_registration_lives_by_its_heartbeats() -> None:
@@ -208,9 +233,11 @@ class DeskMachine(RuleBasedStateMachine):
     def fail(self, request: str, handover: str) -> None:
         self.desk.fail(RequestId(request), handover, "failed", self.now)
 
-    @rule(request=NAMES, handover=HANDOVERS)
-    def cancel(self, request: str, handover: str) -> None:
-        self.desk.cancel(PushCancel("e1", request, "d", handover), self.now)
+    @rule(request=NAMES, handover=HANDOVERS, rank=st.integers(0, 1))
+    def cancel(self, request: str, handover: str, rank: int) -> None:
+        handover = self.handovers.setdefault(request, handover)
+        self.owed.pop(f"d/{request}/{rank}", None)
+        self.desk.cancel(cancel(request, handover, rank), self.now)
 
     @rule(seconds=st.sampled_from([1.0, 29.0, 31.0]))
     def pass_time(self, seconds: float) -> None:
@@ -227,13 +254,15 @@ class DeskMachine(RuleBasedStateMachine):
     @invariant()
     def answers_are_right(self) -> None:
         assert all(request in self.published for request in self.desk.take_unwanted())
+        assert all(request in self.published for request, _ in self.desk.take_left())
         for _, message in answers(self.desk):
             self.owed[message.reader] -= 1
             assert self.owed[message.reader] >= 0, "answered twice"
             if isinstance(message, PushOffer):
                 taken = self.published[RequestId(message.ticket.split()[0])]
                 assert taken.base == self.names[message.reader].base or taken.handover == self.names[message.reader].handover
-                self.takers.setdefault(message.ticket, set()).add(message.reader.rpartition("/")[0])
+                taker = self.names[message.reader].handover or message.reader.rpartition("/")[0]
+                self.takers.setdefault(message.ticket, set()).add(taker)
         assert all(len(takers) == 1 for takers in self.takers.values())
 
     def teardown(self) -> None:

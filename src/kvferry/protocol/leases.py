@@ -112,6 +112,12 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, now + self.extension_s)
         return True
 
+    def await_reader(self, request: RequestId, reader: str) -> None:
+        """It has been told of the lease and will attach or detach. Ignored where the lease is not held or has too many readers."""
+        lease = self._leases.get(request)
+        if lease is not None and reader not in lease.readers and len(lease.readers) + len(lease.awaited) < MAX_READERS:
+            lease.awaited.add(reader)
+
     def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
         """Extend leases; returns those that are not held (a late heartbeat, not an error)."""
         until, leases, missing = now + self.extension_s, self._leases, []

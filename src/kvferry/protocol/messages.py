@@ -175,9 +175,10 @@ class PushOffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushCancel(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is needed for this request any more, or never was: free its blocks, or do not keep them once they are computed."""
+    """This reader needs nothing any more, or never did: if nobody else does, free the blocks, or do not keep them once computed."""
 
     epoch: Name
+    reader: Name
     request_id: Name
     decode_engine_id: Name
     handover: Name = ""

@@ -294,7 +294,13 @@ class Producer:
         self._take_from_desk()
 
     def _take_from_desk(self) -> None:
-        self._replies += [Reply(reply.route, reply.message) for reply in self._desk.take_replies()]
+        for reply in self._desk.take_replies():
+            if reply.lease is not None:
+                self._leases.await_reader(reply.lease, reply.message.reader)
+            self._replies.append(Reply(reply.route, reply.message))
+        for request, reader in self._desk.take_left():
+            self._leases.detach(request, reader)
+            self._collect(request)
         for request in self._desk.take_unwanted():
             self.abandon(request)
 

@@ -24,13 +24,16 @@ MAX_REMEMBERED = 10_000
 """Endings that came before their counterpart. Of more, the oldest is forgotten: its counterpart then waits for its own deadline."""
 
 Claimant = tuple[str, str]
-"""A consumer's engine and its request: one or several ranks register for it."""
+"""A consumer's engine and its handover, or, without one, its request. Several readers register for it: the ranks, and the requests that
+answer one client's request together and so share a handover."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeskReply:
     route: Route
     message: PushOffer | Refused
+    lease: RequestId | None = None
+    """What is offered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class PushDesk:
     _endings: "_Endings" = field(default_factory=lambda: _Endings(), init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _replies: list[DeskReply] = field(default_factory=list, init=False)
-    _unwanted: list[RequestId] = field(default_factory=list, init=False)
+    _given_up: "_GivenUp" = field(default_factory=lambda: _GivenUp(), init=False)
 
     @property
     def num_waiting(self) -> int:
@@ -79,7 +82,7 @@ class PushDesk:
         """This prefill is finished and leased; whoever registers for it gets this ticket."""
         name = MatchName(request, handover)
         if self._endings.take_declined(name):
-            self._unwanted.append(request)
+            self._given_up.unwanted.append(request)
             return
         self._prefills[request] = _Prefill(ticket, name)
         found = self._wanted.find(name)
@@ -113,11 +116,12 @@ class PushDesk:
     # -- the consumer's side ---------------------------------------------------------------------------------------
 
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
-        claimant = (message.decode_engine_id, message.request_id)
+        claimant = _claimant(message)
         name = MatchName(message.request_id, message.handover)
+        self._endings.forget_declined(claimant)
         taken = self._taken.get(claimant)
         if taken is not None:
-            self._replies.append(DeskReply(route, PushOffer(message.reader, self._prefills[taken].ticket)))
+            self._reply_offer(route, message.reader, taken)
             return
         if message.reader in self._waiting:
             self._drop_reader(message.reader)
@@ -133,12 +137,17 @@ class PushDesk:
                 self._offer(found[0], claimant)
 
     def cancel(self, message: PushCancel, now: float) -> None:
-        claimant = (message.decode_engine_id, message.request_id)
+        claimant = _claimant(message)
+        if message.reader in self._waiting:
+            self._drop_reader(message.reader)
+        if claimant in self._taken:
+            self._given_up.left.append((self._taken[claimant], message.reader))
+        if claimant in self._taken or claimant in self._readers:
+            return
         name = MatchName(message.request_id, message.handover)
-        self._drop(claimant)
-        found = [self._taken[claimant]] if claimant in self._taken else self._ready.find(name)
+        found = self._ready.find(name)
         if len(found) == 1:
-            self._unwanted.append(found[0])
+            self._given_up.unwanted.append(found[0])
         elif not found:
             self._endings.remember_declined(claimant, name, now + self.remember_s)
 
@@ -165,8 +174,13 @@ class PushDesk:
 
     def take_unwanted(self) -> list[RequestId]:
         """Published prefills that nobody will come for."""
-        unwanted, self._unwanted = self._unwanted, []
+        unwanted, self._given_up.unwanted = self._given_up.unwanted, []
         return unwanted
+
+    def take_left(self) -> list[tuple[RequestId, str]]:
+        """Readers that will not come for what they were offered."""
+        left, self._given_up.left = self._given_up.left, []
+        return left
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +194,10 @@ class PushDesk:
         self._ready.drop(request)
         self._taken[claimant], self._takers[request] = request, claimant
         for reader, waiting in self._drop(claimant):
-            self._replies.append(DeskReply(waiting.route, PushOffer(reader, self._prefills[request].ticket)))
+            self._reply_offer(waiting.route, reader, request)
+
+    def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
+        self._replies.append(DeskReply(route, PushOffer(reader, self._prefills[request].ticket), request))
 
     def _refuse_all(self, claimant: Claimant, reason: str) -> None:
         for reader, waiting in self._drop(claimant):
@@ -204,6 +221,18 @@ class PushDesk:
             self._drop(claimant)
 
 
+def _claimant(message: PushRegistration | PushCancel) -> Claimant:
+    return message.decode_engine_id, f"handover {message.handover}" if message.handover else message.request_id
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    """What is not needed any more, since the last time somebody asked."""
+
+    unwanted: list[RequestId] = field(default_factory=list)
+    left: list[tuple[RequestId, str]] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class _Endings:
     """What ended before its counterpart came. Keys are numbered, so that the oldest goes first."""
@@ -223,9 +252,13 @@ class _Endings:
         self._keep(key, self._failed, until)
 
     def remember_declined(self, claimant: Claimant, name: MatchName, until: float) -> None:
-        key = f"declined {claimant[0]} {claimant[1]}"
+        key = _key(claimant)
         self._declined.add(key, name)
         self._keep(key, self._declined, until)
+
+    def forget_declined(self, claimant: Claimant) -> None:
+        """Another of its readers has come after all."""
+        self._forget(_key(claimant))
 
     def failure_of(self, name: MatchName) -> str | None:
         """Not by ids without their tails: a client that tries again with its old id may get another answer."""
@@ -255,3 +288,7 @@ class _Endings:
         self._declined.drop(key)
         self._reasons.pop(key, None)
         self._expiry.drop(key)
+
+
+def _key(claimant: Claimant) -> str:
+    return f"declined {claimant[0]} {claimant[1]}"

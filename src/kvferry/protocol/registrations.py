@@ -35,4 +35,4 @@ class Registrar:
     def cancellation(self, pull: Pull) -> PushCancel:
         invitation = pull.origin.invitation
         assert invitation is not None
-        return PushCancel(pull.life.epoch, pull.request, self.engine, invitation.handover)
+        return PushCancel(pull.life.epoch, pull.reader, pull.request, self.engine, invitation.handover)

@@ -105,6 +105,7 @@ class Proxy:
             return await self._decode_in_turn(exchange, held, answer)
 
     async def _serve_at_once(self, exchange: _Exchange, prefiller: Instance, promise: Handover) -> web.StreamResponse | _Refused:
+        self._metrics.at_once.inc()
         with Held(self._releases, None) as held:
             answer: web.StreamResponse | _Refused = await run_twins(
                 self._prefill_alongside(exchange, prefiller, promise, held),
