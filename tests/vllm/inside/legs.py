@@ -1,7 +1,7 @@
 """What a router does for push, towards engines of this process: one push ticket for both legs, which start in whatever order."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -11,7 +11,7 @@ from tests.vllm.inside.engines import Engine, run_until
 from kvferry.config import ClusterSecret
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 
-__all__ = ["PUSH", "Legs"]
+__all__ = ["PUSH", "Legs", "push_ticket"]
 
 PUSH: dict[str, Any] = {"kv_connector": "NixlPushConnector"}
 
@@ -33,16 +33,7 @@ class Legs:
         run_until(lambda: not self.p.remains(), self.p)
 
     def ticket(self) -> str:
-        source = self.source
-        ticket = PushTicket(
-            handover=f"handover {next(self._handovers)}",
-            engine=source["remote_engine_id"],
-            epoch=source["remote_epoch"],
-            host=source["remote_host"],
-            port=source["remote_port"],
-            tp_size=source["tp_size"],
-        )
-        return PushTicketKey(ClusterSecret.load(os.environ).key).sign(ticket)
+        return push_ticket(self.source, f"handover {next(self._handovers)}")
 
     def ask_p(self, name: str, tokens: Sequence[int] | None, ticket: str, **more: Any) -> None:
         self.p.add(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}, **{"max_tokens": 1, **more})
@@ -57,3 +48,16 @@ class Legs:
     def computed(self, name: str) -> None:
         """P is through, and keeps the blocks for whoever comes."""
         run_until(lambda: self.p.answers[name].finish is not None and self.p.ferry.leases > 0, self.p)
+
+
+def push_ticket(source: Mapping[str, Any], handover: str) -> str:
+    """`source`: what P's answer to an earlier request said."""
+    ticket = PushTicket(
+        handover=handover,
+        engine=source["remote_engine_id"],
+        epoch=source["remote_epoch"],
+        host=source["remote_host"],
+        port=source["remote_port"],
+        tp_size=source["tp_size"],
+    )
+    return PushTicketKey(ClusterSecret.load(os.environ).key).sign(ticket)
