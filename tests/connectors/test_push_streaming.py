@@ -196,3 +196,33 @@ def test_without_blocks_that_are_full_nothing_is_published_before_the_end(legs: 
     legs.end()
     assert counted.look() == 3 * BLOCK_BYTES
     assert all(np.array_equal(array[1], legs.p.memory[layer][5]) for layer, array in legs.d.memory.items())
+
+
+@pytest.mark.parametrize("computed", [4, 8, 10])
+def test_blocks_that_d_has_given_back_are_never_written_whatever_p_does_afterwards(legs: Legs, computed: int) -> None:
+    """A canary in the place of their next owner."""
+    ticket = legs.ticket()
+    request = legs.begin(ticket)
+    legs.registered()
+    prefill = Prefill(legs, ticket)
+    prefill.goes_on(min(computed, 8))
+    if computed == 10:
+        prefill.ends()
+        legs.p.step()
+    request.status = RequestStatus.FINISHED_ABORTED
+    legs.d.scheduler.request_finished(request, [1, 2, 3])
+    step_until(lambda: D_ID in legs.d.seen.finished_recving, legs.d, legs.p)
+    for array in legs.d.memory.values():
+        array[:] = 0xCA
+    if computed < 10:
+        prefill.goes_on(9)
+        prefill.ends()
+    legs.freed_p()
+    again = legs.ticket("h2")
+    legs.begin(again, name="next")
+    legs.compute(again, name="of the next")
+    step_until(lambda: "next" in legs.d.seen.finished_recving and "of the next" in legs.p.seen.finished_sending, legs.d, legs.p)
+    for layer, array in legs.d.memory.items():
+        assert (array[[1, 2, 3]] == legs.p.memory[layer][[5, 6, 7]]).all(), "the next owner has its own bytes"
+        assert (array[4:] == 0xCA).all()
+        assert (array[0] == 0xCA).all()
