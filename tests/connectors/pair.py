@@ -165,9 +165,9 @@ class EngineSide:
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         self.seen = KVConnectorTransferResults()
 
-    def step(self) -> None:
-        """What an engine does with its connector in a step without tokens."""
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+    def step(self, scheduler_output: Any = None) -> None:
+        """What an engine does with its connector in a step, by default one without tokens."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(scheduler_output))
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         news = self.worker.get_transfer_results(set())

@@ -18,9 +18,11 @@ from kvferry.protocol.messages import (
     HeartbeatReply,
     PushCancel,
     PushRegistration,
+    PushWithdrawal,
     Refused,
 )
 from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.tickets import Ticket
 from kvferry.types import Address, EngineLife, RequestId
 
 READER = "d/r1/0"
@@ -34,6 +36,10 @@ def expect(consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | No
     consumer.expect(request, EngineLife(PEER.engine, PEER.epoch), Address("p-host", 5600), 1, invitation, now)
 
 
+def offer(consumer: Consumer, offered: Ticket, text: str, now: float, reader: str = READER, ready: int = 8) -> None:
+    consumer.offered(CONTROL, reader, offered, text, ready, now)
+
+
 def registered(consumer: Consumer) -> list[Action]:
     expect(consumer)
     return connect(consumer)
@@ -44,7 +50,7 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     assert sent(registered(consumer), PushRegistration) == [REGISTRATION]
     consumer.start(R1, [[5, 6]], range(4, 8), now=1)
     assert consumer.take_actions() == []
-    consumer.offered(READER, ticket(), "T1", now=2)
+    offer(consumer, ticket(), "T1", now=2)
     actions = consumer.take_actions()
     assert sent(actions, Attach) == [Attach("T1", READER, "memory")]
     [read] = of(actions, StartRead)
@@ -60,7 +66,7 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
 def test_a_request_is_registered_and_attached_long_before_it_has_blocks() -> None:
     consumer = make_consumer()
     registered(consumer)
-    consumer.offered(READER, ticket(), "T1", now=1)
+    offer(consumer, ticket(), "T1", now=1)
     assert sent(consumer.take_actions(), Attach)
     consumer.start(R1, [[5, 6]], range(0, 8), now=50)
     assert of(consumer.take_actions(), StartRead)
@@ -72,7 +78,7 @@ def test_heartbeats_renew_the_registration_and_then_the_lease_by_its_own_name() 
     consumer.advance(now=5)
     assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, [READER])]
     consumer.receive(CONTROL, HeartbeatReply("e1", 1, []), now=5)
-    consumer.offered(READER, ticket(), "T1", now=6)
+    offer(consumer, ticket(), "T1", now=6)
     consumer.take_actions()
     consumer.advance(now=11)
     assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
@@ -118,7 +124,7 @@ def test_an_abort_before_the_offer_frees_at_once_and_tells_the_producer(has_bloc
     assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
     assert failures(consumer) == ["the request was aborted"] * has_blocks
     assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
-    consumer.offered(READER, ticket(), "T1", now=2)
+    offer(consumer, ticket(), "T1", now=2)
     assert consumer.take_actions() == []
 
 
@@ -138,7 +144,7 @@ def test_a_full_local_hit_releases_the_producer_at_once_also_before_the_handshak
 def test_an_abort_after_the_offer_detaches() -> None:
     consumer = make_consumer()
     registered(consumer)
-    consumer.offered(READER, ticket(), "T1", now=1)
+    offer(consumer, ticket(), "T1", now=1)
     consumer.take_actions()
     consumer.abort(R1, now=2)
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", READER)]
@@ -154,7 +160,7 @@ def test_the_wait_for_the_offer_has_a_deadline_of_its_own_and_the_rest_another()
     assert failures(consumer) == ["the prefill side had nothing to hand over within 480 s"]
     expect(consumer, now=480)
     consumer.start(R1, [[5, 6]], range(0, 8), now=480)
-    consumer.offered(READER, ticket(), "T1", now=900)
+    offer(consumer, ticket(), "T1", now=900)
     consumer.read_ended(R1, PEER, None, now=901)
     assert failures(consumer) == []
 
@@ -173,7 +179,7 @@ def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, sha
     expect(consumer, tokens=fingerprint(prompt, 4, ""))
     connect(consumer)
     consumer.start(R1, [[5, 6, 7]], range(0, end), now=0)
-    consumer.offered(READER, ticket(), "T1", now=1)
+    offer(consumer, ticket(), "T1", now=1)
     assert failures(consumer) == [f"the prefill was of another prompt: {shared} tokens are known to be the same, {end} are needed"]
     assert of(consumer.take_actions(), StartRead) == []
 
@@ -181,11 +187,11 @@ def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, sha
 def test_an_offer_of_another_life_or_to_somebody_else_changes_nothing() -> None:
     consumer = make_consumer()
     registered(consumer)
-    consumer.offered(READER, ticket(epoch="e2"), "T1", now=1)
-    consumer.offered("d/other/0", ticket(), "T1", now=1)
+    offer(consumer, ticket(epoch="e2"), "T1", now=1)
+    offer(consumer, ticket(), "T1", now=1, reader="d/other/0")
     assert consumer.take_actions() == []
-    consumer.offered(READER, ticket(), "T1", now=2)
-    consumer.offered(READER, ticket("b", 2), "T2", now=3)
+    offer(consumer, ticket(), "T1", now=2)
+    offer(consumer, ticket("b", 2), "T2", now=3)
     assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
 
 
@@ -216,9 +222,13 @@ class PushMachine(RuleBasedStateMachine):
             self.with_blocks.add(request)
             self.consumer.start(request, [[5, 6]], range(0, 8), self.now)
 
-    @rule(request=st.sampled_from([R1, R2]), lease=st.sampled_from(["a", "b"]))
-    def offers(self, request: RequestId, lease: str) -> None:
-        self.consumer.offered(f"d/{request}/0", ticket(lease, 1), "T", self.now)
+    @rule(request=st.sampled_from([R1, R2]), serial=st.integers(1, 3), ready=st.sampled_from([0, 4, 8]))
+    def offers(self, request: RequestId, serial: int, ready: int) -> None:
+        offer(self.consumer, ticket("a", serial), "T", self.now, f"d/{request}/0", ready)
+
+    @rule(request=st.sampled_from([R1, R2]), serial=st.integers(1, 3))
+    def withdraws(self, request: RequestId, serial: int) -> None:
+        self.consumer.receive(CONTROL, PushWithdrawal(f"d/{request}/0", serial), self.now)
 
     @rule(request=st.sampled_from([R1, R2]), is_ok=st.booleans())
     def read_ends(self, request: RequestId, is_ok: bool) -> None:

@@ -38,7 +38,7 @@ def cancel(request: str = "r", rank: int = 0) -> PushCancel:
 
 def granted(producer: Producer, now: float = 0) -> Producer:
     producer.grant(A, 1, now)
-    producer.publish(A, "h1", TICKET)
+    producer.publish(A, "h1", TICKET, 8)
     return producer
 
 
@@ -51,7 +51,7 @@ def offered(*requests: str) -> Producer:
     for request in requests:
         producer.receive(ROUTE, registration(request), now=0)
     granted(producer)
-    assert said(producer) == [PushOffer(f"d/{request}/0", TICKET) for request in requests]
+    assert said(producer) == [PushOffer(f"d/{request}/0", TICKET, 8) for request in requests]
     return producer
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "ParallelConfig",
     "Request",
     "RequestStatus",
+    "ScheduledSlice",
     "SupportsHMA",
     "supports_hma",
 ]
@@ -104,6 +105,20 @@ class KVCacheBlocks(Protocol):
     """The blocks a request holds, per KV-cache group."""
 
     def get_block_ids(self) -> tuple[list[int], ...]: ...
+
+
+class ScheduledSlice(Protocol):
+    """kvferry only: what one step computes of one request. A step's message (`scheduler_output`) lists them as `slices`."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def start(self) -> int:
+        """So many of its tokens were computed in earlier steps."""
+
+    @property
+    def block_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Its table of each KV-cache group, from token 0."""
 
 
 class KVTensor(Protocol):

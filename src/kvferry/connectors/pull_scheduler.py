@@ -7,7 +7,7 @@ prefill it was asked to hand over. Runs on the engine's main thread; never waits
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
 from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
 from kvferry.ferry.side_channel import SideChannel
-from kvferry.protocol.fingerprints import common_prefix, fingerprint
+from kvferry.protocol.fingerprints import Fingerprint, common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
 from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
@@ -197,16 +197,23 @@ class PullScheduler:
         self._commands.append(Abandon(RequestId(request_id)))
 
     def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
-        assert self._address is not None
-        self._serial += 1
         tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
+        return self._ticket(request, self._grant(RequestId(request.request_id), blocks), blocks, tokens)
+
+    def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
+        """Let ferries lease the blocks; the serial of that lease."""
+        self._serial += 1
         copied = tuple(map(tuple, blocks)) if self._is_staged else ()
-        self._commands.append(Grant(RequestId(request.request_id), self._serial, copied))
+        self._commands.append(Grant(request, self._serial, copied))
+        return self._serial
+
+    def _ticket(self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint) -> Ticket:
+        assert self._address is not None
         return Ticket(
             engine=self._config.kv_transfer.engine_id,
             epoch=self._config.epoch,
             request=request.request_id,
-            serial=self._serial,
+            serial=serial,
             host=self._address.host,
             port=self._address.port,
             tp_size=self._config.parallel.tp_size,

@@ -3,6 +3,9 @@
 A facade like the pull connector's; what differs is decided in the process that schedules.
 """
 
+from typing import Any
+
+from kvferry.connectors.contract import KVConnectorMetadata
 from kvferry.connectors.pull import NixlConnector
 from kvferry.connectors.push_scheduler import PushScheduler
 
@@ -12,3 +15,8 @@ __all__ = ["NixlPushConnector"]
 class NixlPushConnector(NixlConnector):
     transfer_mode = "push"
     scheduler_class = PushScheduler
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        scheduler = self._scheduler
+        assert isinstance(scheduler, PushScheduler)
+        return scheduler.build_connector_meta(getattr(scheduler_output, "slices", ()))

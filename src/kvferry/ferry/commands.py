@@ -5,7 +5,25 @@ from dataclasses import dataclass
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, RequestId
 
-__all__ = ["Abandon", "Abort", "Command", "Expect", "Grant", "HandBack", "Publish", "Reject", "Settle", "Start", "Track", "Withhold"]
+__all__ = [
+    "Abandon",
+    "Abort",
+    "Close",
+    "Command",
+    "Expect",
+    "Grant",
+    "HandBack",
+    "OfConsumer",
+    "OfProducer",
+    "Open",
+    "Publish",
+    "Reject",
+    "Settle",
+    "Start",
+    "Track",
+    "Withdraw",
+    "Withhold",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +91,37 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """A request is being computed for a peer: what is published of it may be read by those with ticket `serial`."""
+
+    request: RequestId
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """An open request has been computed; its blocks are kept for readers from now on, as if it had been granted."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """An open request has lost its blocks and is computed anew. Sent before anything else is written into them."""
+
+    request: RequestId
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
-    """A request that was granted is for whoever registers for it: offer this ticket."""
+    """A request that is granted or open is for whoever registers for it: offer this ticket, of which so many tokens are ready."""
 
     request: RequestId
     handover: str
     """Of its push ticket; empty: it had none."""
     ticket: str
+    ready_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +148,6 @@ class HandBack:
     serial: int
 
 
-Command = Track | Expect | Start | Settle | Abort | Reject | Grant | Publish | Withhold | Abandon | HandBack
+OfConsumer = Track | Expect | Start | Settle | Abort | Reject
+OfProducer = Grant | Open | Close | Withdraw | Publish | Withhold | Abandon | HandBack
+Command = OfConsumer | OfProducer

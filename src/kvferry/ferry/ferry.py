@@ -9,7 +9,25 @@ from dataclasses import dataclass
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
-from kvferry.ferry.commands import Abandon, Abort, Command, Expect, Grant, HandBack, Publish, Reject, Settle, Start, Track, Withhold
+from kvferry.ferry.commands import (
+    Abandon,
+    Abort,
+    Close,
+    Command,
+    Expect,
+    Grant,
+    HandBack,
+    OfConsumer,
+    OfProducer,
+    Open,
+    Publish,
+    Reject,
+    Settle,
+    Start,
+    Track,
+    Withdraw,
+    Withhold,
+)
 from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
@@ -29,6 +47,7 @@ from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
     PushRegistration,
+    PushWithdrawal,
     Ready,
     Refused,
 )
@@ -90,15 +109,24 @@ class Ferry:
         producer, consumer = self._producer, self._consumer
         return FerrySnapshot(producer.num_leases, consumer.num_pulls, len(self._reads), consumer.num_peers, producer.num_registrations)
 
-    def step(self, commands: Sequence[Command], *, wait_s: float | None = None) -> list[Event]:
-        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened."""
+    def step(
+        self,
+        commands: Sequence[Command],
+        *,
+        wait_s: float | None = None,
+        late_commands: Callable[[], Sequence[Command]] = tuple,
+    ) -> list[Event]:
+        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened.
+
+        What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
+        blocks were good until now is answered by what the engine had said until then."""
         timeout = self.idle_s() if wait_s is None else wait_s
         received = self._control.poll(0.0 if commands else timeout)
         now = self._clock()
+        for command in (*commands, *late_commands()):
+            self._obey(command, now)
         for news in received:
             self._take_news(news, now)
-        for command in commands:
-            self._obey(command, now)
         # Before the planes are asked: a read that begins now may be over at once.
         self._perform(now)
         for plane in self._planes.values():
@@ -154,31 +182,48 @@ class Ferry:
         match message:
             case Attach() | Heartbeat() | Confirm() | Detach() | PushRegistration() | PushCancel() if is_inbound:
                 self._producer.receive(news.route, message, now)
-            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
+            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() | PushWithdrawal() if (
+                not is_inbound
+            ):
                 self._consumer.receive(news.route.dialled, message, now)
-            case PushOffer(reader, ticket) if not is_inbound:
-                self._take_offer(reader, ticket, now)
+            case PushOffer() if not is_inbound:
+                self._take_offer(news.route.dialled, message, now)
             case _:
                 self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
 
-    def _take_offer(self, reader: str, ticket: str, now: float) -> None:
+    def _take_offer(self, address: str, offer: PushOffer, now: float) -> None:
         try:
-            self._consumer.offered(reader, self._key.open(ticket), ticket, now)
+            self._consumer.offered(address, offer.reader, self._key.open(offer.ticket), offer.ticket, offer.ready_tokens, now)
         except InvalidTicket as error:
             self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
 
     def _obey(self, command: Command, now: float) -> None:
+        if isinstance(command, OfProducer):
+            self._obey_as_producer(command, now)
+        else:
+            self._obey_as_consumer(command, now)
+
+    def _obey_as_producer(self, command: OfProducer, now: float) -> None:
         match command:
             case Grant(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
-            case Publish(request, handover, ticket):
-                self._producer.publish(request, handover, ticket)
+            case Open(request, serial):
+                self._producer.open(request, serial, now)
+            case Close(request):
+                self._producer.close(request, now)
+            case Withdraw(request, serial):
+                self._producer.withdraw(request, serial, now)
+            case Publish(request, handover, ticket, ready_tokens):
+                self._producer.publish(request, handover, ticket, ready_tokens)
             case Withhold(request, handover, reason):
                 self._producer.withhold(request, handover, reason, now)
             case Abandon(request):
                 self._producer.abandon(request)
             case HandBack(request, serial):
                 self._producer.hand_back(request, serial)
+
+    def _obey_as_consumer(self, command: OfConsumer, now: float) -> None:
+        match command:
             case Track(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
             case Expect(request, text, tokens, own_address):

@@ -11,38 +11,21 @@ from collections.abc import Sequence
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
-from kvferry.protocol.actions import Action, Place, Send, StartRead, StopRead
+from kvferry.protocol.actions import Action, Place, StartRead, StopRead
 from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
-from kvferry.protocol.messages import (
-    MAX_LEASES_PER_BEAT,
-    Attach,
-    Confirm,
-    Confirmed,
-    Detach,
-    HandshakeRefused,
-    HandshakeReply,
-    Heartbeat,
-    HeartbeatReply,
-    PushCancel,
-    PushRegistration,
-    Ready,
-    Refused,
-)
+from kvferry.protocol.messages import Confirmed, HandshakeRefused, HandshakeReply, HeartbeatReply, PushWithdrawal, Ready, Refused
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook
-from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
-from kvferry.protocol.read_plans import plan_reads
-from kvferry.protocol.registrations import Registrar
+from kvferry.protocol.pulls import Arrival, Destination, Invitation, Origin, Pull, PullTable, reader_name
+from kvferry.protocol.read_plans import is_complete, plan_reads, tokens_to_read
+from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfers import FINAL, TROUBLE, TransferEvent, TransferState, next_state
+from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
 from kvferry.types import Address, EngineLife, PeerId, RequestId
 
-__all__ = ["Consumer", "ConsumerSettings"]
+__all__ = ["Consumer"]
 
 _E = TransferEvent
-MAX_FAREWELLS = 10_000
-ANNOUNCE_AFTER_S = 0.5
-"""A read that begins so long after its reader has attached is announced."""
+_BEFORE_READING = (TransferState.TRACKED, TransferState.WAITING)
 
 
 class Consumer:
@@ -50,10 +33,8 @@ class Consumer:
         self._settings = settings
         self._actions: list[Action] = []
         self._peers = PeerBook(settings.peers, self._actions)
-        self._beats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._pulls = PullTable()
-        self._registrar = Registrar(settings.engine, settings.peers.geometry.tp_size, settings.registration_s)
-        self._farewells: dict[EngineLife, list[Pull]] = {}
+        self._talk = ReaderTalk(settings.engine, self._peers, settings.registration_s, self._actions)
         self._events: list[Event] = []
 
     @property
@@ -79,7 +60,7 @@ class Consumer:
     def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._pulls.get(request) is not None:
             return
-        pull = Pull(request, self._reader_name(request, self._settings.peers.geometry.tp_rank), origin)
+        pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
         peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
@@ -117,7 +98,10 @@ class Consumer:
     # -- news from the world ---------------------------------------------------------------------------------------
 
     def receive(
-        self, address: str, message: HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused, now: float
+        self,
+        address: str,
+        message: HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal,
+        now: float,
     ) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
@@ -130,21 +114,42 @@ class Consumer:
                 self._receive_confirmed(address, message, now)
             case Refused():
                 self._receive_refused(message, now)
+            case PushWithdrawal():
+                self._receive_withdrawal(message, now)
 
-    def offered(self, reader: str, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """The producer has what a request was registered for. Ranks offer the same; the first counts."""
-        pull = self._pulls.of_reader(reader)
-        if pull is None or pull.is_offered or pull.state not in (TransferState.TRACKED, TransferState.WAITING):
+    def offered(self, address: str, reader: str, ticket: Ticket, ticket_text: str, ready_tokens: int, now: float) -> None:
+        """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
+        computes; the first to do so has us attach."""
+        pull, peer_id = self._pulls.of_reader(reader), self._peers.at(address)
+        if pull is None or peer_id is None or not self._is_good_offer(pull, peer_id, ticket):
             return
         peer = self._peers.get(pull.life)
-        if peer is None or (ticket.engine_id, ticket.epoch_id) != (pull.life.engine, pull.life.epoch):
-            return
-        self._stop_beats(pull)
+        assert peer is not None
+        is_first = not pull.is_offered
+        if is_first:
+            self._talk.stop_beats(pull)
         pull.origin.ticket, pull.origin.ticket_text = ticket, ticket_text
-        if pull.has_blocks:
-            pull.to.give_up_at = now + self._settings.receive_timeout_s
+        pull.arrival.ready[peer_id.tp_rank] = ready_tokens
+        self._extend_patience(pull, peer, now)
+        if is_first:
+            self._attach(pull, peer, now)
+        elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
+            self._start_reads(pull, now)
+
+    def _is_good_offer(self, pull: Pull, peer_id: PeerId, ticket: Ticket) -> bool:
+        is_expected = pull.origin.invitation is not None and pull.is_attached and pull.life == peer_id.life
+        if (ticket.engine_id, ticket.epoch_id) != (pull.life.engine, pull.life.epoch) or not is_expected:
+            return False
+        return ticket.serial == pull.ticket.serial if pull.is_offered else ticket.serial > pull.arrival.last_serial
+
+    def _extend_patience(self, pull: Pull, peer: Peer, now: float) -> None:
+        """What a producer that computes has offered is a sign of life; when all is there, the usual deadline begins."""
+        if not pull.has_blocks:
+            return
+        settings = self._settings
+        pull.to.give_up_at = now + (settings.receive_timeout_s if is_complete(pull, peer) else settings.offer_timeout_s)
+        if not pull.outstanding.reads:
             self._pulls.set_deadline(pull, pull.to.give_up_at)
-        self._attach(pull, peer, now)
 
     def disconnected(self, address: str, now: float) -> None:
         for lost in self._peers.disconnected(address, now):
@@ -155,13 +160,10 @@ class Consumer:
         if peer is None:
             return
         for pull in self._pulls.of_life(peer.life):
-            if pull.state in (TransferState.TRACKED, TransferState.WAITING):
+            if pull.state in _BEFORE_READING:
                 self._greet(pull, peer, now)
         # After the others have attached: a farewell settles the lease they may share.
-        for pull in self._farewells.pop(peer.life, []):
-            if pull.is_offered:
-                self._send_attach(pull, peer)
-            self._to_all_ranks(peer, self._farewell(pull))
+        self._talk.say_late_farewells(peer)
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.life, reason, now), now)
@@ -175,10 +177,13 @@ class Consumer:
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
-        if not pull.outstanding.reads:
+        if pull.outstanding.reads:
+            if error is not None:
+                self._meet(pull, _E.REFUSED, now, reason)
+        elif error is None and pull.state is TransferState.MOVING and pull.arrival.read_until < pull.to.tokens.stop:
+            self._start_reads(pull, now)
+        else:
             self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
-        elif error is not None:
-            self._meet(pull, _E.REFUSED, now, reason)
         if pull.broken and not pull.outstanding.reads:
             # The plane may have given up the connection for good; the next request shakes hands anew.
             self._lost(self._peers.lose(pull.life, pull.broken, now), now)
@@ -194,21 +199,15 @@ class Consumer:
         """Act on every deadline that has passed."""
         for lost in self._peers.advance(now):
             self._lost(lost, now)
-        for peer_id in self._beats.lost(now):
+        for peer_id in self._talk.silent_peers(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
             self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
-        for beat in self._beats.due(now):
-            peer = self._peers.get(beat.peer.life)
-            if peer is not None and peer.is_ready:
-                for first in range(0, len(beat.leases), MAX_LEASES_PER_BEAT):
-                    part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
-                    message = Heartbeat(beat.peer.epoch, beat.number, part)
-                    self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
+        self._talk.send_beats(now)
         self._peers.evict_idle(now, self._pulls.lives())
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._beats.next_deadline())
+        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._talk.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
@@ -232,78 +231,93 @@ class Consumer:
             case TransferState.MOVING:
                 self._start_reads(pull, now)
             case TransferState.STOPPING if before is not TransferState.STOPPING:
-                self._stop_reads(pull)
+                self._give_up_reads(pull, now)
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
             case TransferState.PLACING if before is not TransferState.PLACING:
                 self._place(pull, now)
             case TransferState.DOOMED if before is not TransferState.DOOMED:
                 # It may wait long for its blocks, to fail then: no rank need keep its own for it.
-                self._say_farewell(pull)
+                self._talk.say_farewell(pull)
+            case TransferState.RETURNING if not pull.outstanding.reads:
+                self._meet(pull, _E.BYTES_MOVED, now, "")
+            case TransferState.RETURNING:
+                self._stop_reads(pull)
+            case state if state in _BEFORE_READING and (event is _E.WITHDRAWN or before is TransferState.RETURNING):
+                self._start_again(pull, now)
             case state if state in FINAL:
                 self._end(pull)
 
     def _greet(self, pull: Pull, peer: Peer, now: float) -> None:
         if pull.is_offered:
             self._attach(pull, peer, now)
-            return
-        pull.is_attached = True
-        self._to_all_ranks(peer, self._registrar.registration(pull))
-        self._start_beats(pull, peer, self._settings.registration_s, now)
+        else:
+            self._talk.register(pull, peer, self._settings.peers.geometry.tp_size, now)
 
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
-        pull.is_attached, pull.attached_at = True, now
-        self._send_attach(pull, peer)
-        self._start_beats(pull, peer, pull.ticket.ttl_s, now)
+        self._talk.attach(pull, peer, now)
         pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
         if not pull.outstanding.exposures:
             self._meet(pull, _E.PEER_READY, now, "")
 
-    def _send_attach(self, pull: Pull, peer: Peer) -> None:
-        for rank, visit in peer.visits.items():
-            names = [self._reader_name(pull.request, visitor) for visitor in visit.visitors]
-            companions = [name for name in names if name != pull.reader]
-            message = Attach(pull.origin.ticket_text, pull.reader, peer.planes[rank], companions)
-            self._actions.append(Send(peer.control_address(rank), message))
-
-    def _start_reads(self, pull: Pull, now: float) -> None:
+    def _start_again(self, pull: Pull, now: float) -> None:
+        """What was offered is withdrawn: wait for the next offer, as if there had been none."""
         peer = self._peers.get(pull.life)
         assert peer is not None
+        self._talk.stop_beats(pull)
+        pull.arrival = Arrival(last_serial=pull.ticket.serial)
+        pull.origin.ticket, pull.origin.ticket_text = None, ""
+        self._extend_patience(pull, peer, now)
+        self._greet(pull, peer, now)
+
+    def _start_reads(self, pull: Pull, now: float) -> None:
+        """Read what there is to read. If there is nothing yet, the next offer brings us here again."""
+        peer, ours = self._peers.get(pull.life), self._settings.peers.geometry
+        assert peer is not None
+        tokens = tokens_to_read(ours, pull, peer)
+        if not tokens and pull.arrival.read_until < pull.to.tokens.stop and not is_complete(pull, peer):
+            self._pulls.set_deadline(pull, pull.to.give_up_at)
+            return
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
         try:
-            plans = plan_reads(self._settings.peers.geometry, pull, peer)
+            plans = plan_reads(ours, pull, peer, tokens)
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
+        pull.arrival.read_until = tokens.stop
         pull.outstanding.reads = set(plans)
-        if now >= pull.attached_at + ANNOUNCE_AFTER_S:
-            # The producer may look at its planes rarely by now.
-            beat = Heartbeat(pull.life.epoch, READ_BEGINS, [pull.ticket.request])
-            self._actions += [Send(peer.control_address(rank), beat) for rank in plans]
+        self._talk.announce_read(pull, peer, list(plans), now)
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
 
     def _stop_reads(self, pull: Pull) -> None:
+        for rank in pull.outstanding.reads:
+            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
+
+    def _give_up_reads(self, pull: Pull, now: float) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
         # somebody else's.
         self._pulls.set_deadline(pull, None)
+        is_placing = not pull.outstanding.reads and pull.is_confirmed
+        if not pull.outstanding.reads and not is_placing:
+            self._meet(pull, _E.MOVE_FAILED, now, pull.reason)
+            return
         self._events.append(PullGivenUp(pull.request, pull.reason))
-        for rank in pull.outstanding.reads:
-            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
+        self._stop_reads(pull)
 
     def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.confirm_timeout_s))
         pull.outstanding.confirmations = set(peer.visits)
-        self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
+        self._talk.ask_confirmation(pull, peer)
 
     def _place(self, pull: Pull, now: float) -> None:
         # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
         # back when nothing writes into them.
         pull.is_confirmed = True
         self._pulls.set_deadline(pull, None)
-        self._stop_beats(pull)
+        self._talk.stop_beats(pull)
         if pull.to.placements or self._settings.is_staged:
             blocks = pull.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.is_staged else ()
             self._actions.append(Place(pull.request, pull.to.placements, blocks))
@@ -316,40 +330,15 @@ class Consumer:
             self._events.append(PullFinished(pull.request))
             return
         if not pull.is_confirmed:
-            self._say_farewell(pull)
+            self._talk.say_farewell(pull)
         if pull.has_blocks:
             self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
-
-    def _say_farewell(self, pull: Pull) -> None:
-        peer = self._peers.get(pull.life)
-        if peer is None:
-            return
-        if pull.is_attached:
-            self._stop_beats(pull)
-            self._to_all_ranks(peer, self._farewell(pull))
-        elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
-            self._farewells.setdefault(pull.life, []).append(pull)
-
-    def _farewell(self, pull: Pull) -> Detach | PushCancel:
-        return Detach(pull.life.epoch, pull.lease, pull.reader) if pull.is_offered else self._registrar.cancellation(pull)
-
-    def _start_beats(self, pull: Pull, peer: Peer, lease_s: float, now: float) -> None:
-        for rank in peer.visits:
-            self._beats.track(peer.peer_id(rank), pull.lease, heartbeat_interval_s(lease_s), now)
-
-    def _stop_beats(self, pull: Pull) -> None:
-        pull.is_attached = False
-        peer = self._peers.get(pull.life)
-        for rank in peer.visits if peer is not None else ():
-            self._beats.untrack(PeerId(pull.life.engine, pull.life.epoch, rank), pull.lease)
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:
             return
         self._events.append(HandshakeFailed(lost.life.engine, lost.reason))
-        for rank in lost.ranks:
-            self._beats.forget(PeerId(lost.life.engine, lost.life.epoch, rank))
-        self._farewells.pop(lost.life, None)
+        self._talk.forget(lost)
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
@@ -358,16 +347,18 @@ class Consumer:
         peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
-        self._beats.answered(peer_id, message.beat)
+        self._talk.note_answer(peer_id, message.beat)
         for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
+            # What a rank has not offered yet it may still have to grant.
+            is_ahead = pull.is_offered and pull.origin.invitation is not None and peer_id.tp_rank not in pull.arrival.ready
             # While confirming, Confirmed or Refused is on its way and is the better answer.
-            if pull.state is not TransferState.CONFIRMING:
+            if pull.state is not TransferState.CONFIRMING and not is_ahead:
                 lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
                 self._meet(pull, _E.REFUSED, now, lost)
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state not in (TransferState.TRACKED, TransferState.WAITING) or pull.lease != message.lease:
+        if pull is None or pull.state not in _BEFORE_READING or pull.lease != message.lease:
             return
         rank = self._rank_at(pull, address, pull.outstanding.exposures)
         if rank is None:
@@ -392,12 +383,12 @@ class Consumer:
         if pull is not None:
             self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
 
+    def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
+        pull = self._pulls.of_reader(message.reader)
+        can_return = pull is not None and (pull.state, _E.WITHDRAWN) in TRANSITIONS
+        if pull is not None and can_return and pull.is_offered and pull.ticket.serial == message.serial:
+            self._meet(pull, _E.WITHDRAWN, now, "")
+
     def _rank_at(self, pull: Pull, address: str, ranks: set[int]) -> int | None:
         peer = self._peers.get(pull.life)
         return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
-
-    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel) -> None:
-        self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
-
-    def _reader_name(self, request: RequestId, tp_rank: int) -> str:
-        return reader_name(self._settings.engine, request, tp_rank)

@@ -25,7 +25,10 @@ class ConsumerSettings:
     """How long a producer remembers a registration without a heartbeat."""
 
     def overdue_reason(self, pull: Pull, now: float) -> str:
+        is_coming = bool(pull.arrival.ready) and pull.arrival.read_until < pull.to.tokens.stop
         match pull.state:
+            case TransferState.MOVING if is_coming and not pull.outstanding.reads:
+                return f"the prefill did not go on within {self.offer_timeout_s:g} s"
             case TransferState.MOVING if now < pull.to.give_up_at:
                 return f"the read did not end within {self.read_timeout_s:g} s"
             case TransferState.CONFIRMING if now < pull.to.give_up_at:

@@ -5,7 +5,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
     3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
-    4  push: PushRegistration, PushOffer, PushCancel
+    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel
 """
 
 from typing import Annotated
@@ -31,6 +31,7 @@ __all__ = [
     "PushCancel",
     "PushOffer",
     "PushRegistration",
+    "PushWithdrawal",
     "RankLayout",
     "Ready",
     "Refused",
@@ -168,10 +169,20 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
 
 
 class PushOffer(msgspec.Struct, frozen=True, tag=True):
-    """What was registered for is there, and may be read under this ticket."""
+    """What was registered for is there, and may be read under this ticket. Said again whenever there is more of it."""
 
     reader: Name
     ticket: str
+    ready_tokens: int
+    """Of the ticket's tokens, so many may be read. The ticket has holes where the others are to come."""
+
+
+class PushWithdrawal(msgspec.Struct, frozen=True, tag=True):
+    """The producer has taken back what it offered (it preempted the prefill) and will compute it anew. What was read of it is worthless."""
+
+    reader: Name
+    serial: int
+    """Of the ticket that was offered."""
 
 
 class PushCancel(msgspec.Struct, frozen=True, tag=True):
@@ -238,5 +249,6 @@ Message = (
     | Release
     | PushRegistration
     | PushOffer
+    | PushWithdrawal
     | PushCancel
 )

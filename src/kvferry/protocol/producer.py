@@ -33,6 +33,7 @@ from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
     PushRegistration,
+    PushWithdrawal,
     Ready,
     Refused,
 )
@@ -60,7 +61,7 @@ class ProducerSettings:
 @dataclass(frozen=True, slots=True)
 class Reply:
     route: Route
-    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer
+    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer | PushWithdrawal
 
 
 @dataclass(slots=True)
@@ -123,6 +124,10 @@ class Producer:
         if self._settings.is_staged:
             self._copies[request] = _Copy()
             self._actions.append(Expose(request, blocks))
+        self._serve_claim(request, now)
+
+    def _serve_claim(self, request: RequestId, now: float) -> None:
+        """Readers that came before the lease."""
         claim = self._claims.pop(request, None)
         if claim is None:
             return
@@ -139,15 +144,32 @@ class Producer:
         if claim.is_abandoned:
             self.abandon(request)
 
-    def publish(self, request: RequestId, handover: str, ticket: str) -> None:
-        """A granted prefill is for whoever has registered, or will register, for it."""
+    def open(self, request: RequestId, serial: int, now: float) -> None:
+        """The engine computes this request for readers: what is published of it may be read from now on."""
+        self._leases.open(request, serial)
+        self._serve_claim(request, now)
+
+    def close(self, request: RequestId, now: float) -> None:
+        """The engine is through with an open request and keeps its blocks for readers."""
+        self._leases.close(request, now)
+        self._collect(request)
+
+    def withdraw(self, request: RequestId, serial: int, now: float) -> None:
+        """The engine has taken back the blocks of an open request, to compute it anew. Nobody who reads them now is confirmed."""
+        self._leases.revoke(request)
+        self._desk.withdraw(request, serial, now)
+        self._take_from_desk()
+
+    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int) -> None:
+        """So much of a leased prefill is for whoever has registered, or will register, for it."""
         # A reader that came ahead of the grant may have been served already.
         if request in self._leases:
-            self._desk.publish(request, handover, ticket)
+            self._desk.publish(request, handover, ticket, ready_tokens)
             self._take_from_desk()
 
     def withhold(self, request: RequestId, handover: str, reason: str, now: float) -> None:
-        """A prefill has ended without anything to hand over; whoever waits for it is told why."""
+        """A prefill has ended without anything to hand over; whoever waits for it, or reads what there was of it, is told why."""
+        self._leases.revoke(request)
         self._desk.fail(request, handover, reason, now)
         self._take_from_desk()
 
@@ -280,6 +302,7 @@ class Producer:
         elif isinstance(message, Confirm):
             self._confirm(request, message.reader, route, now)
         else:
+            self._desk.leave(request, message.reader)
             self._leases.detach(request, message.reader)
             self._collect(request)
 
@@ -296,7 +319,7 @@ class Producer:
     def _take_from_desk(self) -> None:
         for reply in self._desk.take_replies():
             if reply.lease is not None:
-                self._leases.await_reader(reply.lease, reply.message.reader)
+                self._leases.note_offer(reply.lease, reply.message.reader)
             self._replies.append(Reply(reply.route, reply.message))
         for request, reader in self._desk.take_left():
             self._leases.detach(request, reader)

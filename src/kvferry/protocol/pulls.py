@@ -15,7 +15,7 @@ from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
 from kvferry.types import Address, EngineId, EngineLife, RequestId
 
-__all__ = ["Destination", "Invitation", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
+__all__ = ["Arrival", "Destination", "Invitation", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
 
 
 @dataclass(slots=True)
@@ -35,6 +35,18 @@ class Destination:
         """By group: the blocks that hold any of the tokens."""
         first, end = self.tokens.start // block_size, -(-self.tokens.stop // block_size)
         return tuple(tuple(block for block in group[first:end] if block != HOLE) for group in self.blocks)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """How far a prompt's KV has come that is read while it is computed, in tokens."""
+
+    ready: dict[int, int] = field(default_factory=dict)
+    """By rank of the producer: so many may be read there."""
+    read_until: int = 0
+    """So far it is here, or on its way."""
+    last_serial: int = 0
+    """Of an offer that was withdrawn: no earlier one counts any more."""
 
 
 @dataclass(slots=True)
@@ -90,10 +102,12 @@ class Pull:
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
     """Or registered, while there is no ticket."""
-    attached_at: float = 0.0
+    heard_at: float = 0.0
+    """When the producer was last told that we read, or are about to."""
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
+    arrival: Arrival = field(default_factory=Arrival)
     broken: str = ""
     """What made a read fail on its own."""
     reason: str = ""

@@ -1,5 +1,7 @@
 """Where registrations and finished prefills meet, on each rank of the side that computes. Pure.
 
+A prefill may be published while it still computes, and again whenever there is more of it; its readers are told each time.
+
 A registration waits for its prefill, a prefill for its registration; each for a bounded time and in bounded number. When they meet,
 every rank of the consumer that registered is sent the ticket, and from then on it is a reader like any other. What ends before its
 counterpart has come (a prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody waits for nothing.
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.matching import MatchName, Shelf
-from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
+from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
 from kvferry.types import RequestId, Route
 
 __all__ = ["DeskReply", "PushDesk"]
@@ -31,7 +33,7 @@ answer one client's request together and so share a handover."""
 @dataclass(frozen=True, slots=True)
 class DeskReply:
     route: Route
-    message: PushOffer | Refused
+    message: PushOffer | PushWithdrawal | Refused
     lease: RequestId | None = None
     """What is offered."""
 
@@ -39,14 +41,19 @@ class DeskReply:
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     claimant: Claimant
+    name: MatchName
     route: Route
     lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prefill:
-    ticket: str
     name: MatchName
+    ticket: str
+    ready_tokens: int
+    claimant: Claimant | None = None
+    audience: dict[str, _Waiting] = field(default_factory=dict)
+    """Readers that were offered it."""
 
 
 @dataclass(slots=True)
@@ -61,7 +68,6 @@ class PushDesk:
     _ready: Shelf[RequestId] = field(default_factory=Shelf, init=False)
     """Those that nobody has come for."""
     _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
-    _takers: dict[RequestId, Claimant] = field(default_factory=dict, init=False)
     _endings: "_Endings" = field(default_factory=lambda: _Endings(), init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _replies: list[DeskReply] = field(default_factory=list, init=False)
@@ -78,13 +84,19 @@ class PushDesk:
 
     # -- the engine's side -----------------------------------------------------------------------------------------
 
-    def publish(self, request: RequestId, handover: str, ticket: str) -> None:
-        """This prefill is finished and leased; whoever registers for it gets this ticket."""
+    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int) -> None:
+        """So much of this prefill is there and leased; whoever registers for it gets this ticket. Or there is more of it than before."""
+        known = self._prefills.get(request)
+        if known is not None:
+            known.ticket, known.ready_tokens = ticket, ready_tokens
+            for reader, waiting in known.audience.items():
+                self._reply_offer(waiting.route, reader, request)
+            return
         name = MatchName(request, handover)
+        self._prefills[request] = _Prefill(name, ticket, ready_tokens)
         if self._endings.take_declined(name):
             self._given_up.unwanted.append(request)
             return
-        self._prefills[request] = _Prefill(ticket, name)
         found = self._wanted.find(name)
         if len(found) == 1:
             self._offer(request, found[0])
@@ -96,9 +108,27 @@ class PushDesk:
     def fail(self, request: RequestId, handover: str, reason: str, now: float) -> None:
         """This prefill ended without anything to hand over."""
         name = MatchName(request, handover)
+        prefill = self._prefills.get(request)
+        for reader, waiting in prefill.audience.items() if prefill is not None else ():
+            self._refuse(waiting.route, reader, reason)
+        self.forget(request)
         for claimant in self._wanted.find(name):
             self._refuse_all(claimant, reason)
         self._endings.remember_failed(name, reason, now + self.remember_s)
+
+    def withdraw(self, request: RequestId, serial: int, now: float) -> None:
+        """This prefill is computed anew; its readers wait as they did before."""
+        prefill = self._prefills.get(request)
+        self.forget(request)
+        for reader, waiting in prefill.audience.items() if prefill is not None else ():
+            self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
+            assert prefill is not None
+            self._wait(reader, waiting, now)
+
+    def leave(self, request: RequestId, reader: str) -> None:
+        """A reader needs to hear no more of it."""
+        if request in self._prefills:
+            self._prefills[request].audience.pop(reader, None)
 
     def note_expiry(self, request: RequestId, now: float) -> None:
         """Its lease has run out, perhaps before anybody came: whoever comes now is told."""
@@ -107,11 +137,10 @@ class PushDesk:
 
     def forget(self, request: RequestId) -> None:
         """Its lease has ended."""
-        self._prefills.pop(request, None)
+        prefill = self._prefills.pop(request, None)
         self._ready.drop(request)
-        claimant = self._takers.pop(request, None)
-        if claimant is not None:
-            del self._taken[claimant]
+        if prefill is not None and prefill.claimant is not None:
+            del self._taken[prefill.claimant]
 
     # -- the consumer's side ---------------------------------------------------------------------------------------
 
@@ -120,7 +149,9 @@ class PushDesk:
         name = MatchName(message.request_id, message.handover)
         self._endings.forget_declined(claimant)
         taken = self._taken.get(claimant)
+        waiting = _Waiting(claimant, name, route, message.lease_s)
         if taken is not None:
+            self._prefills[taken].audience[message.reader] = waiting
             self._reply_offer(route, message.reader, taken)
             return
         if message.reader in self._waiting:
@@ -132,7 +163,7 @@ class PushDesk:
         elif len(self._waiting) >= MAX_WAITING:
             self._refuse(route, message.reader, f"more than {MAX_WAITING} registrations wait here")
         else:
-            self._wait(route, message, claimant, now)
+            self._wait(message.reader, waiting, now)
             if found:
                 self._offer(found[0], claimant)
 
@@ -141,6 +172,7 @@ class PushDesk:
         if message.reader in self._waiting:
             self._drop_reader(message.reader)
         if claimant in self._taken:
+            self.leave(self._taken[claimant], message.reader)
             self._given_up.left.append((self._taken[claimant], message.reader))
         if claimant in self._taken or claimant in self._readers:
             return
@@ -184,20 +216,23 @@ class PushDesk:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, route: Route, message: PushRegistration, claimant: Claimant, now: float) -> None:
-        self._waiting[message.reader] = _Waiting(claimant, route, message.lease_s)
-        self._readers.setdefault(claimant, []).append(message.reader)
-        self._wanted.add(claimant, MatchName(message.request_id, message.handover))
-        self._expiry.set(message.reader, now + message.lease_s)
+    def _wait(self, reader: str, waiting: _Waiting, now: float) -> None:
+        self._waiting[reader] = waiting
+        self._readers.setdefault(waiting.claimant, []).append(reader)
+        self._wanted.add(waiting.claimant, waiting.name)
+        self._expiry.set(reader, now + waiting.lease_s)
 
     def _offer(self, request: RequestId, claimant: Claimant) -> None:
         self._ready.drop(request)
-        self._taken[claimant], self._takers[request] = request, claimant
+        prefill = self._prefills[request]
+        self._taken[claimant], prefill.claimant = request, claimant
         for reader, waiting in self._drop(claimant):
+            prefill.audience[reader] = waiting
             self._reply_offer(waiting.route, reader, request)
 
     def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
-        self._replies.append(DeskReply(route, PushOffer(reader, self._prefills[request].ticket), request))
+        prefill = self._prefills[request]
+        self._replies.append(DeskReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request))
 
     def _refuse_all(self, claimant: Claimant, reason: str) -> None:
         for reader, waiting in self._drop(claimant):

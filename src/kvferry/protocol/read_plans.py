@@ -6,11 +6,35 @@ from kvferry.protocol.peers import Peer
 from kvferry.protocol.planning import Pieces, plan_placement, plan_read
 from kvferry.protocol.pulls import Pull
 
-__all__ = ["plan_reads"]
+__all__ = ["is_complete", "plan_reads", "tokens_to_read"]
 
 
-def plan_reads(ours: Geometry, pull: Pull, peer: Peer) -> dict[int, list[Pieces]]:
-    """By rank. The pull is told what is to be put in order afterwards. RemoteProtocolError when the ticket does not fit."""
+def tokens_to_read(ours: Geometry, pull: Pull, peer: Peer) -> range:
+    """What can be read now and has not been. Where the producer still computes, whole blocks of both sides."""
+    wanted = pull.to.tokens
+    if pull.origin.invitation is None:
+        return wanted
+    ready = _ready_tokens(pull, peer)
+    if ready < wanted.stop:
+        grain = max(ours.block_size, pull.ticket.block_size)
+        ready = ready // grain * grain
+    start = max(wanted.start, pull.arrival.read_until)
+    return range(start, max(start, min(ready, wanted.stop)))
+
+
+def is_complete(pull: Pull, peer: Peer) -> bool:
+    """Whether all that is wanted may be read."""
+    return pull.origin.invitation is None or _ready_tokens(pull, peer) >= pull.to.tokens.stop
+
+
+def _ready_tokens(pull: Pull, peer: Peer) -> int:
+    """Each rank says for itself how far it has come."""
+    return min((pull.arrival.ready.get(rank, 0) for rank in peer.visits), default=0)
+
+
+def plan_reads(ours: Geometry, pull: Pull, peer: Peer, tokens: range) -> dict[int, list[Pieces]]:
+    """By rank, the KV of these tokens. The pull is told what is to be put in order once all is here. RemoteProtocolError when the ticket
+    does not fit."""
     to, ticket = pull.to, pull.ticket
     visited = {rank: peer.geometries[rank] for rank in peer.visits}
     for geometry in visited.values():
@@ -23,6 +47,6 @@ def plan_reads(ours: Geometry, pull: Pull, peer: Peer) -> dict[int, list[Pieces]
         )
     to.placements = tuple(plan_placement(ours, list(visited.values()), to.blocks, to.tokens))
     return {
-        rank: plan_read(ours, geometry, peer.visits[rank].heads, to.blocks, ticket.block_ids(), to.tokens, to.needed_from)
+        rank: plan_read(ours, geometry, peer.visits[rank].heads, to.blocks, ticket.block_ids(), tokens, to.needed_from)
         for rank, geometry in visited.items()
     }
