@@ -303,6 +303,7 @@ class Engine:
             "reads": self.ferry.reads,
             "registrations": self.ferry.registrations,
             "published": getattr(half, "_published", {}),
+            "streams": len(getattr(half, "_streams", ())) + len(getattr(scheduler.connector, "_prefills", ())),
             "partly reported": self._aggregator._recv_remaining_count | self._aggregator._send_remaining_count,  # noqa: SLF001
         }
         return {name: value for name, value in held.items() if value}
