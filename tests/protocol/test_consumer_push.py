@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, sent, ticket
 
-from kvferry.events import PullFailed, PullFinished, PullGivenUp
+from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
@@ -59,7 +59,7 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     consumer.read_ended(R1, PEER, None, now=3)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4), PullFinished(R1)]
     assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
 
 

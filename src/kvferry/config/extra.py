@@ -91,6 +91,8 @@ class NixlExtraConfig(ExtraConfig):
     """Refuse peers whose model, cache or versions differ in a way that could give wrong tokens."""
     push_registration_timeout: Seconds | None = None
     """In push: how long a request of D that has blocks waits for P to have something for it; null: as `decoder_kv_blocks_ttl`."""
+    push_streaming: Flag = True
+    """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at the end."""
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, nixl; empty: all that work here."""
     peers: Texts = ()

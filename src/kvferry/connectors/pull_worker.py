@@ -22,6 +22,7 @@ from kvferry.events import (
     LeaseEnded,
     MessageDropped,
     PeerConnected,
+    PrefillCompleted,
     PullFailed,
     PullFinished,
     PullGivenUp,
@@ -163,6 +164,12 @@ class PullWorker:
                 if end is LeaseEnd.EXPIRED and self._config.parallel.tp_rank == 0:
                     self._stats.count("kv_expired_reqs")
                 results.finished_sending.add(request)
+            case _:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """What is counted or logged, and no request waits for."""
+        match event:
             case BytesMoved(plane, total_bytes, pieces, planned, post_s, transfer_s, is_ok):
                 if is_ok:
                     self._stats.record_transfer(plane, total_bytes, pieces, planned, post_s, transfer_s)
@@ -171,6 +178,10 @@ class PullWorker:
             case HandshakeFailed(engine, reason):
                 self._stats.count("failed_handshakes")
                 _log.warning("peer lost peer=%s reason=%s", engine, reason)
+            case PrefillCompleted(_, num_tokens, num_left):
+                if self._config.parallel.tp_rank == 0:
+                    self._stats.count("pushed_tokens", num_tokens)
+                    self._stats.count("pushed_tokens_left", num_left)
             case PeerConnected(engine, plane, reason):
                 _log.info("peer connected peer=%s plane=%s because=%s", engine, plane, reason)
             case MessageDropped(reason):

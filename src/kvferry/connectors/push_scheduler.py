@@ -43,7 +43,8 @@ class PushScheduler(PullScheduler):
         super().on_new_request(request)
         asked = read_params(request.kv_transfer_params)
         # Where readers read a copy, that is made when all is there.
-        can_stream = self._config.kv_transfer.is_kv_producer and self._address is not None and not self._is_staged
+        can_stream = self._extra.push_streaming and not self._is_staged
+        can_stream = can_stream and self._config.kv_transfer.is_kv_producer and self._address is not None
         if isinstance(asked, PrefillForPeer) and can_stream and len(request.request_id) <= MAX_NAME_CHARS:
             self._streams.add(request, self._handover(asked))
 

@@ -25,6 +25,8 @@ COUNTERS: Mapping[str, str] = {
     "failed_handshakes": "Peers that could not be reached or were lost.",
     "finished_pulls": "Requests whose KV arrived and was confirmed.",
     "failed_pulls": "Requests whose KV did not arrive or was not confirmed.",
+    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited with their blocks.",
+    "pushed_tokens_left": "Of these, tokens whose KV was not here nor on its way when the last one was computed.",
     "kv_expired_reqs": "Leases that ran out before anybody confirmed a read.",
     "dropped_messages": "Messages from peers that were malformed or out of place.",
     "rejected_params": "Requests whose kv_transfer_params could not be honoured.",

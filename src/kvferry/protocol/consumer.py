@@ -10,7 +10,7 @@ commands, messages and completions; take actions and events.
 from collections.abc import Sequence
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, Place, StartRead, StopRead
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.messages import Confirmed, HandshakeRefused, HandshakeReply, HeartbeatReply, PushWithdrawal, Ready, Refused
@@ -146,8 +146,12 @@ class Consumer:
         """What a producer that computes has offered is a sign of life; when all is there, the usual deadline begins."""
         if not pull.has_blocks:
             return
-        settings = self._settings
-        pull.to.give_up_at = now + (settings.receive_timeout_s if is_complete(pull, peer) else settings.offer_timeout_s)
+        settings, arrival = self._settings, pull.arrival
+        if not arrival.is_complete and is_complete(pull, peer):
+            arrival.is_complete = True
+            wanted = pull.to.tokens
+            self._events.append(PrefillCompleted(pull.request, len(wanted), wanted.stop - max(wanted.start, arrival.read_until)))
+        pull.to.give_up_at = now + (settings.receive_timeout_s if arrival.is_complete else settings.offer_timeout_s)
         if not pull.outstanding.reads:
             self._pulls.set_deadline(pull, pull.to.give_up_at)
 
@@ -275,7 +279,7 @@ class Consumer:
         peer, ours = self._peers.get(pull.life), self._settings.peers.geometry
         assert peer is not None
         tokens = tokens_to_read(ours, pull, peer)
-        if not tokens and pull.arrival.read_until < pull.to.tokens.stop and not is_complete(pull, peer):
+        if not tokens and pull.origin.invitation is not None and not is_complete(pull, peer):
             self._pulls.set_deadline(pull, pull.to.give_up_at)
             return
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))

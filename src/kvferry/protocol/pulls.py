@@ -45,6 +45,8 @@ class Arrival:
     """By rank of the producer: so many may be read there."""
     read_until: int = 0
     """So far it is here, or on its way."""
+    is_complete: bool = False
+    """All that is wanted may be read."""
     last_serial: int = 0
     """Of an offer that was withdrawn: no earlier one counts any more."""
 
