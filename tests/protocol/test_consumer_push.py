@@ -57,7 +57,7 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     assert isinstance(read, StartRead)
     assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
     consumer.read_ended(R1, PEER, None, now=3)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER)]
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
     assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4), PullFinished(R1)]
     assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)

@@ -75,7 +75,7 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     ended(consumer)
     assert blocks_read(consumer) == [([4], [6])]
     ended(consumer)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER)]
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=2)
     assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=4), PullFinished(R1)]
 
@@ -166,6 +166,42 @@ def test_a_withdrawal_of_another_offer_changes_nothing() -> None:
     assert blocks_read(consumer) == [([1, 2, 3, 4], [3, 4, 5, 6])]
     consumer.receive(CONTROL, PushWithdrawal(READER, 7), now=0)
     assert consumer.take_actions() == []
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+def test_an_answer_that_crossed_the_withdrawal_changes_nothing(is_reading: bool) -> None:
+    """The producer had taken the offer back when it heard that we attach, or that we have read it."""
+    consumer = waiting()
+    offer(consumer, 8)
+    if not is_reading:
+        ended(consumer)
+    consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=1)
+    consumer.receive(CONTROL, Refused("a", READER, "the lease has ended", 1), now=1)
+    if is_reading:
+        ended(consumer, "cancelled", now=2)
+    consumer.receive(CONTROL, Refused("a", READER, "the lease has ended", 1), now=3)
+    offer(consumer, 16, now=4, serial=2)
+    consumer.receive(CONTROL, Refused("a", READER, "the lease ended before the read was confirmed", 1), now=5)
+    ended(consumer, now=6)
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 2)]
+    consumer.receive(CONTROL, Refused("a", READER, "the lease has ended", 2), now=7)
+    assert failures(consumer) == ["the producer refused: the lease has ended"]
+
+
+def test_a_prefill_that_failed_after_it_was_withdrawn_fails_us_for_its_own_reason() -> None:
+    consumer = waiting()
+    offer(consumer, 8)
+    consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=1)
+    ended(consumer, "cancelled", now=2)
+    consumer.receive(CONTROL, Refused("", READER, "it was aborted"), now=3)
+    assert failures(consumer) == ["the producer refused: it was aborted"]
+
+
+def test_a_shorter_prompt_than_ours_is_not_waited_for() -> None:
+    consumer = waiting()
+    short = Ticket("p", "e1", "a", 1, "p-host", 5600, 1, 4, [[(3, 1)]], fingerprint(range(3), 4, ""), 30.0)
+    consumer.offered(CONTROL, READER, short, "T1", 3, 0)
+    assert failures(consumer) == ["the prefill was of another prompt: 0 tokens are known to be the same, 16 are needed"]
 
 
 def test_an_abort_while_what_was_withdrawn_is_still_being_read_waits_for_its_end() -> None:

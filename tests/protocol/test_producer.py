@@ -168,7 +168,7 @@ def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer.grant(A, 1, now=0)
     producer.abandon(A)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
-    assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended"))]
+    assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended", 1))]
 
 
 def test_heartbeats_name_the_leases_that_are_gone() -> None:

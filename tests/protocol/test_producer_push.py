@@ -74,6 +74,15 @@ def test_the_lease_waits_for_everybody_it_was_offered_to() -> None:
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
 
 
+def test_what_was_read_with_a_withdrawn_ticket_is_not_confirmed_by_the_next_lease() -> None:
+    producer = offered("r")
+    producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
+    producer.receive(ROUTE, Confirm("e1", "a", "d/r/0", serial=7), now=2)
+    assert said(producer) == [Refused("a", "d/r/0", "the lease ended before the read was confirmed", 7)]
+    producer.receive(ROUTE, Confirm("e1", "a", "d/r/0", serial=1), now=2)
+    assert said(producer) == [Confirmed("a", "d/r/0")]
+
+
 def test_one_that_leaves_without_having_come_ends_the_lease_when_it_is_the_last() -> None:
     producer = offered("r", "s")
     producer.receive(ROUTE, cancel("r"), now=1)

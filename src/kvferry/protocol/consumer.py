@@ -271,6 +271,8 @@ class Consumer:
         self._talk.stop_beats(pull)
         pull.arrival = Arrival(last_serial=pull.ticket.serial)
         pull.origin.ticket, pull.origin.ticket_text = None, ""
+        # That the reads were cancelled is not why it may fail later.
+        pull.reason = ""
         self._extend_patience(pull, peer, now)
         self._greet(pull, peer, now)
 
@@ -384,8 +386,13 @@ class Consumer:
 
     def _receive_refused(self, message: Refused, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is not None:
-            self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+        if pull is None or (message.serial and self._is_withdrawn(pull, message.serial)):
+            return
+        self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+
+    def _is_withdrawn(self, pull: Pull, serial: int) -> bool:
+        """What we said of an offer may have crossed its withdrawal; the answer to that is no news."""
+        return not pull.is_offered or pull.ticket.serial != serial or pull.state is TransferState.RETURNING
 
     def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)

@@ -5,7 +5,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
     3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
-    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel
+    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and Refused
 """
 
 from typing import Annotated
@@ -119,6 +119,8 @@ class Confirm(msgspec.Struct, frozen=True, tag=True):
     epoch: Name
     lease: Name
     reader: Name
+    serial: int = 0
+    """Of the ticket they were read with. A request has several leases, one after the other, where its prefill is preempted."""
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
@@ -134,6 +136,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease: Name
     reader: Name
     reason: str
+    serial: int = 0
+    """Of the ticket that it is about; 0: whatever was presented."""
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):

@@ -263,7 +263,7 @@ class Producer:
             case Standing.AHEAD:
                 self._claim(ticket, message, route, now)
             case Standing.GONE:
-                self._refuse(route, ticket.lease, message.reader, "the lease has ended")
+                self._refuse(route, ticket.lease, message.reader, "the lease has ended", ticket.serial)
 
     def _claim(self, ticket: Ticket, message: Attach, route: Route, now: float) -> None:
         if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
@@ -290,9 +290,9 @@ class Producer:
         claim = self._claims.get(request)
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
-                self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
+                self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued", message.serial)
         elif isinstance(message, Confirm) and self._is_unready(request):
-            self._refuse(route, request, message.reader, "the blocks were not ready to be read")
+            self._refuse(route, request, message.reader, "the blocks were not ready to be read", message.serial)
         elif claim is not None and message.reader in claim.readers:
             claim.ends[message.reader] = message
             self._ahead = None
@@ -300,7 +300,7 @@ class Producer:
                 # Blocks are freed after their lease has ended, and this one has not even begun.
                 self._replies.append(Reply(route, Confirmed(request, message.reader)))
         elif isinstance(message, Confirm):
-            self._confirm(request, message.reader, route, now)
+            self._confirm(request, message, route, now)
         else:
             self._desk.leave(request, message.reader)
             self._leases.detach(request, message.reader)
@@ -335,15 +335,16 @@ class Producer:
         elif self._settings.is_staged:
             self._replies.append(Reply(route, Ready(request, message.reader)))
 
-    def _confirm(self, request: RequestId, reader: str, route: Route, now: float) -> None:
-        if self._leases.confirm(request, reader, now):
-            self._replies.append(Reply(route, Confirmed(request, reader)))
+    def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
+        is_other = message.serial and self._leases.standing(request, message.serial) is not Standing.HELD
+        if not is_other and self._leases.confirm(request, message.reader, now):
+            self._replies.append(Reply(route, Confirmed(request, message.reader)))
             self._collect(request)
         else:
-            self._refuse(route, request, reader, "the lease ended before the read was confirmed")
+            self._refuse(route, request, message.reader, "the lease ended before the read was confirmed", message.serial)
 
-    def _refuse(self, route: Route, request: RequestId, reader: str, reason: str) -> None:
-        self._replies.append(Reply(route, Refused(request, reader, reason)))
+    def _refuse(self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0) -> None:
+        self._replies.append(Reply(route, Refused(request, reader, reason, serial)))
 
     def _is_unready(self, request: RequestId) -> bool:
         return request in self._copies or (self._settings.is_staged and request in self._claims)

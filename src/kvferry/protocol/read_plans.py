@@ -23,8 +23,10 @@ def tokens_to_read(ours: Geometry, pull: Pull, peer: Peer) -> range:
 
 
 def is_complete(pull: Pull, peer: Peer) -> bool:
-    """Whether all that is wanted may be read."""
-    return pull.origin.invitation is None or _ready_tokens(pull, peer) >= pull.to.tokens.stop
+    """Whether all that is wanted may be read, or all that there will ever be."""
+    if pull.origin.invitation is None or not pull.is_offered:
+        return pull.origin.invitation is None
+    return _ready_tokens(pull, peer) >= min(pull.to.tokens.stop, pull.ticket.num_tokens)
 
 
 def _ready_tokens(pull: Pull, peer: Peer) -> int:

@@ -61,7 +61,7 @@ class ReaderTalk:
         self._actions += [Send(peer.control_address(rank), beat) for rank in ranks]
 
     def ask_confirmation(self, pull: Pull, peer: Peer) -> None:
-        self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.lease, pull.reader))
+        self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.lease, pull.reader, pull.ticket.serial))
 
     def say_farewell(self, pull: Pull) -> None:
         """It needs nothing any more. A producer that is still being shaken hands with is told when it can be."""
