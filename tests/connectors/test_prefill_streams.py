@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tests.connectors.pair import EngineRequest
 
-from kvferry.connectors.contract import RequestStatus
+from kvferry.connectors.contract import KVCacheGroup, RequestStatus
 from kvferry.connectors.prefill_streams import PrefillStreams
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
@@ -28,7 +28,7 @@ def streams_of(num_tokens: int = 10) -> tuple[PrefillStreams, EngineRequest]:
 def advance(streams: PrefillStreams, start: int, *tables: tuple[int, ...]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
     found = streams.advances([Slice("other", 8, ((1, 2),)), Slice(R, start, tables)])
     for each in found:
-        streams.note_published(each.stream, 1, each.num_tokens)
+        streams.note_published(each, 1)
     return [(each.num_tokens, each.blocks) for each in found]
 
 
@@ -61,6 +61,18 @@ def test_a_preempted_prefill_is_withdrawn_once_and_published_anew() -> None:
     lost.num_published = lost.serial = 0
     assert streams.take_preempted() == []
     assert advance(streams, 4, (1, 2, 3)) == [(4, ((1, HOLE, HOLE),))]
+
+
+def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
+    """A window of 4 tokens in blocks of 4: the last of 10 looks at tokens 6 to 9, the one before at block 1 too."""
+    full, window = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)
+    streams, _ = streams_of()
+    advance(streams, 8, (5, 6, 7), (8, 9, 10))
+    stream = streams.get(R)
+    assert stream is not None
+    assert not streams.has_let_go(stream, ([5, 6, 7], [HOLE, 9, 10]), (full, window))
+    assert streams.has_let_go(stream, ([5, 6, 7], [HOLE, HOLE, 10]), (full, window))
+    assert streams.has_let_go(stream, ([5, 1, 7], [HOLE, 9, 10]), (full, window))
 
 
 def test_an_ended_prefill_is_forgotten() -> None:

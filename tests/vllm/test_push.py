@@ -31,6 +31,7 @@ SOON_S = 30.0
 CHUNKS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
 FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
 MOVED = "vllm:nixl_bytes_transferred_sum"
+PUSHED = ("kvferry:pushed_tokens_total", "kvferry:pushed_tokens_left_total")
 AT_ONCE = "kvferry:router_legs_at_once_total"
 
 _rng = random.Random(30)
@@ -111,6 +112,9 @@ def test_tokens_with_both_legs_at_once_equal_a_plain_vllms(right: Right, pushing
             assert after[MOVED] - before[MOVED] >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
             assert after[FINISHED] - before[FINISHED] == len(PROMPTS)
             assert after[FAILED] == before[FAILED]
+            # P computes 256 tokens at a time, of several prompts; of long ones most had moved when the last was computed.
+            pushed, left = (after[name] - before.get(name, 0) for name in PUSHED)
+            assert 0 < left < pushed
             await assert_free(session, pushing.p, pushing.d, timeout_s=SOON_S)
 
     asyncio.run(check())

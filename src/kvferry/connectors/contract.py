@@ -169,6 +169,8 @@ class KVCacheConfig:
     """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention kernel packs tokens in its own way."""
     hides_partial_loads: bool = False
     """kvferry only: the engine never shows others a loaded block of which a window's group may have loaded only a part."""
+    keeps_last_view: bool = True
+    """kvferry only: of a finished prompt the engine keeps all that its last token looks at, not only what the next one would."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ preempts loses its blocks: what was published is withdrawn, before anything else
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.connectors.contract import Request, RequestStatus, ScheduledSlice
+from kvferry.connectors.contract import KVCacheGroup, Request, RequestStatus, ScheduledSlice
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
@@ -24,6 +24,8 @@ class PrefillStream:
     serial: int = 0
     """0: nothing is published."""
     num_published: int = 0
+    blocks: Sequence[Sequence[int]] = ()
+    """Tables of what is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,19 @@ class PrefillStreams:
                 found.append(Advance(stream, num_tokens, self._padded(piece.block_ids, num_tokens, stream.request.num_prompt_tokens)))
         return found
 
-    def note_published(self, stream: PrefillStream, serial: int, num_tokens: int) -> None:
-        stream.serial, stream.num_published = serial, num_tokens
+    def note_published(self, advance: Advance, serial: int) -> None:
+        stream = advance.stream
+        stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
         self._published[RequestId(stream.request.request_id)] = stream
+
+    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]], groups: Sequence[KVCacheGroup]) -> bool:
+        """Whether the engine, at the end, no longer holds a block that was published and that the prompt's last token looks at."""
+        last = stream.request.num_prompt_tokens - 1
+        for group, before, after in zip(groups, stream.blocks, blocks, strict=True):
+            seen = slice(group.first_seen(last) // self.block_size, stream.num_published // self.block_size)
+            if tuple(before[seen]) != tuple(after[seen]):
+                return True
+        return False
 
     def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)

@@ -17,7 +17,7 @@ from kvferry.connectors.prefill_streams import Advance, PrefillStreams
 from kvferry.connectors.pull_metadata import PullMetadata
 from kvferry.connectors.pull_scheduler import PullOffer, PullScheduler
 from kvferry.errors import InvalidTicket
-from kvferry.ferry.commands import Abandon, Close, Expect, Open, Publish, Withdraw, Withhold
+from kvferry.ferry.commands import Abandon, Close, Expect, Open, Publish, Settle, Withdraw, Withhold
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 from kvferry.protocol.tickets import MAX_NAME_CHARS, Ticket
@@ -70,9 +70,22 @@ class PushScheduler(PullScheduler):
         # An engine whose attention forgets computes the last token itself and must be told so: see `PullScheduler._usable`.
         forgets = any(group.forgets for group in self._cache.groups)
         num_tokens = request.num_prompt_tokens - forgets
-        self._offers[request_id] = PullOffer(num_tokens, (ticket.engine, ticket.epoch, ticket.handover))
         tokens = fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
         self._commands.append(Expect(request_id, text, tokens, self._address))
+        if self._will_be_gone(num_tokens):
+            # We compute it, and the prefill side shall know.
+            self._commands.append(Settle(request_id))
+        else:
+            self._offers[request_id] = PullOffer(num_tokens, (ticket.engine, ticket.epoch, ticket.handover))
+
+    def _will_be_gone(self, num_tokens: int) -> bool:
+        """Whether an engine like ours lets go, at the end of the prompt, of a block that the token after these looks at."""
+        size = self._cache.block_size
+        return not self._cache.keeps_last_view and any(
+            group.first_seen(num_tokens) // size != group.first_seen(num_tokens + 1) // size
+            for group in self._cache.groups
+            if group.forgets
+        )
 
     def _decline(self, handover: str) -> None:
         """Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself."""
@@ -99,7 +112,7 @@ class PushScheduler(PullScheduler):
         serial = stream.serial or self._open(request_id)
         ticket = self._ticket(stream.request, serial, advance.blocks, stream.tokens)
         self._commands.append(Publish(request_id, stream.handover, self._key.sign(ticket), advance.num_tokens))
-        self._streams.note_published(stream, serial, advance.num_tokens)
+        self._streams.note_published(advance, serial)
 
     def _open(self, request: RequestId) -> int:
         self._serial += 1
@@ -109,6 +122,9 @@ class PushScheduler(PullScheduler):
     def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
         stream = self._streams.get(request)
         if stream is None or not stream.serial:
+            return super()._grant(request, blocks)
+        if self._streams.has_let_go(stream, blocks, self._cache.groups):
+            self._commands.append(Withdraw(request, stream.serial))
             return super()._grant(request, blocks)
         self._commands.append(Close(request))
         return stream.serial

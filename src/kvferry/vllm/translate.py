@@ -159,6 +159,7 @@ def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str
         head_dim=model.get_head_size(),
         cache_dtype=_cache_dtype(vllm_config),
         has_token_rows=has_token_rows(attention_backends),
+        keeps_last_view=False,
     )
 
 

@@ -35,17 +35,17 @@ def legs(start_legs: StartLegs) -> Legs:
     return start_legs()
 
 
-def ask_both(legs: Legs, first: str, tokens: list[int], **at_d: Any) -> None:
-    """Requests `a` at P and `b` at D. The second comes when the first waits for it."""
+def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: Any) -> None:
+    """Requests `a` at P and `b` at D. The second comes when the first waits for it, or does not need it."""
     ticket = legs.ticket()
     if first == "p":
-        legs.ask_p("a", tokens, ticket)
-        legs.computed("a")
-        legs.ask_d("b", tokens, ticket, **at_d)
+        legs.ask_p(f"a{of}", tokens, ticket)
+        legs.computed(f"a{of}")
+        legs.ask_d(f"b{of}", tokens, ticket, **at_d)
     else:
-        legs.ask_d("b", tokens, ticket, **at_d)
-        legs.registered()
-        legs.ask_p("a", tokens, ticket)
+        legs.ask_d(f"b{of}", tokens, ticket, **at_d)
+        run_until(lambda: legs.p.ferry.registrations == 1 or legs.d.answers[f"b{of}"].finish is not None, legs.d)
+        legs.ask_p(f"a{of}", tokens, ticket)
 
 
 # -- handing over ------------------------------------------------------------------------------------------------------
@@ -121,13 +121,49 @@ def test_chunked_prefill_is_handed_over_whole(start_legs: StartLegs, first: str,
 
 @FIRST
 @pytest.mark.parametrize("kind", ["MLA", "windows beside full attention", "chunks beside full attention"])
-@pytest.mark.parametrize("length", [32, 33, 63, 100, 200])
-def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str, length: int) -> None:
-    """Where attention forgets, P may have let go of what D would need; then D computes, and is right."""
-    legs = start_legs(kind=kind, kv={"kv_load_failure_policy": "recompute"})
-    ask_both(legs, first, prompt(length))
-    assert finish(legs.d, "b", legs.p) == greedy(prompt(length), 4)
+def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str) -> None:
+    """Where attention forgets, P lets go of what D would need of one prompt in a block's length, or of a chunk's; those D computes."""
+    legs = start_legs(kind=kind, p={"max_num_batched_tokens": 48, "max_num_seqs": 4})
+    expected = 0
+    for length in (32, 33, 63, 64, 79, 100, 111, 128, 200):
+        tokens = prompt(length, start=length)
+        ask_both(legs, first, tokens, of=f" of {length}")
+        assert finish(legs.d, f"b of {length}", legs.p) == greedy(tokens, 4), length
+        finish(legs.p, f"a of {length}", legs.d)
+        is_gone = {"MLA": False, "windows beside full attention": length in (79, 111), "chunks beside full attention": length in (64, 128)}
+        expected += 0 if is_gone[kind] else length - (kind != "MLA")
+    assert legs.d.loaded_tokens == expected
     settle(legs.p, legs.d)
+
+
+# -- while it is computed ----------------------------------------------------------------------------------------------
+
+
+CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+
+
+BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
+"""Of the made model: layers, KV heads, K and V, head size, float32."""
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_async: bool) -> None:
+    """Where vLLM plans a step before it has the last one's output, a chunk is known to be there one step later."""
+    legs = start_legs(p=CHUNKS, is_async=is_async)
+    p, d, ticket = legs.p, legs.d, legs.ticket()
+    legs.ask_d("b", prompt(300), ticket)
+    legs.registered()
+    legs.ask_p("a", prompt(300), ticket)
+    for num_chunks in range(1, 5):
+        while p.computed.get("a", 0) < 64 * num_chunks:
+            p.step()
+        num_tokens = 64 * max(0, num_chunks - 1 - is_async)
+        run_until(lambda expected=num_tokens * BYTES_PER_TOKEN: d.moved_bytes == expected, d)  # type: ignore[misc]
+    assert p.answers["a"].finish is None
+    assert finish(d, "b", p) == greedy(prompt(300), 4)
+    assert d.loaded_tokens == 300
+    assert d.moved_bytes == 320 * BYTES_PER_TOKEN, "whole blocks, each of them once"
+    settle(p, d)
 
 
 @FIRST
