@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.vllm.inside.conftest import StartEngine
+from tests.vllm.inside.engines import Engine
 from tests.vllm.inside.legs import push_ticket
 from tests.vllm.inside.test_fuzz import ACTIONS, World
 
@@ -26,8 +27,18 @@ class PushWorld(World):
         self.pushed: set[str] = set()
         self.num_pairs = 0
 
+    def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
+        """P computes in chunks, so that they are handed over while the next is computed."""
+        chunks = {"max_num_batched_tokens": 48, "max_num_seqs": 4} if name == "p" else {}
+        return super()._start(name, num_blocks, **chunks, **more)
+
     def actions(self) -> dict[Callable[[], None], float]:
-        return {**super().actions(), self.add_to_p: 1, self.add_to_d: 1, self.add_pair: 3, self.send_leg: 7}
+        return {**super().actions(), self.add_to_p: 1, self.add_to_d: 1, self.add_pair: 3, self.send_leg: 7, self.preempt: 1}
+
+    def preempt(self) -> None:
+        engine = self.rng.choice([self.p, self.p, self.d])
+        if engine.scheduler.running:
+            engine.preempt(self.rng.choice(engine.scheduler.running).request_id)
 
     def add_pair(self) -> None:
         """One leg now, the other some time, and a few of them never."""
