@@ -22,6 +22,9 @@ DURATION_S ?= 300
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
 TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP))
 
+# Tests start hundreds of processes. Where Python is told to write no bytecode (PYTHONDONTWRITEBYTECODE) each would compile all of it anew.
+COMPILE := $(BIN)/python -m compileall -q src
+
 # One thread per process: several engines share this machine in tests and in `up`.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -53,11 +56,13 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 test: $(STAMP) $(TEST_EXTRAS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+	@$(COMPILE)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 
 test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
+	@$(COMPILE)
 	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
 
 soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')

@@ -63,7 +63,10 @@ def test_every_plane_is_measured_in_every_size_and_pattern(tmp_path: Path) -> No
     told = json.loads(ran.stdout)
     cells = [(row["plane"], row["piece_bytes"], row["pattern"]) for row in told["rows"]]
     assert sorted(cells) == sorted(
-        (plane, kib * 1024, pattern) for plane in ("shm", "nixl") for kib in (4, 16, 64, 256, 1024) for pattern in ("scattered", "runs")
+        (plane, kib * 1024, pattern)
+        for plane in ("shm", "nixl", "tcp")
+        for kib in (4, 16, 64, 256, 1024)
+        for pattern in ("scattered", "runs")
     )
     assert all(row[key] > 0 for row in told["rows"] for key in ("gbps", "of_memcpy", "of_raw_nixl"))
     assert all(row["copies"] * 8 <= row["pieces"] for row in told["rows"] if row["pattern"] == "runs")
@@ -80,7 +83,7 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "NIXL is not installed" in ran.stderr
-    assert {(row["plane"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {("shm", None)}
+    assert {(row["plane"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {("shm", None), ("tcp", None)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -88,7 +91,9 @@ def test_nothing_outlives_a_benchmark_that_is_stopped(number: signal.Signals) ->
     with running("--rounds", "1000") as (process, started):
         assert started
         process.send_signal(number)
-        assert process.wait(DEADLINE_S) != 0
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == (-number if number == signal.SIGKILL else 130)
+        assert "Traceback" not in said
         assert_all_end(started)
 
 

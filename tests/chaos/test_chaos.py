@@ -66,7 +66,6 @@ def test_a_report_can_be_written_as_json() -> None:
     assert read["is_clean"]
 
 
-@pytest.mark.xfail(reason="the holes over tcp: docs/faults.md, known holes", strict=False)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_short_chaos_run_is_clean(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Yard:
             for number in range(prefill + decode):
                 index = number if number < prefill else number - prefill
                 name = f"prefill-{index}" if number < prefill else f"decode-{index}"
-                extra = {**EXTRA, "planes": ["nixl"]} if number < prefill and index % 2 == 0 else EXTRA
+                extra = {**EXTRA, "planes": ["tcp"]} if number < prefill and index % 2 == 0 else EXTRA
                 flags = ("--no-enable-prefix-caching",) if number >= prefill and index % 2 == 0 else ()
                 at = BEHIND if hosts is None else hosts[number]
                 members[name] = Member(name, "fail" if index % 2 == 0 else "recompute", flags, extra, at)

@@ -25,7 +25,7 @@ PATIENT = {"kv_lease_duration": 600}
 """With such a lease, blocks that are free soon were released, not expired."""
 
 
-NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeout": 25, "planes": ["nixl"]}
+NETWORKED = {**SHORT, "kv_lease_duration": 3, "read_timeout": 12, "receive_timeout": 25}
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class Pair:
 
 @dataclass
 class Network:
-    """P and two D, one of either policy, on hosts of their own; KV goes by TCP."""
+    """P and two D, one of either policy, on hosts of their own; KV goes by TCP, over a plane of our own or NIXL."""
 
     hosts: Hosts
     cluster: Cluster
+    plane: str
     decoders: dict[str, Engine]
     """By policy."""
     p: Engine = field(init=False)
@@ -87,18 +88,28 @@ class Network:
     def start_p(self, port: int = 0) -> Engine:
         """So small that a few prompts are enough to give every block to somebody else."""
         small = ("--num-gpu-blocks-override", "120")
-        return self.cluster.serve("prefill", *small, extra=NETWORKED, engine_id="p", port=port, at=self.hosts[0]).ready()
+        return self.cluster.serve("prefill", *small, extra=networked(self.plane), engine_id="p", port=port, at=self.hosts[0]).ready()
 
 
-@pytest.fixture(scope="session")
-def network(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Network]:
-    skip_unless_possible()
-    with Hosts.opened(3) as hosts, Cluster(tmp_path_factory.mktemp("network"), model) as cluster:
+def networked(plane: str) -> dict[str, object]:
+    return {**NETWORKED, "planes": [plane]}
+
+
+@contextmanager
+def connected(plane: str, directory: Path, model: Path) -> Iterator[Network]:
+    with Hosts.opened(3) as hosts, Cluster(directory, model) as cluster:
         starting = {
-            policy: cluster.serve(f"decode {policy}", extra=NETWORKED, policy=policy, at=hosts[number])
+            policy: cluster.serve(f"decode {policy}", extra=networked(plane), policy=policy, at=hosts[number])
             for number, policy in enumerate(("fail", "recompute"), 1)
         }
-        yield Network(hosts, cluster, {policy: process.ready() for policy, process in starting.items()})
+        yield Network(hosts, cluster, plane, {policy: process.ready() for policy, process in starting.items()})
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Network]:
+    skip_unless_possible()
+    with connected("tcp", tmp_path_factory.mktemp("network"), model) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

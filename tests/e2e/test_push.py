@@ -13,7 +13,7 @@ from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, ass
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GREEDY = random_prompts(200, seed=51, longest=600)
-PAIRS = [((p, d), plane) for p in (1, 2) for d in (1, 2) for plane in ("shm", "nixl")]
+PAIRS = [*(((p, d), plane) for p in (1, 2) for d in (1, 2) for plane in ("shm", "nixl")), ((1, 1), "tcp")]
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def expected(plain: Engine) -> dict[str, list[Answer]]:
     return {"greedy": asyncio.run(ask_all(plain, GREEDY)), "sampled": asyncio.run(ask_all(plain, SAMPLED))}
 
 
-@pytest.fixture(scope="module", params=["shm", "nixl"])
+@pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[str, list[Engine]]]:
     """P, D and the router in front of them, over one plane."""
     plane: str = request.param
@@ -126,7 +126,7 @@ async def streamed_tokens(session: aiohttp.ClientSession, engine: Engine, prompt
     return tuple(tokens)
 
 
-@pytest.mark.parametrize("plane", ["shm", "nixl"])
+@pytest.mark.parametrize("plane", ["shm", "nixl", "tcp"])
 def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, plane: str) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
     prefill = cluster.serve("prefill", extra={"planes": [plane]})

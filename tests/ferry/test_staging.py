@@ -249,7 +249,8 @@ def test_whatever_comes_in_between_finished_loads_hold_the_right_bytes_and_nothi
     story = Story(world, seed)
     for _ in range(200):
         story.turn()
-    world.run(50)
+    # Every block of D may wait to be copied, a slice in each turn.
+    world.run(400)
     world.clock.advance(31)
     world.run()
     assert len(world.d.finished()) > 0

@@ -8,10 +8,11 @@ from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
 from kvferry.planes.nixl import NixlDataPlane
 from kvferry.planes.shared_memory import SharedMemory
 from kvferry.planes.shm import ShmDataPlane
+from kvferry.planes.tcp import TcpDataPlane
 from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Side, layout
 
-__all__ = ["corrupting_side", "delaying_side", "memory_side", "nixl_side", "shm_side", "shm_side_without_compiler"]
+__all__ = ["corrupting_side", "delaying_side", "memory_side", "nixl_side", "shm_side", "shm_side_without_compiler", "tcp_side"]
 
 NETWORK = MemoryNetwork()
 
@@ -45,6 +46,10 @@ def shm_side_without_compiler() -> Side:
 def nixl_side() -> Side:
     memory = SharedMemory.allocate(MEMORY_BYTES)
     return _registered(NixlDataPlane(), memory)
+
+
+def tcp_side() -> Side:
+    return _over_numpy(TcpDataPlane("127.0.0.1", "127.0.0.1"))
 
 
 def _registered(plane: DataPlane, memory: SharedMemory) -> Side:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.planes.sides import corrupting_side, delaying_side, failing_side, memory_side, nixl_side, shm_side, shm_side_without_compiler
+from tests.planes.sides import (
+    corrupting_side,
+    delaying_side,
+    failing_side,
+    memory_side,
+    nixl_side,
+    shm_side,
+    shm_side_without_compiler,
+    tcp_side,
+)
 
 from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SideMaker, SpawnedFar
 
@@ -17,6 +26,8 @@ SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
     "shm-one-process": (shm_side, LocalFar),
     "shm": (shm_side, SpawnedFar),
     "shm-without-compiler": (shm_side_without_compiler, SpawnedFar),
+    "tcp-one-process": (tcp_side, LocalFar),
+    "tcp": (tcp_side, SpawnedFar),
     "nixl": (nixl_side, SpawnedFar),
 }
 IMMORTAL = ("shm-one-process",)

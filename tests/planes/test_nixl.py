@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -108,13 +109,56 @@ def test_settings_are_made_unless_the_user_has_and_an_unclosed_plane_ends_well()
     assert ran.stdout.split() == ["1024", "ERROR", "False"]
 
 
-@pytest.mark.xfail(reason="a known hole over tcp: docs/faults.md", strict=True)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_cancelled_read_has_not_ended_while_its_producer_may_still_wake_up_and_send() -> None:
     """NIXL lets such a handle go without a word, and the bytes arrive in memory that is somebody else's by then."""
-    environment = {**os.environ, "UCX_TLS": "tcp"}
-    program = [sys.executable, "-m", "tests.planes.stopped_producer"]
-    run = subprocess.run(program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == {"ended_while_stopped": False, "ended": ["cancelled"], "stale_bytes": 0}
+    assert over_tcp("stopped_producer", "0.3") == {"ended_while_stopped": True, "ended": ["cancelled"], "stale_bytes": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_producer_that_wakes_up_does_send_what_was_cancelled_as_long_as_somebody_waits() -> None:
+    """The control of the test above: with endless patience the same bytes do arrive, and the read has not ended before."""
+    told = over_tcp("stopped_producer", "1000")
+    assert (told["ended_while_stopped"], told["ended"]) == (False, ["cancelled"])
+    assert told["stale_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_agents_that_were_thrown_away_leave_no_file_and_no_thread() -> None:
+    told = over_tcp("silent_producers", "many_disposals")
+    assert told == {"ended": 21, "errors": ["cancelled"], "held_more": True, "is_less_when_closed": True}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_silent_producer_fails_no_read_of_another_and_ends_after_those_that_were_under_way() -> None:
+    told = over_tcp("silent_producers", "others_go_on")
+    assert told == {"ended_early": 0, "told": ["slow", "lost"], "errors": [None, None, "cancelled"], "brought": [0, 9, 9]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_one_silent_producer_after_the_other_does_not_pile_up_agents() -> None:
+    told = over_tcp("silent_producers", "bounded_generations")
+    more_threads = told.pop("more_threads")
+    assert told == {"ended_early": 0, "errors": [["None"], ["cancelled"]], "brought": [0, *[9] * 8]}
+    assert max(more_threads) > 0
+    assert more_threads[-4:] == [0, 0, 0, 0]
+
+
+def over_tcp(program: str, argument: str) -> dict[str, Any]:
+    ran = subprocess.run(
+        [sys.executable, "-m", f"tests.planes.{program}", argument],
+        env={**os.environ, "UCX_TLS": "tcp"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told: dict[str, Any] = json.loads(ran.stdout)
+    return told

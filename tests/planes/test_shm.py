@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError, TransportError
+from kvferry.planes.fabric import host_reach
 from kvferry.planes.process import ProcessLife, start_ticks
 from kvferry.planes.shared_memory import SharedMemory, SharedMemoryAllocator, available_bytes, check_fits
-from kvferry.planes.shm import ShmDataPlane, host_reach
+from kvferry.planes.shm import ShmDataPlane
 from kvferry.ports.data import Pieces, PlaneOffer
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 

@@ -93,6 +93,15 @@ def test_planes_are_tried_in_our_order_as_far_as_they_reach() -> None:
     assert chosen(offers("shm"), offers("nixl")) == []
 
 
+def test_what_is_near_comes_before_what_is_not() -> None:
+    def sides(host: str) -> list[OfferInfo]:
+        return [OfferInfo("shm", host, b""), OfferInfo("nixl", "", b"", near=host), OfferInfo("tcp", "", b"")]
+
+    assert chosen(sides("a"), sides("a")) == ["shm", "nixl", "tcp"]
+    assert chosen(sides("a"), sides("b")) == ["tcp", "nixl"]
+    assert chosen(sides("a"), sides("b"), "nixl", "tcp") == ["nixl", "tcp"]
+
+
 def test_pinned_planes_replace_the_preference() -> None:
     both = offers("shm", "nixl", reach="host1")
     assert chosen(both, both, "nixl") == ["nixl"]

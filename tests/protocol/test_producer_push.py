@@ -12,6 +12,7 @@ from kvferry.protocol.messages import (
     PushCancel,
     PushOffer,
     PushRegistration,
+    PushWithdrawal,
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
@@ -139,3 +140,63 @@ def test_a_lease_that_a_reader_ahead_of_its_grant_has_ended_is_not_offered() -> 
     said(producer)
     producer.receive(ROUTE, registration(), now=1)
     assert said(producer) == []
+
+
+def opened(ready: int = 4) -> Producer:
+    """With a reader that was offered what there is, and has attached."""
+    producer = make_producer()
+    producer.receive(ROUTE, registration(), now=0)
+    producer.open(A, 1, now=0)
+    producer.publish(A, "h1", TICKET, ready)
+    assert said(producer) == [PushOffer("d/r/0", TICKET, ready)]
+    producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=0)
+    return producer
+
+
+def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_when_it_is_closed() -> None:
+    producer = opened()
+    producer.publish(A, "h1", TICKET, 8)
+    assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
+    producer.advance(now=1000)
+    assert producer.take_ended() == [], "it has no end while it is computed"
+    producer.close(A, now=1000)
+    producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=1001)
+    assert said(producer) == [Confirmed("a", "d/r/0")]
+    assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
+
+
+def test_an_open_prefill_that_nobody_needs_ends_when_it_is_closed() -> None:
+    producer = opened()
+    producer.receive(ROUTE, Detach("e1", "a", "d/r/0"), now=1)
+    producer.publish(A, "h1", TICKET, 8)
+    assert (said(producer), producer.take_ended()) == ([], [])
+    producer.close(A, now=2)
+    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+
+
+def test_nobody_is_confirmed_who_has_read_what_was_withdrawn() -> None:
+    producer = opened()
+    producer.withdraw(A, 1, now=1)
+    assert said(producer) == [PushWithdrawal("d/r/0", 1)]
+    producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=1)
+    assert [type(message) for message in said(producer)] == [Refused]
+    assert producer.take_ended() == [], "the engine did not keep its blocks, so none are to be given back"
+    producer.open(A, 2, now=2)
+    producer.publish(A, "h1", TICKET, 4)
+    assert said(producer) == [PushOffer("d/r/0", TICKET, 4)]
+
+
+def test_readers_ahead_of_an_open_lease_are_served_when_it_is_there() -> None:
+    producer = make_producer()
+    producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=0)
+    producer.open(A, 1, now=1)
+    producer.close(A, now=2)
+    producer.receive(ROUTE, Confirm("e1", "a", "d/r/0"), now=3)
+    assert said(producer) == [Confirmed("a", "d/r/0")]
+
+
+def test_an_open_prefill_that_is_aborted_is_refused_to_its_readers() -> None:
+    producer = opened()
+    producer.withhold(A, "h1", "it was aborted", now=1)
+    assert said(producer) == [Refused("", "d/r/0", "it was aborted")]
+    assert (producer.num_leases, producer.take_ended()) == (0, [])

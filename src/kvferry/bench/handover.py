@@ -47,7 +47,7 @@ class Samples:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--samples", type=int, default=10, metavar="N", help="of each mode (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=4096, metavar="N", help="length of the prompts (default: %(default)s)")
-    parser.add_argument("--plane", default="shm", choices=("shm", "nixl"), help="data plane (default: %(default)s)")
+    parser.add_argument("--plane", default="shm", choices=("shm", "nixl", "tcp"), help="data plane (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 

@@ -32,7 +32,7 @@ EXAMPLES = """\
   kvferry bench leases
   kvferry bench leases --json --leases 10 10k --planes shm"""
 
-PLANES = ("shm", "nixl")
+PLANES = ("shm", "nixl", "tcp")
 COUNTS = (10, 1_000, 10_000)
 LEASE_S, MEASURE_S, IDLE_S = 30.0, 12.0, 20.0
 ANSWER_S = 120.0
@@ -78,7 +78,7 @@ class _Side:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--leases", nargs="+", type=parse_size, default=list(COUNTS), metavar="N", help="how many (default: 10 1000 10000)")
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl)")
+    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl tcp)")
     parser.add_argument("--seconds", type=float, default=MEASURE_S, metavar="S", help="of steps at each number (default: %(default)s)")
     parser.add_argument("--lease-seconds", type=float, default=LEASE_S, metavar="S", help="a lease lasts (default: %(default)s)")
     parser.add_argument("--idle-seconds", type=float, default=IDLE_S, metavar="S", help="of nothing (default: %(default)s)")

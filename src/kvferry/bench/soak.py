@@ -35,7 +35,7 @@ EXAMPLES = """\
   kvferry bench soak
   kvferry bench soak --transfers 2000 --planes shm --json"""
 
-PLANES = ("shm", "nixl")
+PLANES = ("shm", "nixl", "tcp")
 SAMPLES = 200
 """Of each process over a whole run, at equal numbers of transfers, so that a busy machine only makes it longer."""
 SAY_EVERY_S = 10.0
@@ -84,7 +84,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="M",
         help="end each run after so long, with what is done by then (default: no limit)",
     )
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl)")
+    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl tcp)")
     parser.add_argument("--concurrency", type=parse_size, default=64, metavar="N", help="requests in flight (default: %(default)s)")
     parser.add_argument("--abort-share", type=float, default=0.05, metavar="SHARE", help="of requests broken off (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and aborts (default: %(default)s)")

@@ -20,7 +20,7 @@ from kvferry.bench.transfer_moves import RUN_BLOCKS, Blocks, Move, Pattern, plan
 from kvferry.bench.transfer_plot import draw
 from kvferry.bench.transfer_sides import Consumer, Shape, start_producer
 from kvferry.bench.vllm_pairs import parse_count, say
-from kvferry.cli.interrupts import stop_signals
+from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
 from kvferry.errors import ConfigError
 from kvferry.planes.copiers import copy_by_numpy, fastest_copier
@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     shape = Shape(regions, moved_mib * MIB * arguments.spread // regions)
     _check_fits(shape, arguments.spread)
-    with stop_signals():
-        cells = measure(shape, rounds, arguments.spread)
+    with stop_requests() as stop:
+        cells = measure(shape, rounds, arguments.spread, stop)
     rows = make_rows(cells)
     facts = machine_facts(shape, rounds, arguments.spread)
     if arguments.plot:
@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(shape: Shape, rounds: int, spread: int) -> list[Cell]:
+def measure(shape: Shape, rounds: int, spread: int, stop: StopRequest) -> list[Cell]:
     say(f"two processes with {shape.total_bytes // MIB} MiB each")
-    with start_producer(shape) as producer, Consumer.connected(shape, producer) as consumer:
+    with start_producer(shape, stop) as producer, Consumer.connected(shape, producer, stop) as consumer:
         if not consumer.has_raw_nixl:
             say("NIXL is not installed: nothing is measured over it (pip install nixl)")
         cells = []

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.bench.transfer_moves import Blocks, Move
+from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError
 from kvferry.planes.nixl import load_nixl
 from kvferry.planes.runs import Offsets
@@ -21,7 +22,7 @@ from kvferry.types import MemoryKind
 __all__ = ["RawNixl"]
 
 NUM_THREADS = 4
-"""As our own plane uses, and vLLM."""
+"""As vLLM asks for; our own plane does without."""
 
 
 class RawNixl:
@@ -57,19 +58,21 @@ class RawNixl:
         self._prepared = local, remote
         self._indices = move.local_blocks.tolist(), move.remote_blocks.tolist()
 
-    def read(self, deadline: float) -> None:
+    def read(self, deadline: float, stop: StopRequest) -> None:
         """The timed part, until everything has arrived."""
         assert self._prepared is not None
         local, remote = self._prepared
         try:
             handle = self._agent.make_prepped_xfer("READ", local, self._indices[0], remote, self._indices[1])
             state = self._agent.transfer(handle)
-            while state == "PROC" and time.monotonic() < deadline:
+            while state == "PROC" and time.monotonic() < stop.sooner(deadline):
                 state = self._agent.check_xfer_state(handle)
             self._agent.release_xfer_handle(handle)
         except self._errors as error:
+            stop.check()
             raise KVFerryError(f"a read by raw NIXL failed ({error})") from error
         if state != "DONE":
+            stop.check()
             raise KVFerryError(f"a read by raw NIXL did not end ({state}); is the machine overloaded?")
 
     def close(self) -> None:

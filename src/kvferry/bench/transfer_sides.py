@@ -1,6 +1,7 @@
 """The two processes of `kvferry bench transfer`: a producer that owns memory and serves it, a consumer that reads it in every way there is.
 
-The producer ends when its pipe does, so also when the consumer is killed. Whatever is waited for has a deadline.
+The producer ends when its pipe does, so also when the consumer is killed. Whatever is waited for has a deadline. A stop is noticed between
+moves: what one of them has posted is not torn down under way.
 """
 
 import contextlib
@@ -19,10 +20,12 @@ import numpy as np
 
 from kvferry.bench.transfer_moves import Move
 from kvferry.bench.transfer_raw_nixl import RawNixl
+from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError, MissingDependency
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shared_memory import SharedMemory
 from kvferry.planes.shm import ShmDataPlane
+from kvferry.planes.tcp import TcpDataPlane
 from kvferry.ports.data import Completion, DataPlane, Pieces, PlaneOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
@@ -33,6 +36,7 @@ START_S = 60.0
 MOVE_S = 120.0
 END_S = 10.0
 SERVING_S = 0.001
+LOOK_S = 0.1
 PAGE_BYTES = 4096
 
 
@@ -65,7 +69,7 @@ class Producer:
 
 def make_planes(memory: SharedMemory, regions: Sequence[Region]) -> tuple[dict[str, DataPlane], RawNixl | None]:
     """Every data plane of this machine over this memory, and NIXL bare. Without NIXL there is neither of the two."""
-    planes: list[DataPlane] = [ShmDataPlane(memory), NixlDataPlane(reach=NetworkReach.THIS_HOST)]
+    planes: list[DataPlane] = [ShmDataPlane(memory), NixlDataPlane(reach=NetworkReach.THIS_HOST), TcpDataPlane("127.0.0.1", "127.0.0.1")]
     usable = {}
     for plane in planes:
         with contextlib.suppress(MissingDependency):
@@ -98,7 +102,7 @@ def serve(pipe: Connection, shape: Shape) -> None:
 
 
 @contextlib.contextmanager
-def start_producer(shape: Shape) -> Iterator[Producer]:
+def start_producer(shape: Shape, stop: StopRequest | None = None) -> Iterator[Producer]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, shape), daemon=True)
@@ -106,8 +110,7 @@ def start_producer(shape: Shape) -> Iterator[Producer]:
     theirs.close()
     try:
         try:
-            if not ours.poll(START_S):
-                raise KVFerryError(f"the producer process was not ready within {START_S:.0f} s; is the machine overloaded?")
+            _wait_for(ours, stop or StopRequest())
             producer: Producer = ours.recv()
         except EOFError as error:
             raise KVFerryError("the producer process ended before it was ready; its error is above") from error
@@ -120,19 +123,31 @@ def start_producer(shape: Shape) -> Iterator[Producer]:
             process.join(END_S)
 
 
+def _wait_for(pipe: Connection, stop: StopRequest) -> None:
+    deadline = time.monotonic() + START_S
+    while not pipe.poll(LOOK_S):
+        stop.check()
+        if time.monotonic() > deadline:
+            raise KVFerryError(f"the producer process was not ready within {START_S:.0f} s; is the machine overloaded?")
+    stop.check()  # Ctrl-C at a terminal may have ended the producer too
+
+
 class Consumer:
     """Reads from the producer in every way: each plane, raw NIXL and plain memcpy."""
 
-    def __init__(self, memory: SharedMemory, source: mmap.mmap, planes: dict[str, DataPlane], raw: RawNixl | None) -> None:
+    def __init__(
+        self, memory: SharedMemory, source: mmap.mmap, planes: dict[str, DataPlane], raw: RawNixl | None, stop: StopRequest
+    ) -> None:
         self._memory = memory
         self._source_address = np.frombuffer(source, np.uint8).ctypes.data
         self._planes = planes
         self._raw = raw
+        self._stop = stop
         self._pieces: list[Pieces] = []
 
     @classmethod
     @contextlib.contextmanager
-    def connected(cls, shape: Shape, producer: Producer) -> Iterator["Consumer"]:
+    def connected(cls, shape: Shape, producer: Producer, stop: StopRequest | None = None) -> Iterator["Consumer"]:
         with ExitStack() as stack:
             memory = SharedMemory.allocate(shape.total_bytes)
             stack.callback(memory.close)
@@ -145,7 +160,7 @@ class Consumer:
                 raw.connect(producer.raw_nixl, producer.regions[0].address)
             source = _map(producer, shape.total_bytes)
             stack.callback(source.close)
-            yield cls(memory, source, planes, raw)
+            yield cls(memory, source, planes, raw, stop or StopRequest())
 
     @property
     def planes(self) -> list[str]:
@@ -163,19 +178,23 @@ class Consumer:
 
     def copy(self, move: Move) -> None:
         """Plain memcpy: as many bytes in one call, from the same memory to the same memory."""
+        self._stop.check()
         ctypes.memmove(self._memory.address, self._source_address, move.total_bytes)
 
     def read_raw(self) -> None:
         assert self._raw is not None
-        self._raw.read(time.monotonic() + MOVE_S)
+        self._stop.check()
+        self._raw.read(time.monotonic() + MOVE_S, self._stop)
 
     def read(self, plane_name: str) -> Completion:
         """The move that was prepared, as a ferry does it: ask, then poll as often as the plane wants to be polled."""
+        self._stop.check()
         plane = self._planes[plane_name]
         deadline = time.monotonic() + MOVE_S
         plane.read(PRODUCER, self._pieces)
         while not (ended := plane.poll()):
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._stop.sooner(deadline):
+                self._stop.check()
                 raise KVFerryError(f"a read over {plane_name} did not end within {MOVE_S:.0f} s; is the machine overloaded?")
             interval_s = plane.poll_interval_s()
             if interval_s:

@@ -108,7 +108,7 @@ def gpu_finding(report: TorchReport | Failed, driver_gpus: list[str]) -> Finding
 def nixl_findings(report: NixlReport | Failed, asked_for: Sequence[str] = ()) -> list[Finding]:
     """`asked_for` are the plugins that the user named beside UCX."""
     if isinstance(report, Failed):
-        return [Finding(Level.PROBLEM, "NIXL", f"{report.reason}; engines on one machine can still use shared memory (planes: shm)")]
+        return [Finding(Level.PROBLEM, "NIXL", f"{report.reason}; engines can still use shared memory and TCP (planes: shm, tcp)")]
     found = ", ".join(sorted(report.plugins)) or "none"
     first = Finding(Level.OK, "NIXL", f"{report.version}, UCX starts here; plugins found: {found}")
     if DEFAULT_PLUGIN not in report.started:

@@ -3,6 +3,8 @@
 A `Kit` is plain data and travels to spawned worker processes; what it makes belongs to whoever asked.
 """
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -18,9 +20,11 @@ from kvferry.config import (
 )
 from kvferry.errors import ConfigError
 from kvferry.planes.block_store import HostBlockStore
+from kvferry.planes.fabric import has_fabric
 from kvferry.planes.mirror import HostMirror
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shm import SharedMemory, ShmDataPlane
+from kvferry.planes.tcp import TcpDataPlane
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
@@ -30,8 +34,16 @@ from kvferry.types import MemoryKind, Region
 
 __all__ = ["Kit", "nixl_settings"]
 
-IMPLEMENTED = ("shm", "nixl")
-"""In order of preference."""
+IMPLEMENTED = ("shm", "nixl", "tcp")
+"""In order of preference. NIXL without RDMA says itself that it is good on one host only; then `tcp` is before it."""
+
+
+NIXL_OVER_TCP = (
+    "planes names nixl alone, and UCX has only TCP to reach other hosts from here: a peer that dies while it reads can end this process "
+    "(a fault of UCX, docs/faults.md); `tcp` does not have it, and is faster"
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ class Kit:
         nixl = nixl_settings(transfer)
         for plane in nixl.planes:
             if plane not in IMPLEMENTED:
-                raise ConfigError(f"kv_connector_extra_config.planes names {plane}, which is not here yet; use {' or '.join(IMPLEMENTED)}")
+                raise ConfigError(f"kv_connector_extra_config.planes names {plane}, which is not here yet; use shm, nixl or tcp")
         faults = fault_spec_from_environment(environ)
         if faults:
             _with_faults([], faults)
@@ -85,6 +97,10 @@ class Kit:
             if name == "nixl":
                 reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
                 made.append(NixlDataPlane(self.backends, self.num_threads, reach))
+                if reach is NetworkReach.ANYWHERE and "tcp" not in self.planes and not has_fabric(self.backends, os.environ):
+                    _log.warning(NIXL_OVER_TCP)
+            elif name == "tcp":
+                made.append(TcpDataPlane(self.bind_host, self.advertised_host))
             elif isinstance(memory, SharedMemory):
                 made.append(ShmDataPlane(memory))
         return _with_faults(made, self.faults) if self.faults else made

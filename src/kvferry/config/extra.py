@@ -35,7 +35,7 @@ __all__ = [
     "register_extra_config",
 ]
 
-KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "mooncake", "dist")
+KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class NixlExtraConfig(ExtraConfig):
     backends: Texts = ("UCX",)
     """NIXL plugins to start, for example UCX or LIBFABRIC; `kvferry doctor` says which there are."""
     num_threads: Count = 4
-    """Threads of each NIXL plugin that takes a number of them."""
+    """Threads of each NIXL plugin that takes a number of them; UCX alone needs none here and has none."""
     kv_lease_duration: LeaseSeconds = 30.0
     """How long P keeps blocks for D without hearing from it."""
     decoder_kv_blocks_ttl: Seconds = 480.0
@@ -94,7 +94,7 @@ class NixlExtraConfig(ExtraConfig):
     push_streaming: Flag = True
     """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at the end."""
     planes: Texts = ()
-    """Pins the data planes, in order of preference: shm, nixl; empty: all that work here."""
+    """Pins the data planes, in order of preference: shm, nixl, tcp; empty: all that work here."""
     peers: Texts = ()
     """No effect yet: addresses (host:port) that may be dialled without a ticket of ours, for push behind a foreign router."""
     force_host_buffer: Flag = False

@@ -65,7 +65,7 @@ class PullWorker:
         geometry = self._seen_by_planes(own)
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
-        offers = tuple(OfferInfo(o.plane, o.reach, o.blob) for o in (plane.offer() for plane in planes))
+        offers = tuple(OfferInfo(o.plane, o.reach, o.blob, o.near) for o in (plane.offer() for plane in planes))
         factors = compatibility_factors(self._config, self._cache, self._transfer_mode)
         is_staged = self._mirror is not None
         layout = encode_layout(_layout(geometry, control, offers, is_staged))

@@ -6,6 +6,7 @@ for it: supervisors send them to every process of a service, and the API process
 """
 
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -207,6 +208,8 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     link, wakeup = FrameSocket(sock), Wakeup()
     api = _ApiPipe(link)
     with contextlib.ExitStack() as closing:
+        # Last of all: what is left goes with the process. Looking for cycles in all of torch takes longer than everything else here.
+        closing.callback(gc.freeze)
         closing.callback(link.close)
         closing.callback(wakeup.close)
         try:

@@ -9,6 +9,7 @@ closes, or with the core's death (PR_SET_PDEATHSIG, for a rank that is deep in a
 
 import contextlib
 import ctypes
+import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -193,6 +194,7 @@ def run_rank(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, sock
     finally:
         wakeup.close()
         link.close()
+        gc.freeze()  # as in the core
 
 
 def _serve(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, link: FrameSocket, wakeup: Wakeup) -> None:

@@ -5,6 +5,7 @@ Owned by one thread (`FerryThread`), or stepped by a test. It has no opinion abo
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
@@ -162,10 +163,9 @@ class Ferry:
         return interval if interval is None or not self._producer.is_reading_likely(now) else min(interval, READ_WATCH_INTERVAL_S)
 
     def close(self) -> None:
-        for plane in self._planes.values():
-            plane.close()
-        self._store.close()
-        self._control.close()
+        with ExitStack() as stack:  # what comes after one that cannot be closed is closed all the same
+            for close in (self._control.close, self._store.close, *(plane.close for plane in self._planes.values())):
+                stack.callback(close)
 
     # -- inputs ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,8 @@ class Ferry:
         for choice in action.candidates:
             offer = next(o for o in action.offers if o.plane == choice.plane)
             try:
-                self._planes[choice.plane].connect(action.peer, PlaneOffer(offer.plane, offer.reach, offer.blob), action.geometry.regions)
+                made = PlaneOffer(offer.plane, offer.reach, offer.blob, offer.near)
+                self._planes[choice.plane].connect(action.peer, made, action.geometry.regions)
             except Exception as error:  # top of a peer: what it offers goes through libraries that raise whatever they like
                 problems.append(f"{choice.plane}: {_described(error)}")
                 continue

@@ -12,7 +12,7 @@ from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
 from kvferry.ports.data import Pieces
 from kvferry.types import Region
 
-__all__ = ["check_pieces", "check_regions"]
+__all__ = ["MAX_ADDRESS", "check_pieces", "check_regions", "merged_ranges"]
 
 MAX_ADDRESS = 1 << 63
 """Offsets and addresses are computed in signed 64 bits."""
@@ -36,6 +36,19 @@ def check_regions(regions: Sequence[Region], peer: object) -> None:
         numbers = (region.address, region.block_bytes, region.stride_bytes, region.num_blocks)
         if min(numbers) < 0 or region.address + region.size_bytes >= MAX_ADDRESS:
             raise TransportError(f"region {region.name!r} of {peer} is not a range of memory; drop this peer")
+
+
+def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """The ranges (address, size) that the regions cover, ascending; neighbours and overlapping ones as one."""
+    merged: list[tuple[int, int]] = []
+    for region in sorted(regions, key=lambda each: each.address):
+        end = region.address + region.size_bytes
+        if merged and region.address <= sum(merged[-1]):
+            first = merged[-1][0]
+            merged[-1] = first, max(end, sum(merged[-1])) - first
+        elif region.size_bytes:
+            merged.append((region.address, region.size_bytes))
+    return merged
 
 
 def _check_side(

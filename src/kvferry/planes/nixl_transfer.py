@@ -3,35 +3,46 @@
 Owned by the thread of its plane. Knows nothing of NIXL but what `Agent` says.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvferry.errors import TransportError
 from kvferry.planes.runs import Runs
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId, Region
 
-__all__ = ["Agent", "Link", "NixlTransfer", "Posted", "Telemetry"]
+__all__ = ["Agent", "Link", "NixlTransfer", "Posted", "Telemetry", "Uncertain"]
 
 MAX_POSTED = 4
 """Batches of one transfer under way at once."""
-CANCEL_PATIENCE_S = 10.0
-"""How long a stopped transfer waits for what is posted, before that is torn down under way."""
 
-Posted = Any
-"""NIXL's handle of one batch."""
+
+class Posted(NamedTuple):
+    """One batch under way."""
+
+    handle: Any
+    """NIXL's."""
+    descriptors: int
+
+
+class Uncertain(TransportError):
+    """A batch has failed, and some of it may still be written."""
 
 
 class Agent(Protocol):
-    """What a transfer needs of a NIXL agent. All but `release` raise TransportError when the peer or the transport has failed."""
+    """What a transfer needs of a NIXL agent. Posting and asking raise TransportError when the peer or the transport has failed."""
 
+    @property
+    def is_gone(self) -> bool: ...
     def post(self, operation: str, batch: Runs, link: "Link") -> Posted: ...
     def is_done(self, posted: Posted, link: "Link") -> bool: ...
+    def heard_at(self, link: "Link") -> float:
+        """When something from this peer last came to its end."""
+
     def telemetry(self, posted: Posted) -> "Telemetry": ...
-    def release(self, posted: Posted) -> bool:
-        """False when it is under way and cannot be torn down yet."""
+    def release(self, posted: Posted) -> None:
+        """Forget a batch. One that is under way is not stopped by that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +62,27 @@ class Link:
 
     peer: PeerId
     agent: str
+    metadata: bytes
     regions: tuple[Region, ...]
 
 
 @dataclass(slots=True, eq=False)
 class NixlTransfer:
-    """A read or write: batches not yet posted, batches under way, and what has been moved."""
+    """A read or write: batches not yet posted, batches under way, and what has been moved. All of it goes through one agent."""
 
     handle: Handle
     link: Link
+    agent: Agent
     operation: str
     batches: Iterator[Runs]
     upcoming: Runs | None = None
     """The batch after the last one posted: with the last one it is known that it was the last."""
-    posted: list[Any] = field(default_factory=list)
+    posted: list[Posted] = field(default_factory=list)
     error: str | None = None
-    is_exhausted: bool = False
     stopped_at: float | None = None
+    is_exhausted: bool = False
+    is_torn: bool = False
+    """Something of it may be under way that nobody hears of any more: it ends with its agent."""
     collected: list[Telemetry] = field(default_factory=list)
 
     @property
@@ -76,39 +91,50 @@ class NixlTransfer:
 
     @property
     def has_ended(self) -> bool:
-        return self.is_exhausted and not self.posted
+        return self.is_exhausted and not self.posted and (not self.is_torn or self.agent.is_gone)
 
-    def post(self, agent: Agent) -> None:
+    def post(self) -> None:
         batch = self.upcoming or next(self.batches, None)
         if batch is not None:
-            self.posted.append(agent.post(self.operation, batch, self.link))
+            try:
+                self.posted.append(self.agent.post(self.operation, batch, self.link))
+            except Uncertain:
+                self.is_torn = True
+                raise
             self.upcoming = next(self.batches, None)
         self.is_exhausted = self.upcoming is None
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: str, at: float) -> None:
         """Post nothing more. The first reason counts."""
         if self.error is None:
-            self.error, self.stopped_at = why, time.monotonic()
+            self.error, self.stopped_at = why, at
         self.is_exhausted = True
 
-    def collect(self, agent: Agent) -> None:
+    def collect(self) -> None:
         """Take note of batches that have ended. TransportError when one has failed."""
         for posted in list(self.posted):
             try:
-                if not agent.is_done(posted, self.link):
+                if not self.agent.is_done(posted, self.link):
                     continue
-                self.collected.append(agent.telemetry(posted))
-            except TransportError:
-                self._forget(agent, posted)
+                self.collected.append(self.agent.telemetry(posted))
+            except TransportError as error:
+                self.is_torn |= isinstance(error, Uncertain)
+                self._forget(posted)
                 raise
-            self._forget(agent, posted)
+            self._forget(posted)
 
-    def is_overdue(self, now: float) -> bool:
-        return bool(self.posted) and self.stopped_at is not None and now > self.stopped_at + CANCEL_PATIENCE_S
+    def needs_end_of_agent(self, now: float, patience_s: float) -> bool:
+        """It was stopped, and waiting longer for what is under way would be in vain."""
+        if self.stopped_at is None or self.has_ended:
+            return False
+        return self.is_torn or now > max(self.stopped_at, self.agent.heard_at(self.link)) + patience_s
 
-    def abandon(self, agent: Agent) -> None:
-        """Tear down what is under way. What cannot be stays posted, to be tried again."""
-        self.posted = [posted for posted in self.posted if not agent.release(posted)]
+    def abandon(self) -> None:
+        """Let go of what is under way, so that the agent can end, and the transfer with it."""
+        self.is_torn |= bool(self.posted)
+        for posted in self.posted:
+            self.agent.release(posted)
+        self.posted.clear()
 
     def completion(self) -> Completion:
         parts = self.collected
@@ -122,6 +148,6 @@ class NixlTransfer:
             transfer_s=elapsed_us / 1e6,
         )
 
-    def _forget(self, agent: Agent, posted: Posted) -> None:
+    def _forget(self, posted: Posted) -> None:
         self.posted.remove(posted)
-        agent.release(posted)
+        self.agent.release(posted)

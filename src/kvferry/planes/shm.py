@@ -4,8 +4,6 @@ Owned by one thread. A peer's file is opened through /proc/PID/fd and used only 
 same process, same file, sealed against shrinking. It is mapped for reading; for writing only when something is written.
 """
 
-import functools
-import hashlib
 import mmap
 import os
 import stat
@@ -20,6 +18,7 @@ from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes.bounds import check_pieces, check_regions
 from kvferry.planes.copiers import Copier, fastest_copier
 from kvferry.planes.copying import CopyQueue
+from kvferry.planes.fabric import host_reach
 from kvferry.planes.gather import Direction
 from kvferry.planes.process import ProcessLife, start_ticks
 from kvferry.planes.runs import Bytes
@@ -27,7 +26,7 @@ from kvferry.planes.shared_memory import SharedMemory, SharedMemoryAllocator
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["SharedMemory", "SharedMemoryAllocator", "ShmDataPlane", "host_reach"]
+__all__ = ["SharedMemory", "SharedMemoryAllocator", "ShmDataPlane"]
 
 MAX_INT = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1
@@ -203,14 +202,6 @@ class _Mapping:
         is_it = stat.S_ISREG(file.st_mode) and (file.st_dev, file.st_ino, file.st_size) == (offer.device, offer.inode, offer.size_bytes)
         if not is_it or not fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK or self._life.has_ended():
             raise TransportError(f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} offered; it was restarted")
-
-
-@functools.cache
-def host_reach() -> str:
-    """Equal for two processes exactly when one can open the other's files in /proc: same boot, process namespace and user."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as boot:
-        facts = (boot.read().strip(), os.readlink("/proc/self/ns/pid").encode(), str(os.getuid()).encode())
-    return hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
 
 
 def _decoded(peer: PeerId, offer: PlaneOffer) -> _Offer:

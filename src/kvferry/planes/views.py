@@ -1,6 +1,7 @@
-"""A region of this process's memory as numpy sees it."""
+"""This process's memory, by region or by address."""
 
 import ctypes
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -8,7 +9,19 @@ from kvferry.errors import LocalProtocolError
 from kvferry.planes.runs import Bytes
 from kvferry.types import Region
 
-__all__ = ["view_of"]
+__all__ = ["AddressedMemory", "view_of"]
+
+
+class AddressedMemory:
+    """A stretch of this process's memory, by address. Whoever asks has checked that a range may be touched: there may be gaps."""
+
+    def __init__(self, first: int, size_bytes: int) -> None:
+        self._first = first
+        self._bytes = memoryview((ctypes.c_uint8 * size_bytes).from_address(first)).cast("B")
+
+    def views(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[memoryview]:
+        stretch, first = self._bytes, self._first
+        return [stretch[address - first : address - first + size] for address, size in zip(addresses, sizes, strict=True)]
 
 
 def view_of(region: Region) -> Bytes:

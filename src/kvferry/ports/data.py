@@ -9,7 +9,8 @@ Contract, checked by `kvferry.testing.plane_conformance` on every implementation
   done or failed. A failed transfer may have written some of its local (read) or remote (write) bytes, never any other byte.
 - Offsets and region numbers are checked against both registrations before any address is computed: LocalProtocolError for ours,
   TransportError for the peer's.
-- `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`, once its memory is no longer touched.
+- `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`, once its memory here is no longer
+  touched. What a failed write has sent may still arrive in the peer's memory: its owner must not use that before it knows better.
 - A peer that has died yields failed completions, never a crash or a hang. `disconnect` drops all that is held for it,
   and fails its transfers.
 - `close` is complete and idempotent: no mapping, handle, thread or file is left.
@@ -35,6 +36,9 @@ class PlaneOffer:
     reach: str
     """Only sides with equal reach can use the plane together; empty: anywhere. (shm: host, user and pid namespace.)"""
     blob: bytes
+    near: str = ""
+    """Sides with other values use the plane together only when no other reaches across; empty: as good as anywhere. (nixl without RDMA:
+    the host.)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,16 +64,15 @@ def check_reply(reply: HandshakeReply, factors: Mapping[str, Factor] | None, eng
 
 
 def candidate_planes(ours: Iterable[OfferInfo], theirs: Iterable[OfferInfo], pinned: Sequence[str]) -> list[PlaneChoice]:
-    """Planes both sides have and that can reach across, best first. Our order is the preference; `pinned` replaces it."""
+    """Planes both sides have and that can reach across, best first. Our order is the preference, except that what is near comes before what
+    is not; `pinned` replaces it."""
     remote = {offer.plane: offer for offer in theirs}
     local = {offer.plane: offer for offer in ours}
-    order = [name for name in pinned if name in local] if pinned else list(local)
-    source = "pinned by `planes`" if pinned else "first in preference that both sides have and that reaches across"
-    return [PlaneChoice(name, source) for name in order if name in remote and _reaches(local[name].reach, remote[name].reach)]
-
-
-def _reaches(ours: str, theirs: str) -> bool:
-    return ours == theirs
+    common = [name for name in pinned or local if name in local and name in remote and local[name].reach == remote[name].reach]
+    if pinned:
+        return [PlaneChoice(name, "pinned by `planes`") for name in common]
+    common.sort(key=lambda name: local[name].near != remote[name].near)
+    return [PlaneChoice(name, "first in preference that both sides have and that reaches across") for name in common]
 
 
 def _differences(ours: Mapping[str, Factor], theirs: Mapping[str, Factor]) -> dict[str, tuple[object, object]]:

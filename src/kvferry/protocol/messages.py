@@ -215,9 +215,12 @@ class RegionInfo(msgspec.Struct, frozen=True):
 
 
 class OfferInfo(msgspec.Struct, frozen=True):
+    """One plane of a worker. Fields as in `ports.data.PlaneOffer`."""
+
     plane: str
     reach: str
     blob: bytes
+    near: str = ""
 
 
 class RankLayout(msgspec.Struct, frozen=True):

@@ -140,6 +140,11 @@ class SpawnedFar:
         theirs.close()
         self.regions, self.offer = self._answer()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def fill(self, seed: int) -> None:
         self._pipe.send(("fill", seed))
         self._answer()

@@ -1,0 +1,205 @@
+"""One NIXL agent, whose misuse, errors and silence all come out as TransportError. Sole importer of nixl. Owned by its plane's thread.
+
+Facts it is built on, NIXL 1.5.1 with UCX 1.23:
+
+- Memory is written after `remove_remote_agent`, or the process aborts, if something was still posted; and a released handle is forgotten,
+  its read not taken back. What ends every write for certain is the end of the agent, with its sockets and queue pairs.
+- The agent ends when nobody refers to NIXL's object any more: each handle of a transfer does, and so does an exception that passed
+  through NIXL, as long as somebody keeps it. Hence `is_gone`.
+- REMOTE_DISCONNECT says that a connection has failed as a whole, with everything that was posted on it. Other errors say nothing about
+  the rest; and from 1,024 descriptors on NIXL divides a batch among its threads, which have a connection each.
+"""
+
+import contextlib
+import gc
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError, MissingDependency, TransportError
+from kvferry.planes.bounds import merged_ranges
+from kvferry.planes.nixl_transfer import Link, Posted, Telemetry, Uncertain
+from kvferry.planes.runs import Offsets, Runs
+from kvferry.types import MemoryKind, PeerId, Region
+
+__all__ = ["NixlAgent", "load_nixl"]
+
+DIVIDED_FROM = 1024
+"""Descriptors, from which on NIXL uses its threads."""
+DISCONNECTED = "REMOTE_DISCONNECT"
+
+DEFAULT_ENVIRONMENT = {
+    "UCX_RCACHE_MAX_UNRELEASED": "1024",
+    # Both write an error for every peer that dies; what matters of it is in the failed completion.
+    "NIXL_LOG_LEVEL": "FATAL",
+    "UCX_LOG_LEVEL": "fatal",
+}
+CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
+"""Without it a READ between two processes on one GPU node goes through host TCP, 4,000 times slower."""
+
+
+class NixlAgent:
+    """Implements `nixl_transfer.Agent`. Close it."""
+
+    def __init__(self, agent: Any, errors: tuple[type[Exception], ...], kind: MemoryKind, device: int) -> None:
+        self.name: str = agent.name
+        self.remotes: set[str] = set()
+        """Agents of peers that have been added."""
+        self._agent = agent
+        self._life = weakref.ref(agent.agent)
+        self._errors = errors
+        self._kind = kind
+        self._device = device
+        self._registration: Any = None
+        self._heard_at: dict[str, float] = {}
+        self._disconnected: set[str] = set()
+
+    @classmethod
+    def open(cls, backends: tuple[str, ...], num_threads: int, kind: MemoryKind, device: int) -> "NixlAgent":
+        """ConfigError when NIXL or one of the backends is not here."""
+        nixl, errors = load_nixl(kind)
+        config = nixl.nixl_agent_config(enable_prog_thread=False, capture_telemetry=True, num_threads=num_threads, backends=list(backends))
+        try:
+            agent = nixl.nixl_agent(f"kvferry-{uuid4().hex}", config)
+        except errors as error:
+            raise ConfigError(
+                f"NIXL cannot start {', '.join(backends)} ({error}), named in `backends`: it is missing, or wants a device that is "
+                "not here; use UCX, or see `kvferry doctor`"
+            ) from error
+        missing = set(backends) - set(agent.backends)
+        if missing:
+            raise ConfigError(
+                f"`backends` names {', '.join(sorted(missing))}, which NIXL has not; it has {', '.join(agent.get_plugin_list())}"
+            )
+        return cls(agent, errors, kind, device)
+
+    @property
+    def is_gone(self) -> bool:
+        """Closed, and nothing is left of it that could write."""
+        return self._agent is None and self._life() is None
+
+    def register(self, regions: Sequence[Region]) -> bool:
+        rows = np.array([(address, size, self._device) for address, size in merged_ranges(regions)], np.uint64)
+        try:
+            self._registration = self._agent.register_memory(rows, self._kind.value)
+        except self._errors:
+            return False
+        return self._registration is not None
+
+    def metadata(self) -> bytes:
+        return bytes(self._agent.get_agent_metadata())
+
+    def add(self, name: str, metadata: bytes, peer: PeerId) -> None:
+        try:
+            added = self._agent.add_remote_agent(metadata).decode(errors="replace")
+        except self._errors as error:
+            raise TransportError(f"peer {peer} cannot be reached over nixl ({error})") from error
+        if added != name:
+            if added not in self.remotes:  # it may be that of an honest peer
+                self.remove(added)
+            raise TransportError(f"the nixl offer of {peer} is for another agent than it says; drop this peer")
+        self.remotes.add(added)
+        self._disconnected.discard(added)
+
+    def remove(self, name: str) -> None:
+        self.remotes.discard(name)
+        self._heard_at.pop(name, None)
+        with contextlib.suppress(*self._errors):
+            self._agent.remove_remote_agent(name)
+
+    def post(self, operation: str, batch: Runs, link: Link) -> Posted:
+        local = self._descriptors(batch.local, batch.size_bytes, self._device)
+        remote = self._descriptors(batch.remote, batch.size_bytes, link.regions[0].device)
+        kinds = self._kind.value, link.regions[0].memory.value
+        try:
+            sides = [self._agent.get_xfer_descs(rows, kind) for rows, kind in zip((local, remote), kinds, strict=True)]
+            if None in sides:
+                raise TransportError(f"NIXL refused the descriptors of a transfer with {link.peer}; its log says why")
+            posted = Posted(self._agent.initialize_xfer(operation, *sides, link.agent), len(batch))
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot prepare a transfer with {link.peer} ({error})") from error
+        try:
+            state = self._agent.transfer(posted.handle)
+        except self._errors as error:
+            state = str(error)
+        if state not in ("DONE", "PROC"):
+            self.release(posted)
+            raise self._failure(f"NIXL cannot post a transfer with {link.peer} ({state})", state, posted, link)
+        return posted
+
+    def is_done(self, posted: Posted, link: Link) -> bool:
+        try:
+            state = self._agent.check_xfer_state(posted.handle)
+        except self._errors as error:
+            state = str(error)
+        if state not in ("DONE", "PROC"):
+            raise self._failure(f"a transfer with {link.peer} failed in NIXL ({state})", state, posted, link)
+        if state == "DONE":
+            self._heard_at[link.agent] = time.monotonic()
+        return bool(state == "DONE")
+
+    def heard_at(self, link: Link) -> float:
+        return self._heard_at.get(link.agent, 0.0)
+
+    def telemetry(self, posted: Posted) -> Telemetry:
+        try:
+            told = self._agent.get_xfer_telemetry(posted.handle)
+        except self._errors as error:
+            raise TransportError(f"NIXL does not tell what a transfer moved ({error})") from error
+        return Telemetry(told.startTime, told.startTime + told.xferDuration, told.postDuration, told.totalBytes, told.descCount)
+
+    def release(self, posted: Posted) -> None:
+        with contextlib.suppress(*self._errors):
+            self._agent.release_xfer_handle(posted.handle)
+
+    def progress(self) -> None:
+        with contextlib.suppress(*self._errors):
+            self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """Idempotent. All handles are to be released and forgotten before: the agent would live on, and might crash the interpreter when
+        that ends."""
+        if self._agent is None:
+            return
+        for name in tuple(self.remotes):
+            self.remove(name)
+        if self._registration is not None:
+            with contextlib.suppress(*self._errors):
+                self._agent.deregister_memory(self._registration)
+        self._registration = None
+        self._agent = None
+        if not self.is_gone:
+            gc.collect()
+
+    def _failure(self, why: str, state: str, posted: Posted, link: Link) -> TransportError:
+        if DISCONNECTED in state:
+            self._disconnected.add(link.agent)
+        # NIXL itself removes an agent that it has seen disconnected; what else was posted to it fails by that.
+        is_certain = link.agent in self._disconnected and posted.descriptors < DIVIDED_FROM
+        return TransportError(why) if is_certain else Uncertain(why)
+
+    @staticmethod
+    def _descriptors(addresses: Offsets, sizes: Offsets, device: int) -> npt.NDArray[np.uint64]:
+        rows = np.empty((len(addresses), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, sizes, device
+        return rows
+
+
+def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
+    """NIXL, with the errors it raises. Settings that its libraries read when they are loaded are made first, unless the user has."""
+    settings = DEFAULT_ENVIRONMENT | (CUDA_ENVIRONMENT if kind is MemoryKind.VRAM else {})
+    for key, value in settings.items():
+        os.environ.setdefault(key, value)
+    try:
+        import nixl
+        import nixl._bindings as bindings
+    except ImportError as error:
+        raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set planes to shm and tcp") from error
+    errors = [thing for thing in vars(bindings).values() if isinstance(thing, type) and issubclass(thing, Exception)]
+    return nixl, (*errors, RuntimeError, TypeError, ValueError)

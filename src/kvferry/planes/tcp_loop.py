@@ -1,0 +1,259 @@
+"""The thread of the `tcp` plane: it owns every socket, and moves bytes whenever a socket is ready.
+
+Whoever owns the plane hands it calls to make (`call`); nothing else is shared. A conversation is a generator that yields the span it wants
+filled next, so it reads from top to bottom like the wire's description.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from functools import partial
+
+from kvferry.errors import KVFerryError
+from kvferry.planes.tcp_stream import Span, Stream
+
+__all__ = ["Connection", "Loop", "Talk"]
+
+TURN_BYTES = 4 * 1024 * 1024
+"""What one connection moves before it is another's turn."""
+SWEEP_S = 0.5
+MAX_ACCEPTED = 64
+"""In one turn: peers that come all at once shall not wait for the bytes of others, nor the other way round."""
+ACCEPT_PAUSE_S = 0.5
+"""After the system gave us no connection that had come in: no more files, most likely."""
+CLOSE_TIMEOUT_S = 5.0
+
+Talk = Generator[Span, None, None]
+
+_log = logging.getLogger(__name__)
+
+
+class Connection:
+    """One side of a conversation. What it is about is in `talk`; when that returns, the connection is closed as soon as all is sent."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.last_moved = time.monotonic()
+        self._has_said_all = False
+        self._talk = self.talk()
+        self._span = next(self._talk)
+
+    def talk(self) -> Talk:
+        """KVFerryError or OSError: the conversation is over."""
+        raise NotImplementedError
+
+    def may_receive(self) -> bool:
+        return True
+
+    def is_overdue(self, now: float) -> str | None:
+        """Why the connection should be closed by now."""
+        raise NotImplementedError
+
+    def explain(self, error: Exception) -> str:
+        return str(error)
+
+    def ended(self, why: str) -> None:
+        """It has been closed: nothing of it moves any more."""
+        raise NotImplementedError
+
+    @property
+    def is_over(self) -> bool:
+        return self._has_said_all and not self.stream.is_sending
+
+    def events(self) -> int:
+        reads = selectors.EVENT_READ if self.may_receive() and not self._has_said_all else 0
+        return reads | (selectors.EVENT_WRITE if self.stream.is_sending else 0)
+
+    def turn(self) -> None:
+        """Send and receive what is possible, for a bounded time."""
+        moved = self.stream.flush(TURN_BYTES)
+        while moved < TURN_BYTES and not self._has_said_all and self.may_receive() and (received := self.stream.fill(self._span)):
+            moved += received
+            if not self._span.left_bytes:
+                self._say()
+                moved += self.stream.flush(TURN_BYTES)
+        if moved:
+            self.last_moved = time.monotonic()
+
+    def _say(self) -> None:
+        following = next(self._talk, None)
+        if following is None:
+            self._has_said_all = True
+        else:
+            self._span = following
+
+
+class Loop:
+    """Runs from `start` to `close`. `call` may be used by any thread, all else only by what the loop itself calls."""
+
+    def __init__(self, name: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._connections: dict[Connection, int] = {}
+        self._listener: socket.socket | None = None
+        self._accept: Callable[[socket.socket], None] = socket.socket.close
+        self._next_sweep = 0.0
+        self.is_closing = False
+        self._lock = threading.Lock()
+        """For the one file that other threads use."""
+        self._is_closed = False
+        self.failure: str | None = None
+        """Why the thread has stopped by itself: an error of our own."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, listener: socket.socket, accept: Callable[[socket.socket], None]) -> None:
+        """The loop owns the listener from here on; `accept` owns what comes in."""
+        self._listener, self._accept = listener, accept
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._thread.start()
+
+    def call(self, what: Callable[[], None]) -> None:
+        """Calls that come after the loop has closed are not made."""
+        self._calls.append(what)
+        with self._lock, contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            if not self._is_closed:
+                os.eventfd_write(self._wake, 1)
+
+    def add(self, connection: Connection) -> None:
+        self._connections[connection] = 0
+        self._watch(connection)
+
+    def update(self, connection: Connection) -> None:
+        """After something was put into its queue."""
+        self._watch(connection)
+
+    def drop(self, connection: Connection, why: str) -> None:
+        """Close a connection. Unknown ones are ignored."""
+        events = self._connections.pop(connection, None)
+        if events is None:
+            return
+        if events:
+            self._selector.unregister(connection.stream.fd)
+        connection.stream.close()
+        connection.ended(why)
+
+    def close(self) -> None:
+        """Every socket is closed when this returns. Idempotent."""
+        self.is_closing = True
+        if self._thread.ident is None:
+            if not self._is_closed:
+                self._release()
+            return
+        self.call(_nothing)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise KVFerryError(f"the thread of the tcp plane did not stop within {CLOSE_TIMEOUT_S:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self.is_closing:
+                self._turn()
+            failure = None
+        except Exception as error:  # top of the thread: whoever waits for a transfer must learn of it
+            _log.exception("the thread of the tcp plane was stopped by an error of its own")
+            failure = f"{type(error).__name__}: {error}"
+        self.is_closing = True
+        self._release()
+        self.failure = failure
+
+    def _turn(self) -> None:
+        timeout = SWEEP_S if self._connections or self._is_listener_paused() else None
+        for key, _ in self._selector.select(timeout):
+            if self.is_closing:
+                return
+            if key.fd == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            elif isinstance(key.data, Connection):
+                self._drive(key.data)
+            else:
+                self._take_in()
+        for _ in range(len(self._calls)):
+            self._make(self._calls.popleft())
+        if time.monotonic() >= self._next_sweep:
+            self._sweep()
+
+    def _make(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # top of a call: the others' transfers go on
+            _log.exception("a call of the tcp plane failed by an error of our own")
+
+    def _drive(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return  # dropped by what another connection did in this turn
+        try:
+            connection.turn()
+        except (KVFerryError, OSError) as error:
+            self.drop(connection, connection.explain(error))
+            return
+        except Exception as error:  # top of a connection: whatever a peer has sent, the others go on
+            _log.exception("a connection of the tcp plane was closed by an error of our own")
+            self.drop(connection, f"{type(error).__name__}: {error}")
+            return
+        if connection.is_over:
+            self.drop(connection, "all was said")
+        else:
+            self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        before, wanted = self._connections[connection], connection.events()
+        if wanted == before:
+            return
+        if not before:
+            self._selector.register(connection.stream.fd, wanted, connection)
+        elif wanted:
+            self._selector.modify(connection.stream.fd, wanted, connection)
+        else:
+            self._selector.unregister(connection.stream.fd)
+        self._connections[connection] = wanted
+
+    def _take_in(self) -> None:
+        for _ in range(MAX_ACCEPTED):
+            if self._listener is None:
+                return
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                _log.warning("tcp plane cannot accept a connection (%s); trying again in %g s", error, ACCEPT_PAUSE_S)
+                self._selector.unregister(self._listener)
+                return
+            self._make(partial(self._accept, accepted))
+
+    def _is_listener_paused(self) -> bool:
+        return self._listener is not None and self._listener not in self._selector.get_map()
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        self._next_sweep = now + SWEEP_S
+        for connection in list(self._connections):
+            why = connection.is_overdue(now)
+            if why is not None:
+                self.drop(connection, why)
+        if self._listener is not None and self._is_listener_paused():
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _release(self) -> None:
+        while self._connections:
+            self._make(partial(self.drop, next(iter(self._connections)), "the plane was closed"))
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+        with self._lock:
+            self._is_closed = True
+            os.close(self._wake)
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,169 @@
+"""What the `tcp` plane says on a connection. Pure.
+
+Both sides prove that they know the offer's token: the dialler was told it, the producer made it, whoever else listens there or dials did
+neither. Then requests, answered in their order:
+
+    greeting   MAGIC, 16 bytes nonce                                    producer
+    proof      16 bytes nonce; HMAC-SHA256 of its role and both nonces   dialler
+    proof      HMAC-SHA256 of its role and both nonces                   producer
+    request    operation, number of runs, bytes of all; then for each run its address in the producer and its size
+               (a write is followed by its bytes)                        dialler
+    reply      status, length of a text (0 when all is well)             producer
+               (the reply to a read is followed by its bytes)
+
+Numbers are little-endian.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.planes.bounds import MAX_ADDRESS, merged_ranges
+from kvferry.types import Region
+
+__all__ = [
+    "GREETING_BYTES",
+    "HEADER_BYTES",
+    "MAX_BATCH_BYTES",
+    "MAX_BATCH_RUNS",
+    "NONCE_BYTES",
+    "PROOF_BYTES",
+    "REPLY_BYTES",
+    "TOKEN_BYTES",
+    "Header",
+    "Offer",
+    "Operation",
+    "Ranges",
+    "Role",
+    "Rows",
+    "greeting",
+    "is_proof",
+    "nonce_in",
+    "pack_header",
+    "pack_refusal",
+    "prove",
+    "text_bytes_in",
+    "unpack_header",
+]
+
+MAGIC = b"kvferry\x01"
+NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
+"""A proof alone; a dialler's comes after its nonce."""
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+MAX_BATCH_RUNS = 1024
+"""As many as one system call takes."""
+MAX_BATCH_BYTES = 16 * 1024 * 1024
+MAX_TEXT_BYTES = 1024
+
+_HEADER = struct.Struct("<BxxxIQ")
+_REPLY = struct.Struct("<BxxxI")
+HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
+
+Rows = npt.NDArray[np.int64]
+"""One row for each run: address in the producer, size in bytes."""
+
+
+class Operation(IntEnum):
+    READ = 1
+    WRITE = 2
+
+
+class Role(Enum):
+    PRODUCER = b"producer"
+    DIALLER = b"dialler"
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a plane listens, and what proves that a dialler was told so."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    operation: Operation
+    num_runs: int
+    total_bytes: int
+
+
+class Ranges:
+    """The memory that a plane's peers may touch."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        merged = np.array(merged_ranges(regions), np.int64).reshape(-1, 2)
+        self._starts, self._ends = merged[:, 0], merged[:, 0] + merged[:, 1]
+
+    @property
+    def first(self) -> int:
+        return int(self._starts[0]) if len(self._starts) else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._ends[-1]) - self.first if len(self._ends) else 0
+
+    def check(self, rows: Rows, total_bytes: int) -> None:
+        """RemoteProtocolError unless every run lies in one of the ranges, and all of them come to `total_bytes`."""
+        addresses, sizes = rows[:, 0], rows[:, 1]
+        at = np.searchsorted(self._starts, addresses, side="right") - 1
+        is_inside = (at >= 0) & (sizes > 0) & (sizes <= MAX_BATCH_BYTES)
+        # A size is small by now, and an address at least a range's start: their sum may only be too large, which is caught.
+        if not len(self._starts) or not bool(np.all(is_inside & (addresses < MAX_ADDRESS - MAX_BATCH_BYTES))):
+            raise RemoteProtocolError("a run is outside the memory that was offered, or of no possible size")
+        if not bool(np.all(addresses + sizes <= self._ends[at])):
+            raise RemoteProtocolError("a run leaves the memory that was offered")
+        if int(sizes.sum()) != total_bytes:
+            raise RemoteProtocolError(f"the runs come to {int(sizes.sum())} bytes, the request says {total_bytes}")
+
+
+def greeting(nonce: bytes) -> bytes:
+    return MAGIC + nonce
+
+
+def nonce_in(received: bytes) -> bytes:
+    if not received.startswith(MAGIC):
+        raise RemoteProtocolError("whoever answers there is no kvferry, or one of another version")
+    return received[len(MAGIC) :]
+
+
+def prove(token: bytes, role: Role, nonces: bytes) -> bytes:
+    """`nonces`: the producer's, then the dialler's."""
+    return hmac.digest(token, role.value + nonces, hashlib.sha256)
+
+
+def is_proof(received: bytes, token: bytes, role: Role, nonces: bytes) -> bool:
+    return hmac.compare_digest(received, prove(token, role, nonces))
+
+
+def pack_header(operation: Operation, rows: Rows) -> bytes:
+    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()))
+
+
+def unpack_header(received: bytes) -> Header:
+    operation, num_runs, total_bytes = _HEADER.unpack(received)
+    if operation not in list(Operation) or not 0 < num_runs <= MAX_BATCH_RUNS or not 0 < total_bytes <= MAX_BATCH_BYTES:
+        raise RemoteProtocolError(f"a request of kind {operation} for {num_runs} runs and {total_bytes} bytes is not possible")
+    return Header(Operation(operation), num_runs, total_bytes)
+
+
+def pack_refusal(why: str) -> bytes:
+    """Empty text: not refused."""
+    text = why.encode(errors="replace")[:MAX_TEXT_BYTES]
+    return _REPLY.pack(1 if text else 0, len(text)) + text
+
+
+def text_bytes_in(received: bytes) -> int:
+    """How long the text of a refusal is that follows; 0 when all is well."""
+    status, length = _REPLY.unpack(received)
+    if length > MAX_TEXT_BYTES or bool(status) != bool(length):
+        raise RemoteProtocolError(f"a reply with status {status} and {length} bytes of text is not possible")
+    return int(length)
