@@ -182,7 +182,7 @@ class Consumer:
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
         if pull.outstanding.reads:
-            if error is not None:
+            if error is not None and pull.state is TransferState.MOVING:
                 self._meet(pull, _E.REFUSED, now, reason)
         elif error is None and pull.state is TransferState.MOVING and pull.arrival.read_until < pull.to.tokens.stop:
             self._start_reads(pull, now)
@@ -270,6 +270,7 @@ class Consumer:
         assert peer is not None
         self._talk.stop_beats(pull)
         pull.arrival = Arrival(last_serial=pull.ticket.serial)
+        pull.outstanding.exposures.clear()
         pull.origin.ticket, pull.origin.ticket_text = None, ""
         # That the reads were cancelled is not why it may fail later.
         pull.reason = ""
@@ -357,14 +358,14 @@ class Consumer:
         for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
             # What a rank has not offered yet it may still have to grant.
             is_ahead = pull.is_offered and pull.origin.invitation is not None and peer_id.tp_rank not in pull.arrival.ready
-            # While confirming, Confirmed or Refused is on its way and is the better answer.
-            if pull.state is not TransferState.CONFIRMING and not is_ahead:
+            # While confirming, Confirmed or Refused is on its way and is the better answer. What was withdrawn is gone, and we know it.
+            if pull.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead:
                 lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
                 self._meet(pull, _E.REFUSED, now, lost)
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state not in _BEFORE_READING or pull.lease != message.lease:
+        if pull is None or not pull.is_offered or pull.state not in _BEFORE_READING or pull.lease != message.lease:
             return
         rank = self._rank_at(pull, address, pull.outstanding.exposures)
         if rank is None:
