@@ -27,12 +27,12 @@ from kvferry.types import Address, EngineLife, RequestId
 
 READER = "d/r1/0"
 OWN = Address("d-host", 5700)
-REGISTRATION = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0, "h1")
-CANCEL = PushCancel("e1", READER, "r1", "d", "h1")
+REGISTRATION = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0, "h1", "PT")
+CANCEL = PushCancel("e1", READER, "r1", "d", "h1", "PT")
 
 
 def expect(consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0) -> None:
-    invitation = Invitation("h1", tokens or fingerprint(range(8), 4, ""), OWN)
+    invitation = Invitation("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
     consumer.expect(request, EngineLife(PEER.engine, PEER.epoch), Address("p-host", 5600), 1, invitation, now)
 
 

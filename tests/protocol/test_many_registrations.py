@@ -10,6 +10,7 @@ from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, HeartbeatReply, PushRegistration
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.types import Address, EngineId, EngineLife, Epoch, PeerId, RequestId, Route
 
@@ -17,11 +18,16 @@ COUNT = 100_000
 PER_SECOND = 100
 ROUTE = Route(b"d")
 TOKENS = fingerprint(range(8), 4, "")
-KEY = TicketKey(b"secret")
+KEY, PUSH_KEY = TicketKey(b"secret"), PushTicketKey(b"secret")
 
 
 def ticket(number: int) -> Ticket:
     return Ticket("p", "e1", f"p{number}", number, "p-host", 5600, 1, 4, [[(3, 2)]], TOKENS, 30.0)
+
+
+def registration(number: int, reader: str) -> PushRegistration:
+    shown = PUSH_KEY.sign(PushTicket(f"h{number}", "p", "e1", "p-host", 5600, 1))
+    return PushRegistration("e1", reader, f"d{number}", "d", "h", 1, 1, 30.0, f"h{number}", shown)
 
 
 def num_objects() -> int:
@@ -30,12 +36,12 @@ def num_objects() -> int:
 
 
 def test_a_producer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() -> None:
-    producer, held = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY), []
+    producer, held = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY), []
     for number in range(1, COUNT + 1):
         now = number / PER_SECOND
         request, reader = RequestId(f"p{number}"), f"d/d{number}/0"
         if number % 4 != 1:
-            producer.receive(ROUTE, PushRegistration("e1", reader, f"d{number}", "d", "h", 1, 1, 30.0, f"h{number}"), now)
+            producer.receive(ROUTE, registration(number, reader), now)
         if number % 4 != 3:
             text = KEY.sign(ticket(number))
             producer.grant(request, number, now)
@@ -58,7 +64,7 @@ def test_a_producer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() 
 def test_a_consumer_remembers_no_more_of_many_than_of_the_first() -> None:
     consumer, held, now = make_consumer(), [], 0.0
     life, peer = EngineLife(EngineId("p"), Epoch("e1")), PeerId(EngineId("p"), Epoch("e1"), 0)
-    invited = Invitation("h", TOKENS, OWN)
+    invited = Invitation("h", TOKENS, OWN, "PT")
     consumer.expect(RequestId("first"), life, Address("p-host", 5600), 1, invited, now)
     connect(consumer)
     consumer.settle(RequestId("first"), now)

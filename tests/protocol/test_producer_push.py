@@ -16,25 +16,31 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
-KEY = TicketKey(b"secret")
+KEY, PUSH_KEY = TicketKey(b"secret"), PushTicketKey(b"secret")
 A = RequestId("a")
 ROUTE = Route(b"d")
 TICKET = KEY.sign(Ticket("p", "e1", "a", 1, "host", 5600, 1, 4, [[(3, 2)]], fingerprint(range(8), 4, ""), 30.0))
 
 
 def make_producer() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY)
+    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY)
 
 
-def registration(request: str = "r", rank: int = 0, epoch: str = "e1") -> PushRegistration:
-    return PushRegistration(epoch, f"d/{request}/{rank}", request, "d", "d-host", 5600, 1, 30.0, "h1")
+def push_ticket(handover: str = "h1", engine: str = "p", epoch: str = "e1") -> str:
+    return PUSH_KEY.sign(PushTicket(handover, engine, epoch, "p-host", 5600, 1))
 
 
-def cancel(request: str = "r", rank: int = 0) -> PushCancel:
-    return PushCancel("e1", f"d/{request}/{rank}", request, "d", "h1")
+def registration(request: str = "r", rank: int = 0, epoch: str = "e1", engine: str = "d") -> PushRegistration:
+    reader = f"{engine}/{request}/{rank}"
+    return PushRegistration(epoch, reader, request, engine, "d-host", 5600, 1, 30.0, "h1", push_ticket())
+
+
+def cancel(request: str = "r", rank: int = 0, engine: str = "d") -> PushCancel:
+    return PushCancel("e1", f"{engine}/{request}/{rank}", request, engine, "h1", push_ticket())
 
 
 def granted(producer: Producer, now: float = 0) -> Producer:

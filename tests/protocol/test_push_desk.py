@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.protocol import push_desk
+from kvferry.protocol import push_desk, push_endings
 from kvferry.protocol.matching import MatchName
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
 from kvferry.protocol.push_desk import PushDesk
@@ -54,7 +54,7 @@ def test_a_prefill_that_came_first_is_offered_to_every_rank_that_registers() -> 
     assert answers(desk) == [offer(0)]
     desk.register(route(1), registration(rank=1), now=2)
     assert answers(desk) == [offer(1)]
-    desk.forget(P_ID)
+    desk.end(P_ID, "over")
     assert desk.num_remembered == 0
 
 
@@ -114,20 +114,20 @@ def test_a_client_that_tries_again_with_its_old_id_is_not_refused_for_the_first_
 
 def test_a_consumer_that_needs_nothing_has_the_prefill_freed_whenever_it_ends() -> None:
     desk = PushDesk(LEASE_S)
-    desk.cancel(cancel("x-00000000"), now=0)
-    desk.publish(RequestId("x-22222222"), "", "T", 8)
+    desk.cancel(cancel("x-00000000", "h1"), now=0)
+    desk.publish(RequestId("x-22222222"), "h1", "T", 8)
     assert desk.take_unwanted() == ["x-22222222"]
-    desk.publish(RequestId("y-22222222"), "", "T", 8)
+    desk.publish(RequestId("y-22222222"), "h2", "T", 8)
     assert desk.take_unwanted() == []
-    desk.cancel(cancel("y-00000000"), now=0)
+    desk.cancel(cancel("y-00000000", "h2"), now=0)
     assert desk.take_unwanted() == ["y-22222222"]
 
 
 def test_a_cancelled_registration_is_gone_and_a_taken_prefill_is_freed() -> None:
     desk = PushDesk(LEASE_S)
-    desk.register(route(), registration(), now=0)
-    desk.cancel(cancel(D_ID), now=0)
-    desk.publish(P_ID, "", "T", 8)
+    desk.register(route(), registration(handover="h1"), now=0)
+    desk.cancel(cancel(D_ID, "h1"), now=0)
+    desk.publish(P_ID, "h1", "T", 8)
     assert (answers(desk), desk.take_unwanted()) == ([], [P_ID])
     other = RequestId("cmpl-y-0-ffffffff")
     desk.publish(other, "", "T", 8)
@@ -173,23 +173,23 @@ def test_a_registration_lives_by_its_heartbeats() -> None:
 def test_who_comes_after_the_lease_of_its_prefill_has_run_out_is_told() -> None:
     desk = PushDesk(LEASE_S)
     desk.publish(P_ID, "h1", "T", 8)
-    desk.note_expiry(P_ID, now=30)
-    desk.forget(P_ID)
+    desk.end(P_ID, "the prefill's lease ran out before")
+    desk.advance(now=30)
     desk.register(route(), registration(handover="h1"), now=31)
     assert refusals(desk) == ["the prefill's lease ran out before"]
 
 
 def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten() -> None:
     desk = PushDesk(LEASE_S)
-    for number in range(push_desk.MAX_WAITING):
+    for number in range(push_desk.MAX_READERS):
         desk.register(route(), registration(f"r{number}"), now=0)
     desk.register(route(), registration("one more"), now=0)
-    assert refusals(desk) == [f"more than {push_desk.MAX_WAITING} registrations wait here"]
+    assert refusals(desk) == [f"more than {push_desk.MAX_READERS} readers are registered here"]
     desk.register(route(), registration("r0"), now=0)
-    assert (answers(desk), desk.num_waiting) == ([], push_desk.MAX_WAITING)
-    for number in range(push_desk.MAX_REMEMBERED + 100):
+    assert (answers(desk), desk.num_waiting) == ([], push_desk.MAX_READERS)
+    for number in range(push_endings.MAX_REMEMBERED + 100):
         desk.fail(RequestId(f"f{number}"), "", "aborted", now=0)
-    assert desk.num_remembered == push_desk.MAX_WAITING + push_desk.MAX_REMEMBERED
+    assert desk.num_remembered == push_desk.MAX_READERS + push_endings.MAX_REMEMBERED
 
 
 def test_there_is_more_of_a_prefill_and_whoever_was_offered_it_is_told() -> None:
@@ -200,7 +200,7 @@ def test_there_is_more_of_a_prefill_and_whoever_was_offered_it_is_told() -> None
     assert [message.ready_tokens for _, message in answers(desk) if isinstance(message, PushOffer)] == [4, 4]
     desk.publish(P_ID, "", "T2", 8)
     assert answers(desk) == [offer(0, ticket="T2"), offer(1, ticket="T2")]
-    desk.leave(P_ID, f"d/{D_ID}/0")
+    desk.leave(f"d/{D_ID}/0")
     desk.publish(P_ID, "", "T", 8)
     assert answers(desk) == [offer(1)]
 
@@ -287,11 +287,9 @@ class DeskMachine(RuleBasedStateMachine):
         self.now += seconds
         self.desk.advance(self.now)
 
-    @rule(request=NAMES, has_expired=st.booleans())
-    def end_lease(self, request: str, has_expired: bool) -> None:
-        if has_expired:
-            self.desk.note_expiry(RequestId(request), self.now)
-        self.desk.forget(RequestId(request))
+    @rule(request=NAMES)
+    def end_lease(self, request: str) -> None:
+        self.desk.end(RequestId(request), "over")
         self.forget(request)
 
     def forget(self, request: str) -> None:
@@ -327,7 +325,8 @@ class DeskMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request in list(self.published):
-            self.desk.forget(request)
+            self.desk.end(request, "over")
+        self.desk.advance(self.now)
         self.desk.advance(self.now + 10 * LEASE_S)
         assert self.desk.num_remembered == 0
         assert self.desk.next_deadline() is None

@@ -96,7 +96,7 @@ class Ferry:
     ) -> None:
         self._key = TicketKey(settings.secret)
         self._push_key = PushTicketKey(settings.secret)
-        self._producer = Producer(settings.producer, self._key)
+        self._producer = Producer(settings.producer, self._key, self._push_key)
         self._consumer = Consumer(settings.consumer)
         self._planes = {plane.name: plane for plane in planes}
         self._control = control
@@ -228,7 +228,7 @@ class Ferry:
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
             case Expect(request, text, tokens, own_address):
                 invited = self._push_key.open(text)
-                invitation = Invitation(invited.handover, tokens, own_address)
+                invitation = Invitation(invited.handover, tokens, own_address, text)
                 self._consumer.expect(request, invited.life, invited.address, invited.tp_size, invitation, now)
             case Start(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)

@@ -1,8 +1,8 @@
 """Which registration and which finished prefill belong to one request, whichever comes first. Pure.
 
-By the handover name of their push ticket, where both have one: it is nobody else's. Else by equal request ids; else by request ids without
-the random tail that each engine appends, because a router hands the same X-Request-Id to both legs. What matches more than one thing is
-the caller's to refuse: a guess would hand one request's KV to another.
+By the handover name of their push ticket: it is nobody else's, so what has one matches only what has the same. Where neither has one, by
+equal request ids; else by request ids without the random tail that each engine appends, because a router hands the same X-Request-Id to both
+legs. What matches more than one thing is the caller's to refuse: a guess would hand one request's KV to another.
 """
 
 import re
@@ -28,9 +28,6 @@ class MatchName:
     @property
     def base(self) -> str:
         return _TAIL.sub("", self.request)
-
-    def rules_out(self, other: "MatchName") -> bool:
-        return bool(self.handover and other.handover and self.handover != other.handover)
 
 
 @dataclass(slots=True)
@@ -71,17 +68,14 @@ class Shelf(Generic[K]):
 
     def find(self, name: MatchName) -> list[K]:
         """All that match at the first step at which any does."""
-        return self.find_exactly(name) or self._compatible(self._by_base.get(name.base, {}), name)
+        by_base = {} if name.handover else self._by_base.get(name.base, {})
+        return self.find_exactly(name) or list(by_base)
 
     def find_exactly(self, name: MatchName) -> list[K]:
         """The same without the step that ignores tails."""
-        if name.handover and (found := list(self._by_handover.get(name.handover, ()))):
-            return found
-        return self._compatible(self._by_request.get(name.request, {}), name)
-
-    def _compatible(self, keys: dict[K, None], name: MatchName) -> list[K]:
-        return [key for key in keys if not self._names[key].rules_out(name)]
+        return list(self._by_handover.get(name.handover, {}) if name.handover else self._by_request.get(name.request, {}))
 
     def _entries(self, name: MatchName) -> list[tuple[dict[str, dict[K, None]], str]]:
-        entries = [(self._by_request, name.request), (self._by_base, name.base)]
-        return [*entries, (self._by_handover, name.handover)] if name.handover else entries
+        if name.handover:
+            return [(self._by_handover, name.handover)]
+        return [(self._by_request, name.request), (self._by_base, name.base)]

@@ -169,7 +169,9 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
     """How long it is remembered without a heartbeat."""
     handover: Name = ""
-    """Of the push ticket that both legs carry; empty: they are matched by their request ids."""
+    """Of the push ticket that both legs carry; empty: there is none, and they are matched by their request ids where that is allowed."""
+    push_ticket: str = ""
+    """Shows that whoever registers was sent here for this handover."""
 
 
 class PushOffer(msgspec.Struct, frozen=True, tag=True):
@@ -197,6 +199,8 @@ class PushCancel(msgspec.Struct, frozen=True, tag=True):
     request_id: Name
     decode_engine_id: Name
     handover: Name = ""
+    push_ticket: str = ""
+    """As in PushRegistration."""
 
 
 class RegionInfo(msgspec.Struct, frozen=True):

@@ -38,8 +38,9 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.push_desk import PushDesk
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.types import EngineId, Epoch, RequestId, Route
+from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
@@ -56,6 +57,15 @@ class ProducerSettings:
     lease_extension_s: float
     grant_wait_s: float
     is_staged: bool = False
+    matches_ids: bool = False
+    """In push: whoever registers without a push ticket is served too, by its request's id. Any member can name one."""
+
+
+_END_REASONS = {
+    LeaseEnd.CONFIRMED: "the prefill has been handed over already",
+    LeaseEnd.RELEASED: "the prefill was given up before",
+    LeaseEnd.EXPIRED: "the prefill's lease ran out before",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +96,10 @@ class _Copy:
 
 
 class Producer:
-    def __init__(self, settings: ProducerSettings, key: TicketKey) -> None:
+    def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey) -> None:
         self._settings = settings
         self._key = key
+        self._push_key = push_key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
         self._claims: dict[RequestId, _Claim] = {}
         self._claim_deadlines: Deadlines[RequestId] = Deadlines()
@@ -221,7 +232,6 @@ class Producer:
         """Expire what has run out."""
         self._desk.advance(now)
         for ended in self._leases.expire(now):
-            self._desk.note_expiry(ended.request, now)
             self._note_end(ended)
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
@@ -288,6 +298,9 @@ class Producer:
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)
         claim = self._claims.get(request)
+        if message.epoch == self._settings.epoch and isinstance(message, Detach):
+            # Another rank's offer may have brought it here before ours.
+            self._desk.leave(message.reader)
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
                 self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued", message.serial)
@@ -302,19 +315,32 @@ class Producer:
         elif isinstance(message, Confirm):
             self._confirm(request, message, route, now)
         else:
-            self._desk.leave(request, message.reader)
             self._leases.detach(request, message.reader)
             self._collect(request)
 
     def _receive_push(self, route: Route, message: PushRegistration | PushCancel, now: float) -> None:
-        if message.epoch != self._settings.epoch:
-            if isinstance(message, PushRegistration):
-                self._refuse(route, RequestId(""), message.reader, "the producer has restarted since the router chose it")
-        elif isinstance(message, PushRegistration):
-            self._desk.register(route, message, now)
-        else:
+        objection = self._objection_to(message)
+        if isinstance(message, PushRegistration):
+            if objection is None:
+                self._desk.register(route, message, now)
+            else:
+                self._refuse(route, RequestId(""), message.reader, objection)
+        elif objection is None:
             self._desk.cancel(message, now)
         self._take_from_desk()
+
+    def _objection_to(self, message: PushRegistration | PushCancel) -> str | None:
+        """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
+        if message.epoch != self._settings.epoch:
+            return "the producer has restarted since the router chose it"
+        if not message.push_ticket and not message.handover and self._settings.matches_ids:
+            return None
+        try:
+            ticket = self._push_key.open(message.push_ticket)
+        except InvalidTicket as error:
+            return str(error)
+        shown = (ticket.engine, ticket.epoch, ticket.handover)
+        return None if shown == (self._settings.engine, self._settings.epoch, message.handover) else "the push ticket is for something else"
 
     def _take_from_desk(self) -> None:
         for reply in self._desk.take_replies():
@@ -339,6 +365,8 @@ class Producer:
         is_other = message.serial and self._leases.standing(request, message.serial) is not Standing.HELD
         if not is_other and self._leases.confirm(request, message.reader, now):
             self._replies.append(Reply(route, Confirmed(request, message.reader)))
+            # It has all it wanted, though there may be more to come.
+            self._desk.leave(message.reader)
             self._collect(request)
         else:
             self._refuse(route, request, message.reader, "the lease ended before the read was confirmed", message.serial)
@@ -355,7 +383,7 @@ class Producer:
             self._note_end(ended)
 
     def _note_end(self, ended: EndedLease) -> None:
-        self._desk.forget(ended.request)
+        self._desk.end(ended.request, _END_REASONS[ended.end])
         copy = self._copies.get(ended.request)
         if copy is None:
             self._ended.append(ended)

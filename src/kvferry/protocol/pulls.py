@@ -71,6 +71,8 @@ class Invitation:
     """Of our prompt."""
     own_address: Address
     """Of our side channel."""
+    push_ticket: str
+    """As the router signed it: the producer looks at it too."""
 
 
 @dataclass(slots=True)

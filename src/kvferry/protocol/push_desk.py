@@ -5,6 +5,7 @@ A prefill may be published while it still computes, and again whenever there is 
 A registration waits for its prefill, a prefill for its registration; each for a bounded time and in bounded number. When they meet,
 every rank of the consumer that registered is sent the ticket, and from then on it is a reader like any other. What ends before its
 counterpart has come (a prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody waits for nothing.
+A reader is in one place: it waits, or it was offered one prefill and hears of what becomes of it, or it is unknown.
 
     registration   waiting ── prefill published ──> offered      ── cancelled, expired, refused ──> gone
     prefill        waiting ── registration ───────> offered      ── its lease has ended ──────────> gone
@@ -16,18 +17,19 @@ from dataclasses import dataclass, field
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.matching import MatchName, Shelf
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
+from kvferry.protocol.push_endings import Endings
 from kvferry.types import RequestId, Route
 
 __all__ = ["DeskReply", "PushDesk"]
 
-MAX_WAITING = 20_000
-"""Registrations of ranks. More are refused."""
-MAX_REMEMBERED = 10_000
-"""Endings that came before their counterpart. Of more, the oldest is forgotten: its counterpart then waits for its own deadline."""
+MAX_READERS = 20_000
+"""Ranks of consumers that wait, or hear of what they were offered. More are refused."""
+MAX_LEASES_WAITED = 4
+"""A registration lives as long as it asks for, but no more than so many leases of ours."""
 
 Claimant = tuple[str, str]
-"""A consumer's engine and its handover, or, without one, its request. Several readers register for it: the ranks, and the requests that
-answer one client's request together and so share a handover."""
+"""A handover; or, without one, a consumer's engine and its request. Several readers register for it: the ranks, the requests that answer
+one client's request together, and another consumer that a router has turned to when the first refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,15 @@ class PushDesk:
     _ready: Shelf[RequestId] = field(default_factory=Shelf, init=False)
     """Those that nobody has come for."""
     _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
-    _endings: "_Endings" = field(default_factory=lambda: _Endings(), init=False)
+    _listening: dict[str, RequestId] = field(default_factory=dict, init=False)
+    """By reader, what it was offered."""
+    _endings: Endings = field(init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _replies: list[DeskReply] = field(default_factory=list, init=False)
     _given_up: "_GivenUp" = field(default_factory=lambda: _GivenUp(), init=False)
+
+    def __post_init__(self) -> None:
+        self._endings = Endings(self.remember_s)
 
     @property
     def num_waiting(self) -> int:
@@ -80,7 +87,7 @@ class PushDesk:
     @property
     def num_remembered(self) -> int:
         """All that is held here, of whatever kind."""
-        return len(self._waiting) + len(self._prefills) + len(self._endings)
+        return len(self._waiting) + len(self._listening) + len(self._prefills) + len(self._endings)
 
     # -- the engine's side -----------------------------------------------------------------------------------------
 
@@ -94,9 +101,6 @@ class PushDesk:
             return
         name = MatchName(request, handover)
         self._prefills[request] = _Prefill(name, ticket, ready_tokens)
-        if self._endings.take_declined(name):
-            self._given_up.unwanted.append(request)
-            return
         found = self._wanted.find(name)
         if len(found) == 1:
             self._offer(request, found[0])
@@ -104,6 +108,8 @@ class PushDesk:
         for claimant in found:
             self._refuse_all(claimant, f"{len(found)} requests of decode sides match prefill {request}")
         self._ready.add(request, name)
+        if not found and self._endings.take_declined(name):
+            self._given_up.unwanted.append(request)
 
     def fail(self, request: RequestId, handover: str, reason: str, now: float) -> None:
         """This prefill ended without anything to hand over."""
@@ -111,36 +117,34 @@ class PushDesk:
         prefill = self._prefills.get(request)
         for reader, waiting in prefill.audience.items() if prefill is not None else ():
             self._refuse(waiting.route, reader, reason)
-        self.forget(request)
+        self._forget(request)
         for claimant in self._wanted.find(name):
             self._refuse_all(claimant, reason)
-        self._endings.remember_failed(name, reason, now + self.remember_s)
+        self._endings.remember_over(name, reason, now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
         """This prefill is computed anew; its readers wait as they did before."""
-        prefill = self._prefills.get(request)
-        self.forget(request)
+        prefill = self._forget(request)
         for reader, waiting in prefill.audience.items() if prefill is not None else ():
             self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
-            assert prefill is not None
             self._wait(reader, waiting, now)
 
-    def leave(self, request: RequestId, reader: str) -> None:
-        """A reader needs to hear no more of it."""
-        if request in self._prefills:
-            self._prefills[request].audience.pop(reader, None)
+    def end(self, request: RequestId, reason: str) -> None:
+        """Its lease has ended. Whoever comes for it now is told why there is nothing."""
+        prefill = self._forget(request)
+        if prefill is not None and prefill.name.handover:
+            self._endings.remember_over(prefill.name, reason)
 
-    def note_expiry(self, request: RequestId, now: float) -> None:
-        """Its lease has run out, perhaps before anybody came: whoever comes now is told."""
-        if request in self._ready:
-            self._endings.remember_failed(self._prefills[request].name, "the prefill's lease ran out before", now + self.remember_s)
-
-    def forget(self, request: RequestId) -> None:
-        """Its lease has ended."""
+    def _forget(self, request: RequestId) -> _Prefill | None:
         prefill = self._prefills.pop(request, None)
+        if prefill is None:
+            return None
         self._ready.drop(request)
-        if prefill is not None and prefill.claimant is not None:
+        for reader in prefill.audience:
+            del self._listening[reader]
+        if prefill.claimant is not None:
             del self._taken[prefill.claimant]
+        return prefill
 
     # -- the consumer's side ---------------------------------------------------------------------------------------
 
@@ -148,45 +152,42 @@ class PushDesk:
         claimant = _claimant(message)
         name = MatchName(message.request_id, message.handover)
         self._endings.forget_declined(claimant)
-        taken = self._taken.get(claimant)
-        waiting = _Waiting(claimant, name, route, message.lease_s)
-        if taken is not None:
-            self._prefills[taken].audience[message.reader] = waiting
-            self._reply_offer(route, message.reader, taken)
-            return
-        if message.reader in self._waiting:
-            self._drop_reader(message.reader)
-        failure = self._endings.failure_of(name)
-        found = self._ready.find(name)
-        if failure is not None or len(found) > 1:
-            self._refuse(route, message.reader, failure or f"{len(found)} prefills match this request: {', '.join(sorted(found))}")
-        elif len(self._waiting) >= MAX_WAITING:
-            self._refuse(route, message.reader, f"more than {MAX_WAITING} registrations wait here")
+        self._remove(message.reader)
+        waiting = _Waiting(claimant, name, route, min(message.lease_s, MAX_LEASES_WAITED * self.remember_s))
+        over = self._endings.why_over(name)
+        found = [self._taken[claimant]] if claimant in self._taken else self._ready.find(name)
+        if len(self._waiting) + len(self._listening) >= MAX_READERS:
+            self._refuse(route, message.reader, f"more than {MAX_READERS} readers are registered here")
+        elif len(found) == 1:
+            self._wait(message.reader, waiting, now)
+            self._offer(found[0], claimant)
+        elif over is not None or found:
+            self._refuse(route, message.reader, over or f"{len(found)} prefills match this request: {', '.join(sorted(found))}")
         else:
             self._wait(message.reader, waiting, now)
-            if found:
-                self._offer(found[0], claimant)
+
+    def leave(self, reader: str) -> None:
+        """It needs to hear no more, whether it waits or was offered something."""
+        self._remove(reader)
 
     def cancel(self, message: PushCancel, now: float) -> None:
         claimant = _claimant(message)
-        if message.reader in self._waiting:
-            self._drop_reader(message.reader)
+        self._remove(message.reader)
         if claimant in self._taken:
-            self.leave(self._taken[claimant], message.reader)
             self._given_up.left.append((self._taken[claimant], message.reader))
         if claimant in self._taken or claimant in self._readers:
             return
         name = MatchName(message.request_id, message.handover)
-        found = self._ready.find(name)
+        found = self._ready.find_exactly(name)
         if len(found) == 1:
             self._given_up.unwanted.append(found[0])
         elif not found:
-            self._endings.remember_declined(claimant, name, now + self.remember_s)
+            self._endings.remember_declined(claimant, name, now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
-        """Extend these registrations; returns those that wait here."""
-        known = {reader for reader in readers if reader in self._waiting}
-        for reader in known:
+        """Extend these registrations; returns those that are known here. One may have been offered what is withdrawn elsewhere already."""
+        known = {reader for reader in readers if reader in self._waiting or reader in self._listening}
+        for reader in known & self._waiting.keys():
             self._expiry.set(reader, now + self._waiting[reader].lease_s)
         return known
 
@@ -194,7 +195,7 @@ class PushDesk:
 
     def advance(self, now: float) -> None:
         for reader in self._expiry.take_due(now):
-            self._drop_reader(reader)
+            self._remove(reader)
         self._endings.expire(now)
 
     def next_deadline(self) -> float | None:
@@ -227,7 +228,7 @@ class PushDesk:
         prefill = self._prefills[request]
         self._taken[claimant], prefill.claimant = request, claimant
         for reader, waiting in self._drop(claimant):
-            prefill.audience[reader] = waiting
+            prefill.audience[reader], self._listening[reader] = waiting, request
             self._reply_offer(waiting.route, reader, request)
 
     def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
@@ -248,16 +249,23 @@ class PushDesk:
             self._expiry.drop(reader)
         return [(reader, self._waiting.pop(reader)) for reader in readers]
 
-    def _drop_reader(self, reader: str) -> None:
-        claimant = self._waiting.pop(reader).claimant
+    def _remove(self, reader: str) -> None:
+        """From wherever it is."""
+        offered = self._listening.pop(reader, None)
+        if offered is not None:
+            del self._prefills[offered].audience[reader]
+        waiting = self._waiting.pop(reader, None)
+        if waiting is None:
+            return
         self._expiry.drop(reader)
-        self._readers[claimant].remove(reader)
-        if not self._readers[claimant]:
-            self._drop(claimant)
+        mates = self._readers[waiting.claimant]
+        mates.remove(reader)
+        if not mates:
+            self._drop(waiting.claimant)
 
 
 def _claimant(message: PushRegistration | PushCancel) -> Claimant:
-    return message.decode_engine_id, f"handover {message.handover}" if message.handover else message.request_id
+    return ("", message.handover) if message.handover else (message.decode_engine_id, message.request_id)
 
 
 @dataclass(slots=True)
@@ -266,64 +274,3 @@ class _GivenUp:
 
     unwanted: list[RequestId] = field(default_factory=list)
     left: list[tuple[RequestId, str]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Endings:
-    """What ended before its counterpart came. Keys are numbered, so that the oldest goes first."""
-
-    _failed: Shelf[str] = field(default_factory=Shelf, init=False)
-    _declined: Shelf[str] = field(default_factory=Shelf, init=False)
-    _reasons: dict[str, str] = field(default_factory=dict, init=False)
-    _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
-
-    def __len__(self) -> int:
-        return len(self._failed) + len(self._declined)
-
-    def remember_failed(self, name: MatchName, reason: str, until: float) -> None:
-        key = f"failed {name.request}"
-        self._failed.add(key, name)
-        self._reasons[key] = reason
-        self._keep(key, self._failed, until)
-
-    def remember_declined(self, claimant: Claimant, name: MatchName, until: float) -> None:
-        key = _key(claimant)
-        self._declined.add(key, name)
-        self._keep(key, self._declined, until)
-
-    def forget_declined(self, claimant: Claimant) -> None:
-        """Another of its readers has come after all."""
-        self._forget(_key(claimant))
-
-    def failure_of(self, name: MatchName) -> str | None:
-        """Not by ids without their tails: a client that tries again with its old id may get another answer."""
-        found = self._failed.find_exactly(name)
-        return self._reasons[found[0]] if found else None
-
-    def take_declined(self, name: MatchName) -> bool:
-        found = self._declined.find(name)
-        for key in found if len(found) == 1 else ():
-            self._forget(key)
-        return len(found) == 1
-
-    def expire(self, now: float) -> None:
-        for key in self._expiry.take_due(now):
-            self._forget(key)
-
-    def next_deadline(self) -> float | None:
-        return self._expiry.next()
-
-    def _keep(self, key: str, shelf: Shelf[str], until: float) -> None:
-        self._expiry.set(key, until)
-        if len(shelf) > MAX_REMEMBERED:
-            self._forget(shelf.oldest)
-
-    def _forget(self, key: str) -> None:
-        self._failed.drop(key)
-        self._declined.drop(key)
-        self._reasons.pop(key, None)
-        self._expiry.drop(key)
-
-
-def _key(claimant: Claimant) -> str:
-    return f"declined {claimant[0]} {claimant[1]}"

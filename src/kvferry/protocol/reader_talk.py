@@ -43,6 +43,7 @@ class ReaderTalk:
             decode_tp_size=own_tp_size,
             lease_s=self._registration_s,
             handover=invitation.handover,
+            push_ticket=invitation.push_ticket,
         )
         self._to_all_ranks(peer, message)
         self._start_beats(pull, peer, self._registration_s, now)
@@ -123,8 +124,9 @@ class ReaderTalk:
     def _farewell(self, pull: Pull) -> Detach | PushCancel:
         if pull.is_offered:
             return Detach(pull.life.epoch, pull.lease, pull.reader)
-        assert pull.origin.invitation is not None
-        return PushCancel(pull.life.epoch, pull.reader, pull.request, self._engine, pull.origin.invitation.handover)
+        invitation = pull.origin.invitation
+        assert invitation is not None
+        return PushCancel(pull.life.epoch, pull.reader, pull.request, self._engine, invitation.handover, invitation.push_ticket)
 
     def _start_beats(self, pull: Pull, peer: Peer, lease_s: float, now: float) -> None:
         pull.is_attached = True
