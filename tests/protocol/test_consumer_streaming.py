@@ -77,7 +77,7 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     ended(consumer)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=2)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=4), PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=12), PullFinished(R1)]
 
 
 def test_late_blocks_catch_up_in_one_read() -> None:
@@ -236,3 +236,72 @@ def test_pieces_cover_every_byte_once_however_the_offers_come() -> None:
                 seen += [pair for ours, theirs in reads for pair in zip(ours, theirs, strict=True)]
                 ended(consumer)
         assert seen == [(1, 3), (2, 4), (3, 5), (4, 6)]
+
+
+def silent_until(consumer: Consumer, seconds: range) -> list[str]:
+    """What fails while the producer answers heartbeats and says nothing else."""
+    for second in seconds:
+        consumer.advance(now=second)
+        for beat in sent(consumer.take_actions(), Heartbeat):
+            assert isinstance(beat, Heartbeat)
+            consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
+    return failures(consumer)
+
+
+def test_blocks_that_come_after_the_first_offer_leave_the_producer_as_much_time() -> None:
+    consumer = make_consumer()
+    expect(consumer, tokens=WHOLE)
+    connect(consumer)
+    offer(consumer, 4)
+    consumer.start(R1, [[1, 2, 3, 4]], range(16), now=10)
+    ended(consumer, now=10)
+    consumer.take_actions()
+    assert silent_until(consumer, range(11, 490)) == []
+    assert silent_until(consumer, range(490, 492)) == ["the prefill did not go on within 480 s"]
+
+
+def test_a_producer_that_only_repeats_itself_is_given_up() -> None:
+    consumer = waiting()
+    offer(consumer, 4)
+    ended(consumer)
+    for again in (100, 200, 300):
+        offer(consumer, 4, now=again)
+    for serial, again in ((1, 350), (2, 450)):
+        consumer.receive(CONTROL, PushWithdrawal(READER, serial), now=again)
+        offer(consumer, 4, now=again, serial=serial + 1)
+        ended(consumer, now=again)
+    consumer.take_actions()
+    assert silent_until(consumer, range(451, 482)) == ["the prefill did not go on within 480 s"]
+
+
+def test_an_offer_while_we_ask_for_confirmation_gives_the_producer_no_more_time() -> None:
+    consumer = waiting()
+    offer(consumer, 16)
+    ended(consumer)
+    offer(consumer, 20, now=2)
+    consumer.advance(now=6)
+    assert failures(consumer) == ["the producer did not confirm the read within 5 s"]
+
+
+def test_an_older_offer_sets_nothing_back() -> None:
+    consumer = make_consumer()
+    expect(consumer, tokens=WHOLE)
+    connect(consumer)
+    for ready in (4, 16, 4):
+        offer(consumer, ready)
+    consumer.take_actions()
+    consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
+    assert blocks_read(consumer) == [([1, 2, 3, 4], [3, 4, 5, 6])]
+
+
+def test_what_is_left_when_the_prefill_is_over_is_what_has_not_landed() -> None:
+    consumer = waiting()
+    offer(consumer, 12)
+    offer(consumer, 16)
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16)]
+    consumer = make_consumer()
+    expect(consumer, tokens=WHOLE)
+    connect(consumer)
+    offer(consumer, 16)
+    consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16)], "also when the blocks come last"

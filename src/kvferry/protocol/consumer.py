@@ -15,7 +15,7 @@ from kvferry.protocol.actions import Action, Place, StartRead, StopRead
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.messages import Confirmed, HandshakeRefused, HandshakeReply, HeartbeatReply, PushWithdrawal, Ready, Refused
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook
-from kvferry.protocol.pulls import Arrival, Destination, Invitation, Origin, Pull, PullTable, reader_name
+from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
 from kvferry.protocol.read_plans import is_complete, plan_reads, tokens_to_read
 from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.tickets import Ticket
@@ -77,9 +77,9 @@ class Consumer:
         if pull is None:
             self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
             return
-        patience_s = self._settings.receive_timeout_s if pull.is_offered else self._settings.offer_timeout_s
-        pull.to = Destination(blocks, tokens, needed_from, now + patience_s)
-        self._pulls.set_deadline(pull, pull.to.give_up_at)
+        pull.to = Destination(blocks, tokens, needed_from)
+        pull.arrival.grown_at = now
+        self._be_patient(pull, now)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
 
     def settle(self, request: RequestId, now: float) -> None:
@@ -125,12 +125,13 @@ class Consumer:
             return
         peer = self._peers.get(pull.life)
         assert peer is not None
+        if not pull.arrival.note(peer_id.tp_rank, ready_tokens, now):
+            return
         is_first = not pull.is_offered
         if is_first:
             self._talk.stop_beats(pull)
         pull.origin.ticket, pull.origin.ticket_text = ticket, ticket_text
-        pull.arrival.ready[peer_id.tp_rank] = ready_tokens
-        self._extend_patience(pull, peer, now)
+        self._be_patient(pull, now)
         if is_first:
             self._attach(pull, peer, now)
         elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
@@ -142,17 +143,21 @@ class Consumer:
             return False
         return ticket.serial == pull.ticket.serial if pull.is_offered else ticket.serial > pull.arrival.last_serial
 
-    def _extend_patience(self, pull: Pull, peer: Peer, now: float) -> None:
-        """What a producer that computes has offered is a sign of life; when all is there, the usual deadline begins."""
+    def _be_patient(self, pull: Pull, now: float) -> None:
+        """A producer that computes is waited for while there is more and more; when all is there, the usual deadline begins."""
         if not pull.has_blocks:
             return
-        settings, arrival = self._settings, pull.arrival
-        if not arrival.is_complete and is_complete(pull, peer):
+        settings, arrival, peer = self._settings, pull.arrival, self._peers.get(pull.life)
+        if not arrival.is_complete and peer is not None and is_complete(pull, peer):
             arrival.is_complete = True
-            wanted = pull.to.tokens
-            self._events.append(PrefillCompleted(pull.request, len(wanted), wanted.stop - max(wanted.start, arrival.read_until)))
-        pull.to.give_up_at = now + (settings.receive_timeout_s if arrival.is_complete else settings.offer_timeout_s)
-        if not pull.outstanding.reads:
+            pull.to.give_up_at = now + settings.receive_timeout_s
+            if pull.origin.invitation is not None:
+                wanted = pull.to.tokens
+                num_left = wanted.stop - max(wanted.start, arrival.landed_until)
+                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left))
+        elif not arrival.is_complete:
+            pull.to.give_up_at = arrival.grown_at + settings.offer_timeout_s
+        if not pull.outstanding.reads and pull.state is not TransferState.CONFIRMING:
             self._pulls.set_deadline(pull, pull.to.give_up_at)
 
     def disconnected(self, address: str, now: float) -> None:
@@ -178,6 +183,8 @@ class Consumer:
         if pull is None or peer_id.tp_rank not in pull.outstanding.reads:
             return
         pull.outstanding.reads.discard(peer_id.tp_rank)
+        if error is None and not pull.outstanding.reads:
+            pull.arrival.landed_until = pull.arrival.read_until
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
@@ -269,12 +276,12 @@ class Consumer:
         peer = self._peers.get(pull.life)
         assert peer is not None
         self._talk.stop_beats(pull)
-        pull.arrival = Arrival(last_serial=pull.ticket.serial)
+        pull.arrival = pull.arrival.begun_again(pull.ticket.serial)
         pull.outstanding.exposures.clear()
         pull.origin.ticket, pull.origin.ticket_text = None, ""
         # That the reads were cancelled is not why it may fail later.
         pull.reason = ""
-        self._extend_patience(pull, peer, now)
+        self._be_patient(pull, now)
         self._greet(pull, peer, now)
 
     def _start_reads(self, pull: Pull, now: float) -> None:

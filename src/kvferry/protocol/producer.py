@@ -78,6 +78,8 @@ class Reply:
 class _Claim:
     """Readers that came before the grant."""
 
+    serial: int
+    """Of their ticket. A prefill that is preempted has another lease before it, perhaps."""
     readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
     """Reader -> what it said, and where it is answered."""
     ends: dict[str, Confirm | Detach] = field(default_factory=dict)
@@ -135,13 +137,14 @@ class Producer:
         if self._settings.is_staged:
             self._copies[request] = _Copy()
             self._actions.append(Expose(request, blocks))
-        self._serve_claim(request, now)
+        self._serve_claim(request, serial, now)
 
-    def _serve_claim(self, request: RequestId, now: float) -> None:
+    def _serve_claim(self, request: RequestId, serial: int, now: float) -> None:
         """Readers that came before the lease."""
-        claim = self._claims.pop(request, None)
-        if claim is None:
+        claim = self._claims.get(request)
+        if claim is None or claim.serial > serial:
             return
+        del self._claims[request]
         self._claim_deadlines.drop(request)
         self._ahead = None
         for route, attach in claim.readers.values():
@@ -158,7 +161,7 @@ class Producer:
     def open(self, request: RequestId, serial: int, now: float) -> None:
         """The engine computes this request for readers: what is published of it may be read from now on."""
         self._leases.open(request, serial)
-        self._serve_claim(request, now)
+        self._serve_claim(request, serial, now)
 
     def close(self, request: RequestId, now: float) -> None:
         """The engine is through with an open request and keeps its blocks for readers."""
@@ -279,8 +282,8 @@ class Producer:
         if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
             self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
-        if ticket.lease not in self._claims:
-            self._claims[ticket.lease] = _Claim()
+        if ticket.lease not in self._claims or self._claims[ticket.lease].serial < ticket.serial:
+            self._claims[ticket.lease] = _Claim(ticket.serial)
             self._claim_deadlines.set(ticket.lease, now + self._settings.grant_wait_s)
         claim, self._ahead = self._claims[ticket.lease], None
         claim.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
@@ -306,7 +309,7 @@ class Producer:
                 self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued", message.serial)
         elif isinstance(message, Confirm) and self._is_unready(request):
             self._refuse(route, request, message.reader, "the blocks were not ready to be read", message.serial)
-        elif claim is not None and message.reader in claim.readers:
+        elif claim is not None and message.reader in claim.readers and (isinstance(message, Detach) or message.serial in (0, claim.serial)):
             claim.ends[message.reader] = message
             self._ahead = None
             if isinstance(message, Confirm):

@@ -45,10 +45,30 @@ class Arrival:
     """By rank of the producer: so many may be read there."""
     read_until: int = 0
     """So far it is here, or on its way."""
+    landed_until: int = 0
+    """So far it is here."""
     is_complete: bool = False
     """All that is wanted may be read."""
     last_serial: int = 0
     """Of an offer that was withdrawn: no earlier one counts any more."""
+    most: int = 0
+    """Ready at all ranks together, before a withdrawal or after it."""
+    grown_at: float = 0.0
+    """When there was last more than ever before. A producer that only repeats itself is not waited for."""
+
+    def note(self, rank: int, ready: int, now: float) -> bool:
+        """What a rank says is ready; False when it has said as much before."""
+        if rank in self.ready and ready <= self.ready[rank]:
+            return False
+        self.ready[rank] = ready
+        total = sum(self.ready.values())
+        if total > self.most:
+            self.most, self.grown_at = total, now
+        return True
+
+    def begun_again(self, serial: int) -> "Arrival":
+        """After what was offered with this serial was withdrawn."""
+        return Arrival(last_serial=serial, most=self.most, grown_at=self.grown_at)
 
 
 @dataclass(slots=True)
