@@ -226,3 +226,114 @@ def test_a_stream_arrives_byte_for_byte() -> None:
             assert (await s.post({**ONE, "stream": True}))[2] == b"".join(chunks)
 
     uvloop.run(scene())
+
+
+def says(status: int, start: bytes, content_type: str, said: asyncio.Event) -> Behaviour:
+    """Begins an answer and does not end it."""
+
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={"Content-Type": content_type})
+        await response.prepare(request)
+        if start:
+            await response.write(start)
+        said.set()
+        return await hangs(request, body)
+
+    return behave
+
+
+def after(event: asyncio.Event, then: Behaviour) -> Behaviour:
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await event.wait()
+        await let_the_loop_run()
+        return await then(request, body)
+
+    return behave
+
+
+async def read_raw(stage: Stage, body: dict[str, Any], until: asyncio.Event) -> bytes:
+    """What the client's connection has carried once P is through."""
+    host, port = stage.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+    raw = await reader.read(1)
+    await until.wait()
+    await let_the_loop_run()
+    writer.write_eof()
+    raw += await reader.read()
+    writer.close()
+    return raw
+
+
+@pytest.mark.parametrize("objects", [True, False])
+def test_a_client_gets_one_answer_when_both_legs_object(objects: bool) -> None:
+    async def scene() -> None:
+        said, through = asyncio.Event(), asyncio.Event()
+
+        async def ends(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            through.set()
+            return await (answers(400, '{"error":"P"}') if objects else drops_connection)(request, body)
+
+        begins = says(400, b'{"error":{"mess', "application/json", said)
+        async with stage(first_then(pushes, after(said, ends)), first_then(completes, begins), push_key=KEY) as s:
+            await s.post(ONE)
+            raw = await read_raw(s, ONE, through)
+            assert raw.count(b"HTTP/1.1") == 1, raw
+            assert b'{"error":{"mess' in raw
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("start", [b"", b": hello\n\n"])
+@pytest.mark.parametrize(("p_ends", "status"), [(answers(400, "{}"), 400), (answers(503, "{}"), 503), (drops_connection, 502)])
+def test_a_d_that_has_opened_its_stream_but_said_nothing_is_ended_by_a_p_that_fails(start: bytes, p_ends: Behaviour, status: int) -> None:
+    async def scene() -> None:
+        said = asyncio.Event()
+        begins = says(200, start, "text/event-stream", said)
+        async with stage(first_then(pushes, after(said, p_ends)), first_then(completes, begins), push_key=KEY) as s:
+            await s.post(ONE)
+            assert (await s.post({**ONE, "stream": True}))[0] == status
+            await s.d.cancelled.wait()
+
+    uvloop.run(scene())
+
+
+def test_what_d_has_said_before_its_first_event_reaches_the_client() -> None:
+    async def scene() -> None:
+        chunks = [b": hello\n\n", b"data: 1\n\n", b"data: [DONE]\n\n"]
+        async with stage(pushes, first_then(completes, streams(chunks)), push_key=KEY) as s:
+            await s.post(ONE)
+            assert (await s.post({**ONE, "stream": True}))[2] == b"".join(chunks)
+
+    uvloop.run(scene())
+
+
+def test_a_client_whose_d_needs_nothing_does_not_wait_for_p() -> None:
+    async def scene() -> None:
+        async with stage(first_then(pushes, hangs), completes, push_key=KEY) as s:
+            await s.post(ONE)
+            for _ in range(3):
+                s.p.cancelled.clear()
+                assert (await s.post(ONE))[0] == 200
+                assert not s.p.cancelled.is_set(), "the next request of the connection is served before P's leg is ended"
+            await s.p.cancelled.wait()
+
+    uvloop.run(scene())
+
+
+def test_a_ticket_that_comes_just_after_d_has_failed_is_given_back() -> None:
+    async def scene() -> None:
+        failed = asyncio.Event()
+
+        async def fails(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            failed.set()
+            return await drops_connection(request, body)
+
+        async with stage(first_then(pushes, after(failed, pushes)), first_then(completes, fails), push_key=KEY) as s:
+            await s.post(ONE)
+            assert (await s.post(ONE))[0] == 502
+            await s.releases.happened.wait()
+            assert s.releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())

@@ -106,11 +106,13 @@ class Proxy:
 
     async def _serve_at_once(self, exchange: _Exchange, prefiller: Instance, promise: Handover) -> web.StreamResponse | _Refused:
         self._metrics.at_once.inc()
+        has_begun = asyncio.Event()
         with Held(self._releases, None) as held:
             answer: web.StreamResponse | _Refused = await run_twins(
                 self._prefill_alongside(exchange, prefiller, promise, held),
-                self._decode_in_turn(exchange, held, promise),
-                lambda: held.is_handed_over,
+                self._decode_in_turn(exchange, held, promise, has_begun),
+                has_begun.is_set,
+                self._last_look.look_after,
             )
         if isinstance(answer, web.StreamResponse) and answer.status == _BAD_GATEWAY:
             # D could not get P's KV. If P is another life by now, its next answer shows it.
@@ -128,8 +130,10 @@ class Proxy:
             held.receive(answer)
         return None
 
-    async def _decode_in_turn(self, exchange: _Exchange, held: Held, handover: Handover | None) -> web.StreamResponse:
-        return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance, handover))
+    async def _decode_in_turn(
+        self, exchange: _Exchange, held: Held, handover: Handover | None, has_begun: asyncio.Event | None = None
+    ) -> web.StreamResponse:
+        return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance, handover, has_begun))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return await self._ask_in_turn(Role.DECODE, lambda instance: self._models(request, instance))
@@ -194,8 +198,9 @@ class Proxy:
     # -- decode leg ----------------------------------------------------------------------------------------------------
 
     async def _decode(
-        self, exchange: _Exchange, held: Held, instance: Instance, handover: Handover | None
+        self, exchange: _Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
     ) -> web.StreamResponse | _Refused:
+        """`has_begun`: P's leg is under way too, and its objection is the client's answer until this is set."""
         with self._named(instance):
             async with self._session.post(
                 instance.url + exchange.http.path,
@@ -207,21 +212,26 @@ class Proxy:
                 if answer.status == _UNAVAILABLE:
                     return await self._refused(answer, instance, {"X-Request-Id": exchange.request_id})
                 self._pool.note(instance, Outcome.ANSWERED)
+                start = b""
+                if has_begun is not None:
+                    # An engine may open its answer long before it has anything to say. Until then P may still fail.
+                    start = await _read_start(answer)
+                    has_begun.set()
                 if answer.status == 200:
                     held.hand_over()
                 response = web.StreamResponse(status=answer.status, headers=_passed_headers(answer))
                 response.headers["X-Request-Id"] = exchange.request_id
-                await self._relay(exchange.http, answer, response, _DecodeLeg(instance, held))
+                await self._relay(exchange.http, answer, response, _DecodeLeg(instance, held, start))
         return response
 
     async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse, response: web.StreamResponse, leg: "_DecodeLeg") -> None:
         """Pass the body on as it comes. Raises nothing but cancellation: the client has the status line already."""
-        tail = b""
+        chunk, tail = leg.start, b""
         try:
             await response.prepare(request)
             while True:
                 try:
-                    chunk = await answer.content.readany()
+                    chunk = chunk or await answer.content.readany()
                 except (aiohttp.ClientError, TimeoutError) as error:
                     await self._break_off(request, response, leg, tail, _described(error))
                     return
@@ -230,6 +240,7 @@ class Proxy:
                 tail = (tail + chunk)[-4:] if len(chunk) < 4 else chunk[-4:]
                 async with asyncio.timeout(self._options.idle_timeout_s):
                     await response.write(chunk)
+                chunk = b""
             async with asyncio.timeout(self._options.idle_timeout_s):
                 await response.write_eof()
         except (ConnectionError, TimeoutError):
@@ -293,6 +304,8 @@ class Proxy:
 class _DecodeLeg:
     instance: Instance
     held: Held
+    start: bytes
+    """Of the body, what has been read already."""
 
 
 def _upload(body: bytes) -> bytes | io.BytesIO:
@@ -302,6 +315,16 @@ def _upload(body: bytes) -> bytes | io.BytesIO:
 
 def _passed_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
     return {name: answer.headers[name] for name in _TO_CLIENTS if name in answer.headers}
+
+
+async def _read_start(answer: aiohttp.ClientResponse) -> bytes:
+    """The body up to the first piece that says something: comments in a stream of events do not."""
+    start = b""
+    while chunk := await answer.content.readany():
+        start += chunk
+        if answer.content_type != "text/event-stream" or any(line and not line.startswith(b":") for line in start.splitlines()):
+            break
+    return start
 
 
 def _copied(answer: aiohttp.ClientResponse, body: bytes, headers: Mapping[str, str]) -> web.Response:

@@ -6,15 +6,19 @@ from typing import Any, TypeVar
 
 __all__ = ["run_twins"]
 
-GRACE_S = 0.25
-"""P's answer may still be on its way when D is through; closing its connection in that moment would cost P an aborted request."""
-
 D = TypeVar("D")
 P = TypeVar("P")
 
 
-async def run_twins(prefill: Coroutine[Any, Any, P | None], decode: Coroutine[Any, Any, D], has_begun: Callable[[], bool]) -> D | P:
-    """D's answer; or P's objection, if it has one and D has not begun to answer. Neither leg outlives this call."""
+async def run_twins(
+    prefill: Coroutine[Any, Any, P | None],
+    decode: Coroutine[Any, Any, D],
+    has_begun: Callable[[], bool],
+    look_after: Callable[["asyncio.Task[Any]"], None],
+) -> D | P:
+    """D's answer; or P's objection, if it has one and the client has got nothing of D's answer.
+
+    D's leg does not outlive this call. P's is handed to `look_after`, however it stands: its answer may be on its way."""
     first, second = asyncio.create_task(prefill), asyncio.create_task(decode)
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
@@ -22,10 +26,8 @@ async def run_twins(prefill: Coroutine[Any, Any, P | None], decode: Coroutine[An
             objection = await first
             if objection is not None:
                 return objection
-        result = await second
-        await asyncio.wait({first}, timeout=GRACE_S)
-        return result
+        return await second
     finally:
-        for task in (first, second):
-            task.cancel()
-        await asyncio.gather(first, second, return_exceptions=True)
+        look_after(first)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
