@@ -1,7 +1,5 @@
 """Members that are broken or lie: they get nothing that is not theirs, kill nobody, and cannot fill a producer's memory."""
 
-import dataclasses
-
 import msgspec
 import pytest
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, TICKET, A, granted, make_producer, opened, push_ticket, registration, said
@@ -42,14 +40,14 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(ha
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
 
 
-def test_request_ids_bring_together_what_has_no_push_ticket_where_that_is_allowed() -> None:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5)
-    for settings, count in ((settings, 0), (dataclasses.replace(settings, matches_ids=True), 1)):
-        producer = Producer(settings, KEY, PUSH_KEY)
-        producer.grant(A, 1, 0)
-        producer.publish(A, "", TICKET, 8)
-        producer.receive(ROUTE, evil("d/a/0", "a"), now=0)
-        assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
+@pytest.mark.parametrize(("matches_ids", "shown", "count"), [(True, push_ticket(), 1), (False, push_ticket(), 0), (True, "", 0)])
+def test_a_request_id_is_worth_something_only_where_that_is_allowed_and_with_a_ticket(matches_ids: bool, shown: str, count: int) -> None:
+    settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, matches_ids=matches_ids)
+    producer = Producer(settings, KEY, PUSH_KEY)
+    producer.grant(A, 1, 0)
+    producer.publish(A, "", TICKET, 8)
+    producer.receive(ROUTE, evil("d/a/0", "a", "h1" if shown else "", shown), now=0)
+    assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
 
 
 def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> None:

@@ -169,7 +169,7 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
     """How long it is remembered without a heartbeat."""
     handover: Name = ""
-    """Of the push ticket that both legs carry; empty: there is none, and they are matched by their request ids where that is allowed."""
+    """Of the push ticket that both legs carry."""
     push_ticket: str = ""
     """Shows that whoever registers was sent here for this handover."""
 

@@ -58,7 +58,7 @@ class ProducerSettings:
     grant_wait_s: float
     is_staged: bool = False
     matches_ids: bool = False
-    """In push: whoever registers without a push ticket is served too, by its request's id. Any member can name one."""
+    """In push: a prefill without a push ticket is for whoever registers with the same request id. Clients choose those."""
 
 
 _END_REASONS = {
@@ -108,7 +108,7 @@ class Producer:
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._copies: dict[RequestId, _Copy] = {}
-        self._desk = PushDesk(settings.lease_ttl_s)
+        self._desk = PushDesk(settings.lease_ttl_s, settings.matches_ids)
         self._actions: list[Expose] = []
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
@@ -336,8 +336,6 @@ class Producer:
         """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
         if message.epoch != self._settings.epoch:
             return "the producer has restarted since the router chose it"
-        if not message.push_ticket and not message.handover and self._settings.matches_ids:
-            return None
         try:
             ticket = self._push_key.open(message.push_ticket)
         except InvalidTicket as error:
