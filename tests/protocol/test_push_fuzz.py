@@ -13,8 +13,8 @@ from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.events import PullFailed, PullFinished
 from kvferry.protocol.actions import Action, StartRead
-from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.codec import encode_layout
+from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -115,17 +115,15 @@ class ProducerLife:
         serial = self.prefills[lease].serial if lease in self.prefills else 1
         text = KEY.sign(ticket(lease, serial + chance.choice([0, 0, 0, 1])))
         register = PushRegistration("e1", reader, request, engine, "h", 1, 1, 30.0, handover, shown)
-        message = chance.choice(
-            [
-                *[register] * 3,
-                PushCancel("e1", reader, request, engine, handover, shown),
-                Attach(text, reader, "x", [f"{reader[:-1]}1"]),
-                Detach("e1", lease, reader),
-                Confirm("e1", lease, reader, chance.choice([0, serial])),
-                Heartbeat("e1", 1, [lease, reader]),
-            ]
-        )
-        self.producer.receive(Route(engine.encode()), message, self.now)
+        said: list[Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel] = [
+            *[register] * 3,
+            PushCancel("e1", reader, request, engine, handover, shown),
+            Attach(text, reader, "x", [f"{reader[:-1]}1"]),
+            Detach("e1", lease, reader),
+            Confirm("e1", lease, reader, chance.choice([0, serial])),
+            Heartbeat("e1", 1, [lease, reader]),
+        ]
+        self.producer.receive(Route(engine.encode()), chance.choice(said), self.now)
 
     def settle(self) -> None:
         self.producer.advance(self.now)

@@ -2,7 +2,19 @@
 
 import msgspec
 import pytest
-from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, TICKET, A, granted, make_producer, opened, push_ticket, registration, said
+from tests.protocol.test_producer_push import (
+    KEY,
+    PUSH_KEY,
+    ROUTE,
+    TICKET,
+    A,
+    granted,
+    make_producer,
+    opened,
+    push_ticket,
+    registration,
+    said,
+)
 
 from kvferry.protocol import push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused

@@ -201,7 +201,15 @@ def ferry_settings(
     demanded = factors if extra.enforce_handshake_compat else None
     peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
     return FerrySettings(
-        ProducerSettings(engine, Epoch(config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait, is_staged, extra.push_match_by_id),
+        ProducerSettings(
+            engine,
+            Epoch(config.epoch),
+            extra.kv_lease_duration,
+            extra.lease_extension_s,
+            extra.grant_wait,
+            is_staged,
+            extra.push_match_by_id,
+        ),
         ConsumerSettings(
             engine,
             peers,
