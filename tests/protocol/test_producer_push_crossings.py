@@ -1,4 +1,4 @@
-"""A producer's readers come in any order, from more than one consumer, and leave early; nobody waits for nothing and no block is kept for it."""
+"""A producer's readers come in any order, from two consumers, and leave early; nobody waits for nothing, no block is kept for it."""
 
 import pytest
 from tests.protocol.test_producer_push import KEY, ROUTE, TICKET, A, cancel, granted, make_producer, opened, registration, said

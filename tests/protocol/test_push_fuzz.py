@@ -1,4 +1,4 @@
-"""Random lives of a producer's desk and of a consumer, with peers that are honest and peers that are not: nobody breaks, nothing is left."""
+"""Random lives of a producer and of a consumer, with peers that are honest and peers that are not: nobody breaks, nothing is left."""
 
 import random
 from collections.abc import Callable
