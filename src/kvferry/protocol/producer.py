@@ -233,9 +233,9 @@ class Producer:
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
-        self._desk.advance(now)
         for ended in self._leases.expire(now):
             self._note_end(ended)
+        self._desk.advance(now)
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
