@@ -121,7 +121,7 @@ class Consumer:
         """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
         computes; the first to do so has us attach."""
         pull, peer_id = self._pulls.of_reader(reader), self._peers.at(address)
-        if pull is None or peer_id is None or not self._is_good_offer(pull, peer_id, ticket):
+        if pull is None or peer_id is None or pull.life != peer_id.life or not pull.expects(ticket):
             return
         peer = self._peers.get(pull.life)
         assert peer is not None
@@ -136,12 +136,6 @@ class Consumer:
             self._attach(pull, peer, now)
         elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
             self._start_reads(pull, now)
-
-    def _is_good_offer(self, pull: Pull, peer_id: PeerId, ticket: Ticket) -> bool:
-        is_expected = pull.origin.invitation is not None and pull.is_attached and pull.life == peer_id.life
-        if (ticket.engine_id, ticket.epoch_id) != (pull.life.engine, pull.life.epoch) or not is_expected:
-            return False
-        return ticket.serial == pull.ticket.serial if pull.is_offered else ticket.serial > pull.arrival.last_serial
 
     def _be_patient(self, pull: Pull, now: float) -> None:
         """A producer that computes is waited for while there is more and more; when all is there, the usual deadline begins."""
@@ -394,13 +388,9 @@ class Consumer:
 
     def _receive_refused(self, message: Refused, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or (message.serial and self._is_withdrawn(pull, message.serial)):
+        if pull is None or (message.serial and pull.is_withdrawn(message.serial)):
             return
         self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
-
-    def _is_withdrawn(self, pull: Pull, serial: int) -> bool:
-        """What we said of an offer may have crossed its withdrawal; the answer to that is no news."""
-        return not pull.is_offered or pull.ticket.serial != serial or pull.state is TransferState.RETURNING
 
     def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)

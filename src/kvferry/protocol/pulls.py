@@ -159,6 +159,17 @@ class Pull:
     def has_blocks(self) -> bool:
         return len(self.to.blocks) > 0
 
+    def expects(self, ticket: Ticket) -> bool:
+        """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
+        is_ours = self.origin.invitation is not None and self.is_attached
+        if (ticket.engine_id, ticket.epoch_id) != (self.life.engine, self.life.epoch) or not is_ours:
+            return False
+        return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial
+
+    def is_withdrawn(self, serial: int) -> bool:
+        """What we said of an offer may have crossed its withdrawal; the answer to that is no news."""
+        return not self.is_offered or self.ticket.serial != serial or self.state is TransferState.RETURNING
+
 
 class PullTable:
     """Every pull that is not over, by its request, its producer's life and its name as a reader."""
