@@ -11,6 +11,7 @@ __all__ = [
     "LeaseEnded",
     "MessageDropped",
     "PeerConnected",
+    "PrefillCompleted",
     "PullFailed",
     "PullFinished",
     "PullGivenUp",
@@ -77,10 +78,21 @@ class HandshakeFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillCompleted:
+    """A producer that pushes has computed all of a prompt. So many of the tokens we wanted were not here nor on their way by then."""
+
+    request: RequestId
+    num_tokens: int
+    num_left: int
+
+
+@dataclass(frozen=True, slots=True)
 class MessageDropped:
     """Something malformed or out of place came in."""
 
     reason: str
 
 
-Event = PullFinished | PullFailed | PullGivenUp | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | MessageDropped
+Event = (
+    PullFinished | PullFailed | PullGivenUp | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | PrefillCompleted | MessageDropped
+)

@@ -67,7 +67,6 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
             ["serve", "m", "--zzz"],
             "kvferry: --zzz is not an argument of `kvferry serve`; remove it, or use one of the ",
         ),
-        (["up", "--mode", "push"], "kvferry: --mode push is not here yet; use pull, the default"),
         (["up", "--mode", "both"], "kvferry: --mode: invalid choice: 'both'"),
         (["doctor", "--backends", "../x"], "kvferry: --backends: '../x' is no name of a NIXL plugin"),
         (["make-model", "m", "--heads", "0"], "kvferry: --heads must be from 1 to 128, got 0"),

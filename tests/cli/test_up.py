@@ -42,6 +42,11 @@ def test_the_plane_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path
     assert "planes" not in value_of(LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config")
 
 
+def test_push_is_another_connector(tmp_path: Path) -> None:
+    command = LocalLaunch(UpOptions(mode="push"), tmp_path).engine()
+    assert json.loads(value_of(command, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"
+
+
 def test_the_router_is_told_of_every_engine(tmp_path: Path) -> None:
     addresses = [Address("127.0.0.1", port) for port in (1, 2, 3)]
     command = LocalLaunch(UpOptions(port=99), tmp_path).router(addresses[:2], addresses[2:])

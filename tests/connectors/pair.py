@@ -132,11 +132,12 @@ class EngineSide:
         groups: Sequence[KVCacheGroup] = (ALL_LAYERS,),
         role: str = "kv_both",
         buffer_device: str = "auto",
+        connector: str = "NixlConnector",
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
             {
-                "kv_connector": "NixlConnector",
+                "kv_connector": connector,
                 "kv_role": role,
                 "kv_buffer_device": buffer_device,
                 "engine_id": name,
@@ -164,9 +165,9 @@ class EngineSide:
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
         self.seen = KVConnectorTransferResults()
 
-    def step(self) -> None:
-        """What an engine does with its connector in a step without tokens."""
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+    def step(self, scheduler_output: Any = None) -> None:
+        """What an engine does with its connector in a step, by default one without tokens."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(scheduler_output))
         self.worker.start_load_kv(None)
         self.worker.wait_for_save()
         news = self.worker.get_transfer_results(set())
@@ -181,7 +182,7 @@ class EngineSide:
         """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         request.num_computed_tokens = request.num_prompt_tokens
-        request.kv_transfer_params = {"do_remote_decode": True}
+        request.kv_transfer_params = request.kv_transfer_params or {"do_remote_decode": True}
         assert isinstance(self.scheduler, SupportsHMA)
         is_delayed, params = self.scheduler.request_finished_all_groups(request, blocks)
         assert is_delayed

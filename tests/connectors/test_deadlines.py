@@ -30,6 +30,7 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.producer import Producer
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.testing.local_kit import LocalKit
 from kvferry.types import EngineId, Epoch, KVLayout, LeaseEnd, PeerId, Region, RequestId, Route
@@ -151,7 +152,7 @@ def test_an_engine_ttl_of_zero_forgets_nobody() -> None:
 
 
 def producer() -> Producer:
-    return Producer(settings().producer, TicketKey(SECRET))
+    return Producer(settings().producer, TicketKey(SECRET), PushTicketKey(SECRET))
 
 
 def test_kv_lease_duration_bounds_how_long_blocks_are_kept_for_nobody() -> None:

@@ -45,8 +45,8 @@ def test_a_near_miss_is_named() -> None:
 
 
 def test_a_connector_that_is_not_built_yet_is_not_taken_for_a_typing_error() -> None:
-    with pytest.raises(ConfigError, match="NixlPushConnector is not here yet"):
-        KVConnectorFactory.get_connector_class(config("NixlPushConnector"))
+    with pytest.raises(ConfigError, match="MooncakeConnector is not here yet"):
+        KVConnectorFactory.get_connector_class(config("MooncakeConnector"))
 
 
 def test_a_module_path_wins_and_is_checked() -> None:

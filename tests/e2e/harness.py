@@ -180,10 +180,11 @@ class Cluster(Household):
         port: int = 0,
         engine_id: str = "",
         at: Host = HERE,
+        connector: str = "NixlConnector",
     ) -> "Starting":
         """Start an engine; ask the result for it when it is needed. `is_plain`: one that knows nothing of transfers."""
         transfer = {
-            "kv_connector": "NixlConnector",
+            "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra or {},

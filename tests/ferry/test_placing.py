@@ -9,7 +9,7 @@ from tests.ferry.world import BLOCK_BYTES, LAYERS, World
 from kvferry.events import PullFailed, PullGivenUp
 from kvferry.ferry.commands import Abort
 from kvferry.planes import block_store
-from kvferry.protocol import consumer as consumer_module
+from kvferry.protocol import read_plans
 from kvferry.protocol.placement import Placement
 from kvferry.types import RequestId
 
@@ -23,7 +23,7 @@ def placements(offsets: list[int], regions: int = LAYERS) -> list[Placement]:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(consumer_module, "plan_placement", lambda local, remotes, blocks, *_: placements(list(blocks[0])))
+    monkeypatch.setattr(read_plans, "plan_placement", lambda local, remotes, blocks, *_: placements(list(blocks[0])))
     made = World()
     yield made
     for side in made.sides:
@@ -73,7 +73,7 @@ def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_th
 
 
 def test_a_placement_that_leaves_our_memory_fails_the_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer_module, "plan_placement", lambda *_: placements([3], LAYERS + 1))
+    monkeypatch.setattr(read_plans, "plan_placement", lambda *_: placements([3], LAYERS + 1))
     pull(world)
     world.run()
     [reason] = world.d.failed()

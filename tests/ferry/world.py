@@ -16,7 +16,7 @@ from kvferry.ports.control import ControlPlane, Received
 from kvferry.ports.data import DataPlane
 from kvferry.protocol import codec
 from kvferry.protocol.arrangement import dense_axes
-from kvferry.protocol.consumer import ConsumerSettings
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.geometry import Geometry, region_info
 from kvferry.protocol.handshake import ServedEngine, answer

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
-from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.heartbeats import READ_BEGINS
@@ -114,7 +115,7 @@ def test_the_whole_way_from_arrival_to_confirmation() -> None:
     assert (read.peer, read.plane) == (PEER, "memory")
     assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
     consumer.read_ended(R1, PEER, None, now=2)
-    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0")]
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0", 1)]
     assert consumer.take_events() == []
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
     assert consumer.take_events() == [PullFinished(R1)]

@@ -21,7 +21,7 @@ from tests.protocol.test_consumer import (
 
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
-from kvferry.protocol import consumer as consumer_module
+from kvferry.protocol import read_plans
 from kvferry.protocol.actions import Place
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
@@ -34,7 +34,7 @@ PLACEMENT = Placement(0, 64, np.array([5 * 64, 6 * 64]), 8, (4, 2), (8, 32), (16
 @pytest.fixture
 def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer arranges its blocks in another way than we do."""
-    monkeypatch.setattr(consumer_module, "plan_placement", lambda *_: [PLACEMENT])
+    monkeypatch.setattr(read_plans, "plan_placement", lambda *_: [PLACEMENT])
 
 
 def placing(consumer: Consumer) -> Consumer:
@@ -114,7 +114,7 @@ def test_ranks_that_disagree_about_their_order_fail_the_request_before_anything_
     def disagree(*_: object) -> list[Placement]:
         raise RemoteProtocolError("the ranks disagree")
 
-    monkeypatch.setattr(consumer_module, "plan_placement", disagree)
+    monkeypatch.setattr(read_plans, "plan_placement", disagree)
     assert failures(reading(make_consumer())) == ["the ranks disagree"]
 
 
@@ -131,7 +131,7 @@ class PlacingMachine(ConsumerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(consumer_module, "plan_placement", lambda *_: [PLACEMENT])
+        self.patch.setattr(read_plans, "plan_placement", lambda *_: [PLACEMENT])
 
     @rule()
     def deliver(self) -> None:

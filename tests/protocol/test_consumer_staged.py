@@ -8,7 +8,8 @@ from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, ConsumerMachin
 
 from kvferry.events import PullFailed, PullFinished
 from kvferry.protocol.actions import Place, StartRead
-from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.messages import (
     Attach,

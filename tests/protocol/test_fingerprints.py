@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.fingerprints import DIGEST_BYTES, MAX_POINTS, Fingerprint, common_prefix, fingerprint
+from kvferry.protocol.fingerprints import DIGEST_BYTES, MAX_POINTS, Fingerprint, common_prefix, fingerprint, shared_prefix
 
 tokens = st.lists(st.integers(0, 3), max_size=200)
 
@@ -52,3 +52,21 @@ def test_a_long_sequence_has_a_bounded_fingerprint() -> None:
 def test_fields_that_do_not_fit_together_are_refused(bad: Fingerprint) -> None:
     with pytest.raises(RemoteProtocolError):
         bad.check()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        (fingerprint(range(10), 4, ""), fingerprint(range(10), 4, ""), 10),
+        (fingerprint(range(10), 4, ""), fingerprint(range(10), 8, ""), 10),
+        (fingerprint(range(10), 4, ""), fingerprint(range(9), 4, ""), 8),
+        (fingerprint(range(10), 4, ""), fingerprint([*range(9), 77], 4, ""), 8),
+        (fingerprint(range(10), 4, ""), fingerprint([77, *range(1, 10)], 4, ""), 0),
+        (fingerprint(range(10), 4, ""), fingerprint(range(10), 4, "salt"), 0),
+        (fingerprint(range(10), 4, ""), fingerprint([], 4, ""), 0),
+        (fingerprint(range(12), 4, ""), fingerprint(range(12), 3, ""), 12),
+        (fingerprint(range(13), 4, ""), fingerprint(range(14), 6, ""), 12),
+    ],
+)
+def test_two_fingerprints_bound_what_their_sequences_share(one: Fingerprint, other: Fingerprint, shared: int) -> None:
+    assert shared_prefix(one, other) == shared_prefix(other, one) == shared

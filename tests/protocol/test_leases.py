@@ -343,3 +343,49 @@ def test_expiry_costs_the_same_for_ten_leases_and_for_ten_thousand_while_none_is
     assert (len(few), len(many)) == (10, 10_000)
     assert count_instructions(lambda: turn(few, 40)) == count_instructions(lambda: turn(many, 40)), "all are due anew together, later"
     assert count_instructions(lambda: turn(many, 46)) > 1000 * count_instructions(lambda: turn(many, 47)), "work that is there is counted"
+
+
+def test_an_open_lease_neither_ends_nor_runs_out_before_it_is_closed() -> None:
+    leases = LeaseTable(30, 20)
+    leases.open(A, 1)
+    assert leases.next_deadline() is None
+    assert leases.attach(A, "r", now=0)
+    assert leases.confirm(A, "r", now=1000)
+    assert (leases.take_if_ended(A), leases.expire(now=10_000)) == (None, [])
+    leases.close(A, now=10_000)
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
+    leases.open(B, 2)
+    leases.close(B, now=0)
+    assert leases.next_deadline() == 30
+    assert leases.expire(now=30) == [EndedLease(B, LeaseEnd.EXPIRED)]
+
+
+def test_a_lease_that_is_not_open_cannot_be_closed() -> None:
+    leases = LeaseTable(30, 20)
+    leases.grant(A, 1, now=0)
+    for request in (A, B):
+        with pytest.raises(LocalProtocolError, match="open"):
+            leases.close(request, now=0)
+
+
+def test_a_revoked_lease_may_be_opened_anew_and_its_old_readers_are_not_confirmed() -> None:
+    leases = LeaseTable(30, 20)
+    leases.open(A, 1)
+    leases.attach(A, "r", now=0)
+    leases.revoke(A)
+    leases.open(A, 2)
+    assert not leases.confirm(A, "r", now=1)
+    assert (leases.standing(A, 1), leases.standing(A, 2)) == (Standing.GONE, Standing.HELD)
+
+
+def test_a_lease_waits_for_those_it_was_offered_to() -> None:
+    leases = LeaseTable(30, 20)
+    leases.grant(A, 1, now=0)
+    for reader in ("r", "s"):
+        leases.note_offer(A, reader)
+    leases.note_offer(B, "r")
+    leases.attach(A, "r", now=0)
+    assert leases.confirm(A, "r", now=1)
+    assert leases.take_if_ended(A) is None
+    assert leases.detach(A, "s")
+    assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)

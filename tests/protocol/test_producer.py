@@ -9,6 +9,7 @@ from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
 from kvferry.protocol.producer import Producer, ProducerSettings, Reply
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
@@ -18,7 +19,8 @@ A = RequestId("a")
 
 
 def make_producer() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5), KEY)
+    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5)
+    return Producer(settings, KEY, PushTicketKey(b"secret"))
 
 
 def ticket(request: str = "a", serial: int = 1, engine: str = "p", epoch: str = "e1") -> str:
@@ -168,7 +170,7 @@ def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer.grant(A, 1, now=0)
     producer.abandon(A)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
-    assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended"))]
+    assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended", 1))]
 
 
 def test_heartbeats_name_the_leases_that_are_gone() -> None:

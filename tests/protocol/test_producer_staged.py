@@ -8,6 +8,7 @@ from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make
 from kvferry.protocol.actions import Expose
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
 from kvferry.protocol.producer import Producer, ProducerSettings, Reply
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
 E = Route(b"e")
@@ -16,7 +17,7 @@ BLOCKS = ((3, 4), (7,))
 
 def make_staged() -> Producer:
     settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=True)
-    return Producer(settings, KEY)
+    return Producer(settings, KEY, PushTicketKey(b"secret"))
 
 
 def granted() -> Producer:

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.app import make_app
 from kvferry.router.instances import Instance, Role
 from kvferry.router.legs import Handover
@@ -121,7 +122,12 @@ def instance(role: Role, port: int) -> Instance:
 
 
 @asynccontextmanager
-async def stage(prefill: list[Behaviour] | Behaviour, decode: list[Behaviour] | Behaviour, **settings: float) -> AsyncIterator[Stage]:
+async def stage(
+    prefill: list[Behaviour] | Behaviour,
+    decode: list[Behaviour] | Behaviour,
+    push_key: PushTicketKey | None = None,
+    **settings: float,
+) -> AsyncIterator[Stage]:
     """A router before stub engines. Everything inside must be over within DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         prefillers = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(prefill)]
@@ -131,7 +137,8 @@ async def stage(prefill: list[Behaviour] | Behaviour, decode: list[Behaviour] | 
             tuple(instance(Role.DECODE, engine.port) for engine in decoders),
         )
         releases = RecordedReleases()
-        port = await stack.enter_async_context(listening(make_app(replace(options, **settings), releases)))  # type: ignore[arg-type]
+        app = make_app(replace(options, **settings), releases, push_key)  # type: ignore[arg-type]
+        port = await stack.enter_async_context(listening(app))
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
 

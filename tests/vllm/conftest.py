@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.harness import Engine
 from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, Fleet, ready
+from tests.vllm.right import Right, ask_plain
 
 from kvferry.engine.make_model import make_model
 
@@ -32,6 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_model(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def right(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Right:
+    with Fleet(tmp_path_factory.mktemp("right"), model) as fleet:
+        return ask_plain(fleet)
 
 
 @pytest.fixture(scope="session")

@@ -1,51 +1,17 @@
 """Right tokens through prefill and decode in real vLLM: against a plain vLLM, and against the embedded engine."""
 
 import asyncio
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.e2e.harness import Answer, Engine, Prompt, ask, ask_all, metrics, new_session, post
+from tests.e2e.harness import Prompt, ask, ask_all, metrics, new_session
 from tests.vllm.conftest import Trio
-from tests.vllm.fleet import Fleet, ready
-from tests.vllm.vllm_asking import assert_free, random_prompts, stream
+from tests.vllm.fleet import ready
+from tests.vllm.right import BYTES_PER_TOKEN, CHATS, PROMPTS, Right, chat
+from tests.vllm.vllm_asking import assert_free, stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
-
-PROMPTS = random_prompts(100, seed=1)
-CHATS = ["Where does the ferry go?", "What is a lease, in two words, please? " * 20]
-BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
-"""Of the made model: layers, KV heads, K and V, head size, float32."""
-
-
-@dataclass(frozen=True)
-class Right:
-    """What one vLLM answers that knows nothing of transfers, and what the embedded engine does."""
-
-    vllm: list[Answer]
-    chats: list[str]
-    embedded: list[Answer]
-
-
-async def chat(engine: Engine, text: str) -> str:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    async with new_session(120) as session:
-        answer = await post(session, engine, body, "/v1/chat/completions")
-    assert answer.is_ok, answer.body
-    return str(answer.body["choices"][0]["message"]["content"])
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Right:
-    with Fleet(tmp_path_factory.mktemp("right"), model) as fleet:
-        plain, embedded = fleet.vllm("plain", transfer=None, cores="0-1"), fleet.embedded("embedded")
-        ready(plain, embedded)
-        return Right(
-            asyncio.run(ask_all(plain, PROMPTS, concurrency=8, timeout_s=240)),
-            [asyncio.run(chat(plain, text)) for text in CHATS],
-            asyncio.run(ask_all(embedded, PROMPTS, concurrency=8, timeout_s=240)),
-        )
 
 
 def test_the_embedded_engine_and_vllm_give_equal_tokens_for_one_checkpoint(right: Right) -> None:

@@ -10,10 +10,12 @@ from typing import Protocol
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["Launch", "LocalLaunch", "UpOptions", "child_environment"]
+__all__ = ["CONNECTORS", "Launch", "LocalLaunch", "UpOptions", "child_environment"]
 
 LOOPBACK = "127.0.0.1"
 TINY = "tiny"
+CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+"""By `--mode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class UpOptions:
     planes: tuple[str, ...] = ()
     """Empty: the best that works here."""
     tensor_parallel_size: int = 1
+    mode: str = "pull"
 
     def __post_init__(self) -> None:
         for flag, value in (("--prefill", self.prefill), ("--decode", self.decode), ("--tensor-parallel-size", self.tensor_parallel_size)):
@@ -61,7 +64,7 @@ class LocalLaunch:
 
     def engine(self) -> list[str]:
         extra = {"kv_connector_extra_config": {"planes": list(self.options.planes)}} if self.options.planes else {}
-        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **extra}
+        transfer = {"kv_connector": CONNECTORS[self.options.mode], "kv_role": "kv_both", **extra}
         return [
             *_kvferry("serve", str(self.model), "--host", LOOPBACK, "--port", "0"),
             *("--served-model-name", self.options.model_name),

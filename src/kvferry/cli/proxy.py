@@ -12,6 +12,7 @@ from kvferry.cli.parser import Parser
 from kvferry.cli.planes import Kit
 from kvferry.cli.sizes import parse_port
 from kvferry.config import ClusterSecret, SideChannelConfig
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.app import make_app
 from kvferry.router.instances import Role, pair_instances
 from kvferry.router.options import RouterOptions
@@ -40,8 +41,9 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     options = router_options(arguments)
-    with _releases() as releases:
-        run_app(make_app(options, releases), Address(options.host, options.port), _announce)
+    secret = ClusterSecret.load(os.environ)
+    with _releases(secret) as releases:
+        run_app(make_app(options, releases, PushTicketKey(secret.key)), Address(options.host, options.port), _announce)
     return 0
 
 
@@ -62,9 +64,9 @@ def _announce(address: Address) -> None:
 
 
 @contextmanager
-def _releases() -> Iterator[ReleaseSender]:
+def _releases(secret: ClusterSecret) -> Iterator[ReleaseSender]:
     """The way to tell P that nobody will come. The router only dials, so it listens on the loopback alone."""
-    kit = Kit.from_settings(SideChannelConfig(), ClusterSecret.load(os.environ), None, os.environ)
+    kit = Kit.from_settings(SideChannelConfig(), secret, None, os.environ)
     sender = ReleaseSender(kit.control_plane())
     sender.start()
     try:

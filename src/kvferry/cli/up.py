@@ -18,7 +18,7 @@ from rich.console import Console
 from kvferry.cli.addresses import check_listenable, curl_command
 from kvferry.cli.http_client import Carried, complete, read_carried, sum_carried
 from kvferry.cli.interrupts import STOP_SIGNALS, stop_signals
-from kvferry.cli.launch import LOOPBACK, LocalLaunch, UpOptions, child_environment
+from kvferry.cli.launch import CONNECTORS, LOOPBACK, LocalLaunch, UpOptions, child_environment
 from kvferry.cli.local_cluster import LocalCluster
 from kvferry.cli.parser import Parser
 from kvferry.cli.processes import ProcessGroup
@@ -35,6 +35,7 @@ EXAMPLES = """\
   kvferry up
   kvferry up --prefill 2 --decode 2 --planes nixl
   kvferry up --model ~/models/Qwen3-0.6B --port 9000
+  kvferry up --mode push
   kvferry up --once"""
 
 PROMPT = (
@@ -54,8 +55,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--port", type=parse_port, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
     parser.add_argument("--planes", choices=("shm", "nixl", "tcp"), help="data plane to use (default: the best that works here)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
-    parser.add_argument("--mode", choices=("pull",), default="pull", help="who moves the KV: pull, by decode (default: %(default)s)")
-    parser.add_planned("--mode", "push", advice="use pull, the default")
+    modes = "pull, when prefill is through; push: while it computes (default: %(default)s)"
+    parser.add_argument("--mode", choices=tuple(CONNECTORS), default="pull", help=f"when decode gets the KV: {modes}")
     parser.add_argument("--once", action="store_true", help="stop after the sample request")
 
 
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         planes=(arguments.planes,) if arguments.planes else (),
         tensor_parallel_size=arguments.tensor_parallel_size,
+        mode=arguments.mode,
     )
     if options.model is not None:
         read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)

@@ -90,7 +90,11 @@ class NixlExtraConfig(ExtraConfig):
     enforce_handshake_compat: Flag = True
     """Refuse peers whose model, cache or versions differ in a way that could give wrong tokens."""
     push_registration_timeout: Seconds | None = None
-    """No effect yet: how long a finished prefill will wait for D to say where to write; null: as `decoder_kv_blocks_ttl`."""
+    """In push: how long a request of D that has blocks waits for P to have something for it; null: as `decoder_kv_blocks_ttl`."""
+    push_streaming: Flag = True
+    """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at the end."""
+    push_match_by_id: Flag = False
+    """In push: a request of D may have, by its request id, a prefill that came to P without a push ticket; clients choose request ids."""
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, nixl, tcp; empty: all that work here."""
     peers: Texts = ()

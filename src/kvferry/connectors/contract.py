@@ -41,6 +41,7 @@ __all__ = [
     "ParallelConfig",
     "Request",
     "RequestStatus",
+    "ScheduledSlice",
     "SupportsHMA",
     "supports_hma",
 ]
@@ -106,6 +107,20 @@ class KVCacheBlocks(Protocol):
     def get_block_ids(self) -> tuple[list[int], ...]: ...
 
 
+class ScheduledSlice(Protocol):
+    """kvferry only: what one step computes of one request. A step's message (`scheduler_output`) lists them as `slices`."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def start(self) -> int:
+        """So many of its tokens were computed in earlier steps."""
+
+    @property
+    def block_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Its table of each KV-cache group, from token 0."""
+
+
 class KVTensor(Protocol):
     """What a connector needs of one layer's cache tensor (a torch tensor has it). Dimension 0 is the block."""
 
@@ -154,6 +169,8 @@ class KVCacheConfig:
     """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention kernel packs tokens in its own way."""
     hides_partial_loads: bool = False
     """kvferry only: the engine never shows others a loaded block of which a window's group may have loaded only a part."""
+    keeps_last_view: bool = True
+    """kvferry only: of a finished prompt the engine keeps all that its last token looks at, not only what the next one would."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,6 @@ PLANNED = (
     "LMCacheConnectorV1",
     "MooncakeConnector",
     "MultiConnector",
-    "NixlPushConnector",
     "OffloadingConnector",
     "P2pNcclConnector",
 )
@@ -94,3 +93,4 @@ def _load(entry: _Entry, key: str) -> type[KVConnectorBase_V1]:
 
 KVConnectorFactory.register_connector("NixlConnector", "kvferry.connectors.pull", "NixlConnector")
 KVConnectorFactory.register_connector("NixlPullConnector", "kvferry.connectors.pull", "NixlConnector")
+KVConnectorFactory.register_connector("NixlPushConnector", "kvferry.connectors.push", "NixlPushConnector")

@@ -17,14 +17,17 @@ class NoTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PrefillForPeer:
-    """Its KV is to be handed over when it is done."""
+    """Its KV is to be handed over when it is done. `push_ticket` is whatever came under that key."""
+
+    push_ticket: object = None
 
 
 @dataclass(frozen=True, slots=True)
 class PullFromPeer:
-    """Its KV waits at a producer. `ticket` is whatever came under that key."""
+    """Its KV waits at a producer, or is about to be computed there. `ticket` and `push_ticket` are whatever came under these keys."""
 
     ticket: object
+    push_ticket: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +52,5 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if flags["do_remote_prefill"] and flags["do_remote_decode"]:
         return BadParams("kv_transfer_params ask for do_remote_prefill and do_remote_decode at once")
     if flags["do_remote_prefill"]:
-        return PullFromPeer(params.get("ticket"))
-    return PrefillForPeer() if flags["do_remote_decode"] else NoTransfer()
+        return PullFromPeer(params.get("ticket"), params.get("push_ticket"))
+    return PrefillForPeer(params.get("push_ticket")) if flags["do_remote_decode"] else NoTransfer()

@@ -28,13 +28,17 @@ __all__ = ["NixlConnector"]
 
 
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
+    transfer_mode = "pull"
+    """Only engines of one mode shake hands."""
+    scheduler_class: type[PullScheduler] = PullScheduler
+
     def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
         extra = config.kv_transfer.extra
         assert isinstance(extra, NixlExtraConfig)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._scheduler_half = PullScheduler(config, kv_cache_config, extra) if is_scheduler else None
-        self._worker_half = None if is_scheduler else PullWorker(config, kv_cache_config, extra)
+        self._scheduler_half = self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
+        self._worker_half = None if is_scheduler else PullWorker(config, kv_cache_config, extra, self.transfer_mode)
 
     @property
     def _scheduler(self) -> PullScheduler:

@@ -7,7 +7,7 @@ prefill it was asked to hand over. Runs on the engine's main thread; never waits
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +29,18 @@ from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
 from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
 from kvferry.ferry.side_channel import SideChannel
-from kvferry.protocol.fingerprints import common_prefix, fingerprint
+from kvferry.protocol.fingerprints import Fingerprint, common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
 from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
-__all__ = ["PullScheduler"]
+__all__ = ["PullOffer", "PullScheduler"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class PullOffer:
     """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
 
     num_tokens: int
@@ -55,7 +55,7 @@ class PullScheduler:
         self._extra = extra
         self._key = TicketKey(config.secret)
         self._serial = 0
-        self._offers: dict[RequestId, _Offer] = {}
+        self._offers: dict[RequestId, PullOffer] = {}
         self._asked: dict[RequestId, int] = {}
         """How many tokens of it the engine had when it was last made an offer."""
         self._tickets = SharedTickets()
@@ -115,8 +115,8 @@ class PullScheduler:
             case PullFromPeer() if not self._config.kv_transfer.is_kv_consumer:
                 # Engines guard blocks that bytes may arrive in only if they were told that bytes may arrive.
                 self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
-            case PullFromPeer(ticket):
-                self._take_ticket(request, ticket)
+            case PullFromPeer() as asked:
+                self._take(request, asked)
             case PrefillForPeer() if not self._config.kv_transfer.is_kv_producer:
                 # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
                 self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
@@ -197,16 +197,23 @@ class PullScheduler:
         self._commands.append(Abandon(RequestId(request_id)))
 
     def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
-        assert self._address is not None
-        self._serial += 1
         tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
+        return self._ticket(request, self._grant(RequestId(request.request_id), blocks), blocks, tokens)
+
+    def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
+        """Let ferries lease the blocks; the serial of that lease."""
+        self._serial += 1
         copied = tuple(map(tuple, blocks)) if self._is_staged else ()
-        self._commands.append(Grant(RequestId(request.request_id), self._serial, copied))
+        self._commands.append(Grant(request, self._serial, copied))
+        return self._serial
+
+    def _ticket(self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint) -> Ticket:
+        assert self._address is not None
         return Ticket(
             engine=self._config.kv_transfer.engine_id,
             epoch=self._config.epoch,
             request=request.request_id,
-            serial=self._serial,
+            serial=serial,
             host=self._address.host,
             port=self._address.port,
             tp_size=self._config.parallel.tp_size,
@@ -254,6 +261,9 @@ class PullScheduler:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    def _take(self, request: Request, asked: PullFromPeer) -> None:
+        self._take_ticket(request, asked.ticket)
+
     def _take_ticket(self, request: Request, text: object) -> None:
         request_id = RequestId(request.request_id)
         try:
@@ -267,7 +277,7 @@ class PullScheduler:
         matched = self._usable(
             ticket, common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt), request.num_prompt_tokens
         )
-        self._offers[request_id] = _Offer(matched, (ticket.engine, ticket.epoch, ticket.serial))
+        self._offers[request_id] = PullOffer(matched, (ticket.engine, ticket.epoch, ticket.serial))
         self._commands.append(Track(request_id, str(text)))
 
     def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
@@ -294,7 +304,7 @@ class PullScheduler:
         self._stats.count("rejected_params")
         _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
         if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
-            self._offers[RequestId(request.request_id)] = _Offer(0, refusal=reason)
+            self._offers[RequestId(request.request_id)] = PullOffer(0, refusal=reason)
 
 
 def _nobody() -> None:

@@ -22,6 +22,7 @@ from kvferry.events import (
     LeaseEnded,
     MessageDropped,
     PeerConnected,
+    PrefillCompleted,
     PullFailed,
     PullFinished,
     PullGivenUp,
@@ -33,7 +34,7 @@ from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
 from kvferry.protocol.codec import encode_layout
-from kvferry.protocol.consumer import ConsumerSettings
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.geometry import Geometry, region_info
 from kvferry.protocol.messages import Factor, OfferInfo, RankLayout
 from kvferry.protocol.peers import PeerSettings
@@ -46,10 +47,11 @@ _log = logging.getLogger(__name__)
 
 
 class PullWorker:
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig, transfer_mode: str = "pull") -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
+        self._transfer_mode = transfer_mode
         self._thread: FerryThread | None = None
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
@@ -64,7 +66,7 @@ class PullWorker:
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob, o.near) for o in (plane.offer() for plane in planes))
-        factors = compatibility_factors(self._config, self._cache, "pull")
+        factors = compatibility_factors(self._config, self._cache, self._transfer_mode)
         is_staged = self._mirror is not None
         layout = encode_layout(_layout(geometry, control, offers, is_staged))
         self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, is_staged)
@@ -102,6 +104,7 @@ class PullWorker:
             self._stats.set_level("num_leases", reporter, held.leases)
             self._stats.set_level("num_pulls", reporter, held.pulls)
             self._stats.set_level("num_peers", reporter, held.peers)
+            self._stats.set_level("num_registrations", reporter, held.registrations)
             self._reported = held
         stats, self._stats = self._stats, TransferStats()
         return None if stats.is_empty() else stats
@@ -161,6 +164,12 @@ class PullWorker:
                 if end is LeaseEnd.EXPIRED and self._config.parallel.tp_rank == 0:
                     self._stats.count("kv_expired_reqs")
                 results.finished_sending.add(request)
+            case _:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """What is counted or logged, and no request waits for."""
+        match event:
             case BytesMoved(plane, total_bytes, pieces, planned, post_s, transfer_s, is_ok):
                 if is_ok:
                     self._stats.record_transfer(plane, total_bytes, pieces, planned, post_s, transfer_s)
@@ -169,6 +178,10 @@ class PullWorker:
             case HandshakeFailed(engine, reason):
                 self._stats.count("failed_handshakes")
                 _log.warning("peer lost peer=%s reason=%s", engine, reason)
+            case PrefillCompleted(_, num_tokens, num_left):
+                if self._config.parallel.tp_rank == 0:
+                    self._stats.count("pushed_tokens", num_tokens)
+                    self._stats.count("pushed_tokens_left", num_left)
             case PeerConnected(engine, plane, reason):
                 _log.info("peer connected peer=%s plane=%s because=%s", engine, plane, reason)
             case MessageDropped(reason):
@@ -188,8 +201,25 @@ def ferry_settings(
     demanded = factors if extra.enforce_handshake_compat else None
     peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
     return FerrySettings(
-        ProducerSettings(engine, Epoch(config.epoch), extra.kv_lease_duration, extra.lease_extension_s, extra.grant_wait, is_staged),
-        ConsumerSettings(engine, peers, extra.read_timeout, extra.confirm_timeout, extra.receive_timeout, is_staged),
+        ProducerSettings(
+            engine,
+            Epoch(config.epoch),
+            extra.kv_lease_duration,
+            extra.lease_extension_s,
+            extra.grant_wait,
+            is_staged,
+            extra.push_match_by_id,
+        ),
+        ConsumerSettings(
+            engine,
+            peers,
+            extra.read_timeout,
+            extra.confirm_timeout,
+            extra.receive_timeout,
+            is_staged,
+            extra.push_registration_timeout_s,
+            extra.kv_lease_duration,
+        ),
         config.secret,
     )
 

@@ -8,8 +8,8 @@ __all__ = ["SharedTickets", "TicketName"]
 
 MAX_READ_TICKETS = 10_000
 
-TicketName = tuple[str, str, int]
-"""Engine, epoch and serial: one lease of one engine life."""
+TicketName = tuple[str, str, int | str]
+"""Engine, epoch and serial: one lease of one engine life; or the handover that its push ticket names, where the lease is yet to come."""
 
 
 @dataclass(slots=True)

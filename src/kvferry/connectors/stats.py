@@ -25,6 +25,8 @@ COUNTERS: Mapping[str, str] = {
     "failed_handshakes": "Peers that could not be reached or were lost.",
     "finished_pulls": "Requests whose KV arrived and was confirmed.",
     "failed_pulls": "Requests whose KV did not arrive or was not confirmed.",
+    "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited with their blocks.",
+    "pushed_tokens_left": "Of these, tokens whose KV was not here nor on its way when the last one was computed.",
     "kv_expired_reqs": "Leases that ran out before anybody confirmed a read.",
     "dropped_messages": "Messages from peers that were malformed or out of place.",
     "rejected_params": "Requests whose kv_transfer_params could not be honoured.",
@@ -35,6 +37,7 @@ LEVELS: Mapping[str, str] = {
     "num_held_blocks": "Blocks of finished requests that are kept for peers.",
     "num_pulls": "Requests whose KV is expected from a peer, over all ranks.",
     "num_peers": "Peers known, over all ranks.",
+    "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
 """Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
 

@@ -2,9 +2,28 @@
 
 from dataclasses import dataclass
 
-from kvferry.types import RequestId
+from kvferry.protocol.fingerprints import Fingerprint
+from kvferry.types import Address, RequestId
 
-__all__ = ["Abandon", "Abort", "Command", "Grant", "HandBack", "Reject", "Settle", "Start", "Track"]
+__all__ = [
+    "Abandon",
+    "Abort",
+    "Close",
+    "Command",
+    "Expect",
+    "Grant",
+    "HandBack",
+    "OfConsumer",
+    "OfProducer",
+    "Open",
+    "Publish",
+    "Reject",
+    "Settle",
+    "Start",
+    "Track",
+    "Withdraw",
+    "Withhold",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +32,18 @@ class Track:
 
     request: RequestId
     ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A request with a genuine push ticket has arrived: shake hands, register, attach once there is something."""
+
+    request: RequestId
+    push_ticket: str
+    tokens: Fingerprint
+    """Of its prompt."""
+    own_address: Address
+    """Of our side channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +91,49 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """A request is being computed for a peer: what is published of it may be read by those with ticket `serial`."""
+
+    request: RequestId
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """An open request has been computed; its blocks are kept for readers from now on, as if it had been granted."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """An open request has lost its blocks and is computed anew. Sent before anything else is written into them."""
+
+    request: RequestId
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A request that is granted or open is for whoever registers for it: offer this ticket, of which so many tokens are ready."""
+
+    request: RequestId
+    handover: str
+    """Of its push ticket; empty: it had none."""
+    ticket: str
+    ready_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withhold:
+    """A request has ended without blocks to hand over: whoever has registered for it waits in vain."""
+
+    request: RequestId
+    handover: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Nobody will come for this request's blocks: its ticket reached nobody."""
 
@@ -74,4 +148,6 @@ class HandBack:
     serial: int
 
 
-Command = Track | Start | Settle | Abort | Reject | Grant | Abandon | HandBack
+OfConsumer = Track | Expect | Start | Settle | Abort | Reject
+OfProducer = Grant | Open | Close | Withdraw | Publish | Withhold | Abandon | HandBack
+Command = OfConsumer | OfProducer

@@ -8,15 +8,34 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
+from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
-from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
+from kvferry.ferry.commands import (
+    Abandon,
+    Abort,
+    Close,
+    Command,
+    Expect,
+    Grant,
+    HandBack,
+    OfConsumer,
+    OfProducer,
+    Open,
+    Publish,
+    Reject,
+    Settle,
+    Start,
+    Track,
+    Withdraw,
+    Withhold,
+)
 from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, Expose, HangUp, OpenPeer, Place, Send, StartRead, StopRead
-from kvferry.protocol.consumer import Consumer, ConsumerSettings
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -26,10 +45,16 @@ from kvferry.protocol.messages import (
     HandshakeReply,
     Heartbeat,
     HeartbeatReply,
+    PushCancel,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
     Ready,
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
 from kvferry.types import PeerId, RequestId
 
@@ -57,6 +82,7 @@ class FerrySnapshot:
     pulls: int = 0
     reads: int = 0
     peers: int = 0
+    registrations: int = 0
 
 
 class Ferry:
@@ -69,7 +95,8 @@ class Ferry:
         clock: Callable[[], float],
     ) -> None:
         self._key = TicketKey(settings.secret)
-        self._producer = Producer(settings.producer, self._key)
+        self._push_key = PushTicketKey(settings.secret)
+        self._producer = Producer(settings.producer, self._key, self._push_key)
         self._consumer = Consumer(settings.consumer)
         self._planes = {plane.name: plane for plane in planes}
         self._control = control
@@ -80,17 +107,27 @@ class Ferry:
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
-        return FerrySnapshot(self._producer.num_leases, self._consumer.num_pulls, len(self._reads), self._consumer.num_peers)
+        producer, consumer = self._producer, self._consumer
+        return FerrySnapshot(producer.num_leases, consumer.num_pulls, len(self._reads), consumer.num_peers, producer.num_registrations)
 
-    def step(self, commands: Sequence[Command], *, wait_s: float | None = None) -> list[Event]:
-        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened."""
+    def step(
+        self,
+        commands: Sequence[Command],
+        *,
+        wait_s: float | None = None,
+        late_commands: Callable[[], Sequence[Command]] = tuple,
+    ) -> list[Event]:
+        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened.
+
+        What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
+        blocks were good until now is answered by what the engine had said until then."""
         timeout = self.idle_s() if wait_s is None else wait_s
         received = self._control.poll(0.0 if commands else timeout)
         now = self._clock()
+        for command in (*commands, *late_commands()):
+            self._obey(command, now)
         for news in received:
             self._take_news(news, now)
-        for command in commands:
-            self._obey(command, now)
         # Before the planes are asked: a read that begins now may be over at once.
         self._perform(now)
         for plane in self._planes.values():
@@ -143,23 +180,56 @@ class Ferry:
             return
         is_inbound = not news.route.dialled
         match message:
-            case Attach() | Heartbeat() | Confirm() | Detach() if is_inbound:
+            case Attach() | Heartbeat() | Confirm() | Detach() | PushRegistration() | PushCancel() if is_inbound:
                 self._producer.receive(news.route, message, now)
-            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
+            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() | PushWithdrawal() if (
+                not is_inbound
+            ):
                 self._consumer.receive(news.route.dialled, message, now)
+            case PushOffer() if not is_inbound:
+                self._take_offer(news.route.dialled, message, now)
             case _:
                 self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
 
+    def _take_offer(self, address: str, offer: PushOffer, now: float) -> None:
+        try:
+            self._consumer.offered(address, offer.reader, self._key.open(offer.ticket), offer.ticket, offer.ready_tokens, now)
+        except InvalidTicket as error:
+            self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
+
     def _obey(self, command: Command, now: float) -> None:
+        if isinstance(command, OfProducer):
+            self._obey_as_producer(command, now)
+        else:
+            self._obey_as_consumer(command, now)
+
+    def _obey_as_producer(self, command: OfProducer, now: float) -> None:
         match command:
             case Grant(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
+            case Open(request, serial):
+                self._producer.open(request, serial, now)
+            case Close(request):
+                self._producer.close(request, now)
+            case Withdraw(request, serial):
+                self._producer.withdraw(request, serial, now)
+            case Publish(request, handover, ticket, ready_tokens):
+                self._producer.publish(request, handover, ticket, ready_tokens)
+            case Withhold(request, handover, reason):
+                self._producer.withhold(request, handover, reason, now)
             case Abandon(request):
                 self._producer.abandon(request)
             case HandBack(request, serial):
                 self._producer.hand_back(request, serial)
+
+    def _obey_as_consumer(self, command: OfConsumer, now: float) -> None:
+        match command:
             case Track(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
+            case Expect(request, text, tokens, own_address):
+                invited = self._push_key.open(text)
+                invitation = Invitation(invited.handover, tokens, own_address, text)
+                self._consumer.expect(request, invited.life, invited.address, invited.tp_size, invitation, now)
             case Start(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
             case Settle(request):

@@ -85,14 +85,16 @@ class FerryThread:
             self._ferry.close()
 
     def _turn(self) -> None:
-        commands = [self._inbox.popleft() for _ in range(len(self._inbox))]
-        events = self._ferry.step(commands)
+        events = self._ferry.step(self._take_commands(), late_commands=self._take_commands)
         self._snapshot = self._ferry.snapshot()
         if not events:
             return
         self._outbox.extend(events)
         if any(isinstance(event, PullFinished | PullFailed | PullGivenUp | LeaseEnded) for event in events):
             self._wake_engine()
+
+    def _take_commands(self) -> list[Command]:
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
 
 def _nobody() -> None:

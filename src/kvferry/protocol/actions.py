@@ -4,7 +4,16 @@ from dataclasses import dataclass
 
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.handshake import PlaneChoice
-from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Detach,
+    HandshakeRequest,
+    Heartbeat,
+    OfferInfo,
+    PushCancel,
+    PushRegistration,
+)
 from kvferry.protocol.placement import Placement
 from kvferry.protocol.planning import Pieces
 from kvferry.types import PeerId, RequestId
@@ -15,7 +24,7 @@ __all__ = ["Action", "ClosePeer", "Expose", "HangUp", "OpenPeer", "Place", "Send
 @dataclass(frozen=True, slots=True)
 class Send:
     address: str
-    message: HandshakeRequest | Attach | Heartbeat | Confirm | Detach
+    message: HandshakeRequest | Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,54 +2,30 @@
 reports. Pure.
 
 A request may be used only after every rank it was read from has answered `Confirmed`: the lease was alive when the last byte had
-arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. Feed it
+arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. In push the
+ticket comes later: the request is registered with the producer, which offers one when there is something to read. Feed it
 commands, messages and completions; take actions and events.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
-from kvferry.protocol.actions import Action, Place, Send, StartRead, StopRead
-from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
-from kvferry.protocol.messages import (
-    MAX_LEASES_PER_BEAT,
-    Attach,
-    Confirm,
-    Confirmed,
-    Detach,
-    HandshakeRefused,
-    HandshakeReply,
-    Heartbeat,
-    HeartbeatReply,
-    Ready,
-    Refused,
-)
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerSettings
-from kvferry.protocol.planning import Pieces, plan_placement, plan_read
-from kvferry.protocol.pulls import Destination, Pull, PullTable, reader_name
+from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.protocol.actions import Action, Place, StartRead, StopRead
+from kvferry.protocol.consumer_settings import ConsumerSettings
+from kvferry.protocol.messages import Confirmed, HandshakeRefused, HandshakeReply, HeartbeatReply, PushWithdrawal, Ready, Refused
+from kvferry.protocol.peers import LostPeer, Peer, PeerBook
+from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
+from kvferry.protocol.read_plans import is_complete, plan_reads, tokens_to_read
+from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfers import FINAL, TROUBLE, TransferEvent, TransferState, next_state
-from kvferry.types import EngineId, EngineLife, PeerId, RequestId
+from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
+from kvferry.types import Address, EngineLife, PeerId, RequestId
 
-__all__ = ["Consumer", "ConsumerSettings"]
+__all__ = ["Consumer"]
 
 _E = TransferEvent
-MAX_FAREWELLS = 10_000
-ANNOUNCE_AFTER_S = 0.5
-"""A read that begins so long after its reader has attached is announced."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerSettings:
-    engine: EngineId
-    peers: PeerSettings
-    read_timeout_s: float
-    confirm_timeout_s: float
-    receive_timeout_s: float
-    is_staged: bool = False
-    """Planes bring blocks to a copy of the engine's memory, and they are copied from there."""
+_BEFORE_READING = (TransferState.TRACKED, TransferState.WAITING)
 
 
 class Consumer:
@@ -57,9 +33,8 @@ class Consumer:
         self._settings = settings
         self._actions: list[Action] = []
         self._peers = PeerBook(settings.peers, self._actions)
-        self._beats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
         self._pulls = PullTable()
-        self._farewells: dict[EngineLife, list[Pull]] = {}
+        self._talk = ReaderTalk(settings.engine, self._peers, settings.registration_s, self._actions)
         self._events: list[Event] = []
 
     @property
@@ -74,15 +49,24 @@ class Consumer:
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
+        self._begin(
+            request, Origin(EngineLife(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, ticket_text), now
+        )
+
+    def expect(self, request: RequestId, life: EngineLife, address: Address, tp_size: int, invitation: Invitation, now: float) -> None:
+        """A request has entered the engine whose KV that producer is about to compute. Known requests are ignored."""
+        self._begin(request, Origin(life, address, tp_size, invitation=invitation), now)
+
+    def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._pulls.get(request) is not None:
             return
-        pull = Pull(request, ticket, ticket_text, self._reader_name(request, self._settings.peers.geometry.tp_rank))
+        pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
-        peer = self._peers.ensure(pull.life, ticket.address, ticket.tp_size, now)
+        peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
             self._meet(pull, _E.PEER_LOST, now, peer.reason)
         elif peer.is_ready:
-            self._attach(pull, peer, now)
+            self._greet(pull, peer, now)
 
     def start(
         self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float, needed_from: Sequence[int] = ()
@@ -93,8 +77,9 @@ class Consumer:
         if pull is None:
             self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
             return
-        pull.to = Destination(blocks, tokens, needed_from, now + self._settings.receive_timeout_s)
-        self._pulls.set_deadline(pull, pull.to.give_up_at)
+        pull.to = Destination(blocks, tokens, needed_from)
+        pull.arrival.grown_at = now
+        self._be_patient(pull, now)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
 
     def settle(self, request: RequestId, now: float) -> None:
@@ -113,7 +98,10 @@ class Consumer:
     # -- news from the world ---------------------------------------------------------------------------------------
 
     def receive(
-        self, address: str, message: HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused, now: float
+        self,
+        address: str,
+        message: HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal,
+        now: float,
     ) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
@@ -126,6 +114,45 @@ class Consumer:
                 self._receive_confirmed(address, message, now)
             case Refused():
                 self._receive_refused(message, now)
+            case PushWithdrawal():
+                self._receive_withdrawal(message, now)
+
+    def offered(self, address: str, reader: str, ticket: Ticket, ticket_text: str, ready_tokens: int, now: float) -> None:
+        """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
+        computes; the first to do so has us attach."""
+        pull, peer_id = self._pulls.of_reader(reader), self._peers.at(address)
+        if pull is None or peer_id is None or pull.life != peer_id.life or not pull.expects(ticket):
+            return
+        peer = self._peers.get(pull.life)
+        assert peer is not None
+        if not pull.arrival.note(peer_id.tp_rank, ready_tokens, now):
+            return
+        is_first = not pull.is_offered
+        if is_first:
+            self._talk.stop_beats(pull)
+        pull.origin.ticket, pull.origin.ticket_text = ticket, ticket_text
+        self._be_patient(pull, now)
+        if is_first:
+            self._attach(pull, peer, now)
+        elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
+            self._start_reads(pull, now)
+
+    def _be_patient(self, pull: Pull, now: float) -> None:
+        """A producer that computes is waited for while there is more and more; when all is there, the usual deadline begins."""
+        if not pull.has_blocks:
+            return
+        settings, arrival, peer = self._settings, pull.arrival, self._peers.get(pull.life)
+        if not arrival.is_complete and peer is not None and is_complete(pull, peer):
+            arrival.is_complete = True
+            pull.to.give_up_at = now + settings.receive_timeout_s
+            if pull.origin.invitation is not None:
+                wanted = pull.to.tokens
+                num_left = wanted.stop - max(wanted.start, arrival.landed_until)
+                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left))
+        elif not arrival.is_complete:
+            pull.to.give_up_at = arrival.grown_at + settings.offer_timeout_s
+        if not pull.outstanding.reads and pull.state is not TransferState.CONFIRMING:
+            self._pulls.set_deadline(pull, pull.to.give_up_at)
 
     def disconnected(self, address: str, now: float) -> None:
         for lost in self._peers.disconnected(address, now):
@@ -136,12 +163,10 @@ class Consumer:
         if peer is None:
             return
         for pull in self._pulls.of_life(peer.life):
-            if pull.state in (TransferState.TRACKED, TransferState.WAITING):
-                self._attach(pull, peer, now)
+            if pull.state in _BEFORE_READING:
+                self._greet(pull, peer, now)
         # After the others have attached: a farewell settles the lease they may share.
-        for pull in self._farewells.pop(peer.life, []):
-            self._send_attach(pull, peer)
-            self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
+        self._talk.say_late_farewells(peer)
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.life, reason, now), now)
@@ -152,13 +177,18 @@ class Consumer:
         if pull is None or peer_id.tp_rank not in pull.outstanding.reads:
             return
         pull.outstanding.reads.discard(peer_id.tp_rank)
+        if error is None and not pull.outstanding.reads:
+            pull.arrival.landed_until = pull.arrival.read_until
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
-        if not pull.outstanding.reads:
+        if pull.outstanding.reads:
+            if error is not None and pull.state is TransferState.MOVING:
+                self._meet(pull, _E.REFUSED, now, reason)
+        elif error is None and pull.state is TransferState.MOVING and pull.arrival.read_until < pull.to.tokens.stop:
+            self._start_reads(pull, now)
+        else:
             self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
-        elif error is not None:
-            self._meet(pull, _E.REFUSED, now, reason)
         if pull.broken and not pull.outstanding.reads:
             # The plane may have given up the connection for good; the next request shakes hands anew.
             self._lost(self._peers.lose(pull.life, pull.broken, now), now)
@@ -174,21 +204,15 @@ class Consumer:
         """Act on every deadline that has passed."""
         for lost in self._peers.advance(now):
             self._lost(lost, now)
-        for peer_id in self._beats.lost(now):
+        for peer_id in self._talk.silent_peers(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._overdue_reason(pull, now))
-        for beat in self._beats.due(now):
-            peer = self._peers.get(beat.peer.life)
-            if peer is not None and peer.is_ready:
-                for first in range(0, len(beat.leases), MAX_LEASES_PER_BEAT):
-                    part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
-                    message = Heartbeat(beat.peer.epoch, beat.number, part)
-                    self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
+            self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
+        self._talk.send_beats(now)
         self._peers.evict_idle(now, self._pulls.lives())
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._beats.next_deadline())
+        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._talk.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
@@ -212,86 +236,96 @@ class Consumer:
             case TransferState.MOVING:
                 self._start_reads(pull, now)
             case TransferState.STOPPING if before is not TransferState.STOPPING:
-                self._stop_reads(pull)
+                self._give_up_reads(pull, now)
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
             case TransferState.PLACING if before is not TransferState.PLACING:
                 self._place(pull, now)
             case TransferState.DOOMED if before is not TransferState.DOOMED:
                 # It may wait long for its blocks, to fail then: no rank need keep its own for it.
-                self._say_farewell(pull)
+                self._talk.say_farewell(pull)
+            case TransferState.RETURNING if not pull.outstanding.reads:
+                self._meet(pull, _E.BYTES_MOVED, now, "")
+            case TransferState.RETURNING:
+                self._stop_reads(pull)
+            case state if state in _BEFORE_READING and (event is _E.WITHDRAWN or before is TransferState.RETURNING):
+                self._start_again(pull, now)
             case state if state in FINAL:
                 self._end(pull)
 
+    def _greet(self, pull: Pull, peer: Peer, now: float) -> None:
+        if pull.is_offered:
+            self._attach(pull, peer, now)
+        else:
+            self._talk.register(pull, peer, self._settings.peers.geometry.tp_size, now)
+
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
-        pull.is_attached, pull.attached_at = True, now
-        self._send_attach(pull, peer)
-        for rank in peer.visits:
-            self._beats.track(peer.peer_id(rank), pull.ticket.lease, heartbeat_interval_s(pull.ticket.ttl_s), now)
+        self._talk.attach(pull, peer, now)
         pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
         if not pull.outstanding.exposures:
             self._meet(pull, _E.PEER_READY, now, "")
 
-    def _send_attach(self, pull: Pull, peer: Peer) -> None:
-        for rank, visit in peer.visits.items():
-            names = [self._reader_name(pull.request, visitor) for visitor in visit.visitors]
-            companions = [name for name in names if name != pull.reader]
-            message = Attach(pull.ticket_text, pull.reader, peer.planes[rank], companions)
-            self._actions.append(Send(peer.control_address(rank), message))
-
-    def _start_reads(self, pull: Pull, now: float) -> None:
+    def _start_again(self, pull: Pull, now: float) -> None:
+        """What was offered is withdrawn: wait for the next offer, as if there had been none."""
         peer = self._peers.get(pull.life)
         assert peer is not None
+        self._talk.stop_beats(pull)
+        pull.arrival = pull.arrival.begun_again(pull.ticket.serial)
+        pull.outstanding.exposures.clear()
+        pull.origin.ticket, pull.origin.ticket_text = None, ""
+        # That the reads were cancelled is not why it may fail later.
+        pull.reason = ""
+        self._be_patient(pull, now)
+        self._greet(pull, peer, now)
+
+    def _start_reads(self, pull: Pull, now: float) -> None:
+        """Read what there is to read. If there is nothing yet, the next offer brings us here again."""
+        peer, ours = self._peers.get(pull.life), self._settings.peers.geometry
+        assert peer is not None
+        tokens = tokens_to_read(ours, pull, peer)
+        if not tokens and pull.origin.invitation is not None and not is_complete(pull, peer):
+            self._pulls.set_deadline(pull, pull.to.give_up_at)
+            return
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
         try:
-            plans = self._plan(pull, peer)
+            plans = plan_reads(ours, pull, peer, tokens)
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
+        pull.arrival.read_until = tokens.stop
         pull.outstanding.reads = set(plans)
-        if now >= pull.attached_at + ANNOUNCE_AFTER_S:
-            # The producer may look at its planes rarely by now.
-            beat = Heartbeat(pull.life.epoch, READ_BEGINS, [pull.ticket.request])
-            self._actions += [Send(peer.control_address(rank), beat) for rank in plans]
+        self._talk.announce_read(pull, peer, list(plans), now)
         for rank, pieces in plans.items():
             self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
 
-    def _plan(self, pull: Pull, peer: Peer) -> dict[int, list[Pieces]]:
-        """What to read from each rank; the pull is told what is to be put in order afterwards."""
-        ours, to, ticket = self._settings.peers.geometry, pull.to, pull.ticket
-        visited = {rank: peer.geometries[rank] for rank in peer.visits}
-        for geometry in visited.values():
-            if geometry.block_size != ticket.block_size:
-                raise RemoteProtocolError(
-                    f"the ticket counts blocks of {ticket.block_size} tokens, its engine's hold {geometry.block_size}"
-                )
-        to.placements = tuple(plan_placement(ours, list(visited.values()), to.blocks, to.tokens))
-        return {
-            rank: plan_read(ours, geometry, peer.visits[rank].heads, to.blocks, ticket.block_ids(), to.tokens, to.needed_from)
-            for rank, geometry in visited.items()
-        }
-
     def _stop_reads(self, pull: Pull) -> None:
+        for rank in pull.outstanding.reads:
+            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
+
+    def _give_up_reads(self, pull: Pull, now: float) -> None:
         # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
         # somebody else's.
         self._pulls.set_deadline(pull, None)
+        is_placing = not pull.outstanding.reads and pull.is_confirmed
+        if not pull.outstanding.reads and not is_placing:
+            self._meet(pull, _E.MOVE_FAILED, now, pull.reason)
+            return
         self._events.append(PullGivenUp(pull.request, pull.reason))
-        for rank in pull.outstanding.reads:
-            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
+        self._stop_reads(pull)
 
     def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
         assert peer is not None
         self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.confirm_timeout_s))
         pull.outstanding.confirmations = set(peer.visits)
-        self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.ticket.lease, pull.reader))
+        self._talk.ask_confirmation(pull, peer)
 
     def _place(self, pull: Pull, now: float) -> None:
         # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
         # back when nothing writes into them.
         pull.is_confirmed = True
         self._pulls.set_deadline(pull, None)
-        self._stop_beats(pull)
+        self._talk.stop_beats(pull)
         if pull.to.placements or self._settings.is_staged:
             blocks = pull.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.is_staged else ()
             self._actions.append(Place(pull.request, pull.to.placements, blocks))
@@ -304,33 +338,15 @@ class Consumer:
             self._events.append(PullFinished(pull.request))
             return
         if not pull.is_confirmed:
-            self._say_farewell(pull)
+            self._talk.say_farewell(pull)
         if pull.has_blocks:
             self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
-
-    def _say_farewell(self, pull: Pull) -> None:
-        peer = self._peers.get(pull.life)
-        if peer is None:
-            return
-        if pull.is_attached:
-            self._stop_beats(pull)
-            self._to_all_ranks(peer, Detach(pull.life.epoch, pull.ticket.lease, pull.reader))
-        elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
-            self._farewells.setdefault(pull.life, []).append(pull)
-
-    def _stop_beats(self, pull: Pull) -> None:
-        pull.is_attached = False
-        peer = self._peers.get(pull.life)
-        for rank in peer.visits if peer is not None else ():
-            self._beats.untrack(PeerId(pull.life.engine, pull.life.epoch, rank), pull.ticket.lease)
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:
             return
         self._events.append(HandshakeFailed(lost.life.engine, lost.reason))
-        for rank in lost.ranks:
-            self._beats.forget(PeerId(lost.life.engine, lost.life.epoch, rank))
-        self._farewells.pop(lost.life, None)
+        self._talk.forget(lost)
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
@@ -339,15 +355,18 @@ class Consumer:
         peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
-        self._beats.answered(peer_id, message.beat)
+        self._talk.note_answer(peer_id, message.beat)
         for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
-            # While confirming, Confirmed or Refused is on its way and is the better answer.
-            if pull.state is not TransferState.CONFIRMING:
-                self._meet(pull, _E.REFUSED, now, "the producer's lease ran out")
+            # What a rank has not offered yet it may still have to grant.
+            is_ahead = pull.is_offered and pull.origin.invitation is not None and peer_id.tp_rank not in pull.arrival.ready
+            # While confirming, Confirmed or Refused is on its way and is the better answer. What was withdrawn is gone, and we know it.
+            if pull.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead:
+                lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
+                self._meet(pull, _E.REFUSED, now, lost)
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state not in (TransferState.TRACKED, TransferState.WAITING) or pull.ticket.request != message.lease:
+        if pull is None or not pull.is_offered or pull.state not in _BEFORE_READING or pull.lease != message.lease:
             return
         rank = self._rank_at(pull, address, pull.outstanding.exposures)
         if rank is None:
@@ -358,7 +377,7 @@ class Consumer:
 
     def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state is not TransferState.CONFIRMING or pull.ticket.request != message.lease:
+        if pull is None or pull.state is not TransferState.CONFIRMING or pull.lease != message.lease:
             return
         rank = self._rank_at(pull, address, pull.outstanding.confirmations)
         if rank is None:
@@ -369,25 +388,16 @@ class Consumer:
 
     def _receive_refused(self, message: Refused, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
-        if pull is not None:
-            self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+        if pull is None or (message.serial and pull.is_withdrawn(message.serial)):
+            return
+        self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+
+    def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
+        pull = self._pulls.of_reader(message.reader)
+        can_return = pull is not None and (pull.state, _E.WITHDRAWN) in TRANSITIONS
+        if pull is not None and can_return and pull.is_offered and pull.ticket.serial == message.serial:
+            self._meet(pull, _E.WITHDRAWN, now, "")
 
     def _rank_at(self, pull: Pull, address: str, ranks: set[int]) -> int | None:
         peer = self._peers.get(pull.life)
         return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
-
-    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach) -> None:
-        self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
-
-    def _overdue_reason(self, pull: Pull, now: float) -> str:
-        settings = self._settings
-        match pull.state:
-            case TransferState.MOVING if now < pull.to.give_up_at:
-                return f"the read did not end within {settings.read_timeout_s:g} s"
-            case TransferState.CONFIRMING if now < pull.to.give_up_at:
-                return f"the producer did not confirm the read within {settings.confirm_timeout_s:g} s"
-            case _:
-                return f"the KV did not arrive within {settings.receive_timeout_s:g} s"
-
-    def _reader_name(self, request: RequestId, tp_rank: int) -> str:
-        return reader_name(self._settings.engine, request, tp_rank)

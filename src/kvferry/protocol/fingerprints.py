@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry.errors import RemoteProtocolError
 
-__all__ = ["DIGEST_BYTES", "MAX_POINTS", "Fingerprint", "common_prefix", "fingerprint"]
+__all__ = ["DIGEST_BYTES", "MAX_POINTS", "Fingerprint", "common_prefix", "fingerprint", "shared_prefix"]
 
 DIGEST_BYTES = 16
 MAX_POINTS = 128
@@ -56,6 +56,21 @@ def common_prefix(theirs: Fingerprint, token_ids: Sequence[int], salt: str) -> i
             break
         shared = tokens
     return shared
+
+
+def shared_prefix(one: Fingerprint, other: Fingerprint) -> int:
+    """Tokens that the sequences behind two fingerprints surely share from the start, as far as both have a hash there."""
+    theirs = dict(_points(other))
+    shared = 0
+    for tokens, digest in _points(one):
+        if tokens in theirs and theirs[tokens] == digest:
+            shared = tokens
+    return shared
+
+
+def _points(whole: Fingerprint) -> Iterator[tuple[int, bytes]]:
+    ends = [*range(whole.step, whole.num_tokens, whole.step), whole.num_tokens] if whole.num_tokens else []
+    return ((tokens, whole.digests[index * DIGEST_BYTES :][:DIGEST_BYTES]) for index, tokens in enumerate(ends))
 
 
 def _prefix_digests(token_ids: Sequence[int], step: int, salt: str) -> Iterator[tuple[int, bytes]]:

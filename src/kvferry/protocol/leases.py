@@ -2,10 +2,12 @@
 
 A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and confirm or detach. It ends when somebody has
 settled it (confirmed, or given up) and nobody is attached or awaited, or when it has run out. Blocks are freed only after that.
+In push a lease may be open while prefill still fills the blocks; then it does not end before it is closed, only by being revoked.
 Awaited are the companions of a reader that came: other ranks of its engine, with the same request, that have not come yet.
 Pure: the caller passes `now` (local monotonic seconds) and acts on what returns.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -46,6 +48,9 @@ class _Lease:
     readers: dict[str, str] = field(default_factory=dict)
     """Reader -> the plane it reads by."""
     awaited: set[str] = field(default_factory=set)
+    offered: set[str] = field(default_factory=set)
+    """Readers that have been told of it and will attach or detach."""
+    is_open: bool = False
     settled: LeaseEnd | None = None
 
 
@@ -65,6 +70,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._leases
+
     @property
     def num_entries(self) -> int:
         """What is remembered of deadlines: never much more than twice the leases."""
@@ -75,11 +83,32 @@ class LeaseTable:
         return self._readers_by_plane[plane]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
+        lease = self._add(request, serial)
+        lease.deadline = now + self.ttl_s
+        self._note_deadline(request, lease.deadline)
+
+    def open(self, request: RequestId, serial: int) -> None:
+        """Grant a lease on blocks that the engine is still filling: it neither ends nor runs out before it is closed."""
+        self._add(request, serial).is_open = True
+
+    def close(self, request: RequestId, now: float) -> None:
+        """Its engine is through with the blocks: from now on it is a lease like any other."""
+        lease = self._leases.get(request)
+        if lease is None or not lease.is_open:
+            raise LocalProtocolError(f"no lease of {request} is open")
+        lease.is_open = False
+        lease.deadline = now + self.ttl_s
+        self._note_deadline(request, lease.deadline)
+
+    def _add(self, request: RequestId, serial: int) -> _Lease:
         if request in self._leases or serial <= self._last_serial:
             raise LocalProtocolError(f"lease granted twice: {request} (serial {serial}, last {self._last_serial})")
         self._last_serial = serial
-        self._leases[request] = _Lease(serial, now + self.ttl_s)
-        heappush(self._by_deadline, (now + self.ttl_s, request))
+        lease = self._leases[request] = _Lease(serial, math.inf)
+        return lease
+
+    def _note_deadline(self, request: RequestId, at: float) -> None:
+        heappush(self._by_deadline, (at, request))
         if len(self._by_deadline) > 2 * len(self._leases) + SPARE_ENTRIES:
             # Most leases end long before they run out; what is left of them must not outnumber those that live.
             self._sort_anew()
@@ -103,11 +132,18 @@ class LeaseTable:
                 return False
             lease.awaited = awaited
         lease.awaited.discard(reader)
+        lease.offered.discard(reader)
         self._drop_reader(lease, reader)
         lease.readers[reader] = plane
         self._readers_by_plane[plane] += 1
         lease.deadline = max(lease.deadline, now + self.extension_s)
         return True
+
+    def note_offer(self, request: RequestId, reader: str) -> None:
+        """It has been told of the lease and will attach or detach. Ignored where the lease is not held or has too many readers."""
+        lease = self._leases.get(request)
+        if lease is not None and reader not in lease.readers and len(lease.readers) + len(lease.offered) < MAX_READERS:
+            lease.offered.add(reader)
 
     def renew_all(self, requests: Iterable[RequestId], now: float) -> list[RequestId]:
         """Extend leases; returns those that are not held (a late heartbeat, not an error)."""
@@ -132,10 +168,11 @@ class LeaseTable:
     def detach(self, request: RequestId, reader: str) -> bool:
         """A reader leaves without having used the blocks, or will not come."""
         lease = self._leases.get(request)
-        if lease is None or not (reader in lease.readers or reader in lease.awaited):
+        if lease is None or not (reader in lease.readers or reader in lease.awaited or reader in lease.offered):
             return False
         self._drop_reader(lease, reader)
         lease.awaited.discard(reader)
+        lease.offered.discard(reader)
         lease.settled = lease.settled or LeaseEnd.RELEASED
         return True
 
@@ -150,7 +187,7 @@ class LeaseTable:
     def take_if_ended(self, request: RequestId) -> EndedLease | None:
         """Remove and return a lease that is settled, has no reader left and awaits none."""
         lease = self._leases.get(request)
-        if lease is None or lease.settled is None or lease.readers or lease.awaited:
+        if lease is None or lease.is_open or lease.settled is None or lease.readers or lease.awaited or lease.offered:
             return None
         del self._leases[request]
         return EndedLease(request, lease.settled)
@@ -170,7 +207,7 @@ class LeaseTable:
         while self._by_deadline and self._by_deadline[0][0] <= now:
             _, request = heappop(self._by_deadline)
             lease = self._leases.get(request)
-            if lease is None:
+            if lease is None or lease.is_open:
                 continue
             if lease.deadline > now:
                 heappush(self._by_deadline, (lease.deadline, request))
@@ -192,7 +229,7 @@ class LeaseTable:
         return self._by_deadline[0][0] if self._by_deadline else None
 
     def _sort_anew(self) -> None:
-        self._by_deadline = [(lease.deadline, request) for request, lease in self._leases.items()]
+        self._by_deadline = [(lease.deadline, request) for request, lease in self._leases.items() if not lease.is_open]
         heapify(self._by_deadline)
 
     def _drop_reader(self, lease: _Lease, reader: str) -> None:

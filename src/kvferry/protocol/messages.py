@@ -5,6 +5,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     1  first version: handshake, attach, heartbeat, confirm, detach, release
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
     3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
+    4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and Refused
 """
 
 from typing import Annotated
@@ -27,6 +28,10 @@ __all__ = [
     "HeartbeatReply",
     "Message",
     "OfferInfo",
+    "PushCancel",
+    "PushOffer",
+    "PushRegistration",
+    "PushWithdrawal",
     "RankLayout",
     "Ready",
     "Refused",
@@ -34,7 +39,7 @@ __all__ = [
     "Release",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -47,6 +52,7 @@ Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 MAX_LEASES_PER_BEAT = 1000
 MAX_COMPANIONS = 1000
 MAX_AXES = 8
+MAX_REGISTRATION_S = 1e6
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -113,6 +119,8 @@ class Confirm(msgspec.Struct, frozen=True, tag=True):
     epoch: Name
     lease: Name
     reader: Name
+    serial: int = 0
+    """Of the ticket they were read with. A request has several leases, one after the other, where its prefill is preempted."""
 
 
 class Confirmed(msgspec.Struct, frozen=True, tag=True):
@@ -128,6 +136,8 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease: Name
     reader: Name
     reason: str
+    serial: int = 0
+    """Of the ticket that it is about; 0: whatever was presented."""
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
@@ -142,6 +152,55 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     """To a side channel, from whoever holds the ticket (a router): no reader will come for it."""
 
     ticket: str
+
+
+class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
+    """Consumer to producer, before there is anything to hand over: tell me when this request's KV is there."""
+
+    epoch: Name
+    reader: Name
+    """This rank's request, as in Attach; renewed under this name by heartbeats."""
+    request_id: Name
+    """The consumer's own."""
+    decode_engine_id: Name
+    decode_host: Name
+    decode_port: int
+    decode_tp_size: int
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
+    """How long it is remembered without a heartbeat."""
+    handover: Name = ""
+    """Of the push ticket that both legs carry."""
+    push_ticket: str = ""
+    """Shows that whoever registers was sent here for this handover."""
+
+
+class PushOffer(msgspec.Struct, frozen=True, tag=True):
+    """What was registered for is there, and may be read under this ticket. Said again whenever there is more of it."""
+
+    reader: Name
+    ticket: str
+    ready_tokens: int
+    """Of the ticket's tokens, so many may be read. The ticket has holes where the others are to come."""
+
+
+class PushWithdrawal(msgspec.Struct, frozen=True, tag=True):
+    """The producer has taken back what it offered (it preempted the prefill) and will compute it anew. What was read of it is worthless."""
+
+    reader: Name
+    serial: int
+    """Of the ticket that was offered."""
+
+
+class PushCancel(msgspec.Struct, frozen=True, tag=True):
+    """This reader needs nothing any more, or never did: if nobody else does, free the blocks, or do not keep them once computed."""
+
+    epoch: Name
+    reader: Name
+    request_id: Name
+    decode_engine_id: Name
+    handover: Name = ""
+    push_ticket: str = ""
+    """As in PushRegistration."""
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
@@ -199,4 +258,8 @@ Message = (
     | Refused
     | Detach
     | Release
+    | PushRegistration
+    | PushOffer
+    | PushWithdrawal
+    | PushCancel
 )

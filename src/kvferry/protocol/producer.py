@@ -4,6 +4,8 @@ The scheduler issues tickets and the worker holds the leases, so a reader's mess
 reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
 no more of them is believed.
 
+In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the desk (`push_desk.py`).
+
 A staged producer's readers read a copy of the blocks, which is made when the lease is granted. It tells each of them when the copy is there
 (`Ready`), confirms nobody before, and does not report the end of a lease whose blocks are still being copied.
 Pure: feed it, then take what it wants done.
@@ -21,9 +23,24 @@ from kvferry.protocol.actions import Expose
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
-from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    PushCancel,
+    PushOffer,
+    PushRegistration,
+    PushWithdrawal,
+    Ready,
+    Refused,
+)
+from kvferry.protocol.push_desk import PushDesk
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.types import EngineId, Epoch, RequestId, Route
+from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
@@ -40,18 +57,29 @@ class ProducerSettings:
     lease_extension_s: float
     grant_wait_s: float
     is_staged: bool = False
+    matches_ids: bool = False
+    """In push: a prefill without a push ticket is for whoever registers with the same request id. Clients choose those."""
+
+
+_END_REASONS = {
+    LeaseEnd.CONFIRMED: "the prefill has been handed over already",
+    LeaseEnd.RELEASED: "the prefill was given up before",
+    LeaseEnd.EXPIRED: "the prefill's lease ran out before",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     route: Route
-    message: Ready | Confirmed | Refused | HeartbeatReply
+    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer | PushWithdrawal
 
 
 @dataclass(slots=True)
 class _Claim:
     """Readers that came before the grant."""
 
+    serial: int
+    """Of their ticket. A prefill that is preempted has another lease before it, perhaps."""
     readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
     """Reader -> what it said, and where it is answered."""
     ends: dict[str, Confirm | Detach] = field(default_factory=dict)
@@ -70,15 +98,17 @@ class _Copy:
 
 
 class Producer:
-    def __init__(self, settings: ProducerSettings, key: TicketKey) -> None:
+    def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey) -> None:
         self._settings = settings
         self._key = key
+        self._push_key = push_key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
         self._claims: dict[RequestId, _Claim] = {}
         self._claim_deadlines: Deadlines[RequestId] = Deadlines()
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._copies: dict[RequestId, _Copy] = {}
+        self._desk = PushDesk(settings.lease_ttl_s, settings.matches_ids)
         self._actions: list[Expose] = []
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
@@ -88,6 +118,11 @@ class Producer:
     def num_leases(self) -> int:
         """Those included that have ended but are not reported yet."""
         return len(self._leases) + sum(copy.end is not None for copy in self._copies.values())
+
+    @property
+    def num_registrations(self) -> int:
+        """Of ranks of consumers that wait for a prefill."""
+        return self._desk.num_waiting
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
@@ -102,9 +137,14 @@ class Producer:
         if self._settings.is_staged:
             self._copies[request] = _Copy()
             self._actions.append(Expose(request, blocks))
-        claim = self._claims.pop(request, None)
-        if claim is None:
+        self._serve_claim(request, serial, now)
+
+    def _serve_claim(self, request: RequestId, serial: int, now: float) -> None:
+        """Readers that came before the lease."""
+        claim = self._claims.get(request)
+        if claim is None or claim.serial > serial:
             return
+        del self._claims[request]
         self._claim_deadlines.drop(request)
         self._ahead = None
         for route, attach in claim.readers.values():
@@ -118,6 +158,35 @@ class Producer:
         if claim.is_abandoned:
             self.abandon(request)
 
+    def open(self, request: RequestId, serial: int, now: float) -> None:
+        """The engine computes this request for readers: what is published of it may be read from now on."""
+        self._leases.open(request, serial)
+        self._serve_claim(request, serial, now)
+
+    def close(self, request: RequestId, now: float) -> None:
+        """The engine is through with an open request and keeps its blocks for readers."""
+        self._leases.close(request, now)
+        self._collect(request)
+
+    def withdraw(self, request: RequestId, serial: int, now: float) -> None:
+        """The engine has taken back the blocks of an open request, to compute it anew. Nobody who reads them now is confirmed."""
+        self._leases.revoke(request)
+        self._desk.withdraw(request, serial, now)
+        self._take_from_desk()
+
+    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int) -> None:
+        """So much of a leased prefill is for whoever has registered, or will register, for it."""
+        # A reader that came ahead of the grant may have been served already.
+        if request in self._leases:
+            self._desk.publish(request, handover, ticket, ready_tokens)
+            self._take_from_desk()
+
+    def withhold(self, request: RequestId, handover: str, reason: str, now: float) -> None:
+        """A prefill has ended without anything to hand over; whoever waits for it, or reads what there was of it, is told why."""
+        self._leases.revoke(request)
+        self._desk.fail(request, handover, reason, now)
+        self._take_from_desk()
+
     def exposed(self, request: RequestId, error: str | None) -> None:
         """The copy that `Expose` asked for has ended; it no longer reads the request's blocks."""
         copy = self._copies.pop(request)
@@ -128,7 +197,7 @@ class Producer:
         else:
             revoked = self._leases.revoke(request)
             assert revoked is not None
-            self._ended.append(revoked)
+            self._note_end(revoked)
             for reader, route in copy.waiting.items():
                 self._refuse(route, request, reader, f"the blocks could not be copied to the host buffer: {error}")
 
@@ -149,7 +218,7 @@ class Producer:
         """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
         return now < self._stirred_at + READ_WATCH_S
 
-    def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach, now: float) -> None:
+    def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel, now: float) -> None:
         if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
             self._stirred_at = now
         match message:
@@ -159,11 +228,14 @@ class Producer:
                 self._receive_heartbeat(route, message, now)
             case Confirm() | Detach():
                 self._receive_end(route, message, now)
+            case PushRegistration() | PushCancel():
+                self._receive_push(route, message, now)
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
         for ended in self._leases.expire(now):
             self._note_end(ended)
+        self._desk.advance(now)
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
@@ -173,7 +245,8 @@ class Producer:
                 del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._claim_deadlines.next(), self._leases.next_deadline()) if at is not None), default=None)
+        deadlines = (self._claim_deadlines.next(), self._leases.next_deadline(), self._desk.next_deadline())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Expose]:
         actions, self._actions = self._actions, []
@@ -203,14 +276,14 @@ class Producer:
             case Standing.AHEAD:
                 self._claim(ticket, message, route, now)
             case Standing.GONE:
-                self._refuse(route, ticket.lease, message.reader, "the lease has ended")
+                self._refuse(route, ticket.lease, message.reader, "the lease has ended", ticket.serial)
 
     def _claim(self, ticket: Ticket, message: Attach, route: Route, now: float) -> None:
         if ticket.lease not in self._claims and len(self._claims) >= MAX_CLAIMS:
             self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
-        if ticket.lease not in self._claims:
-            self._claims[ticket.lease] = _Claim()
+        if ticket.lease not in self._claims or self._claims[ticket.lease].serial < ticket.serial:
+            self._claims[ticket.lease] = _Claim(ticket.serial)
             self._claim_deadlines.set(ticket.lease, now + self._settings.grant_wait_s)
         claim, self._ahead = self._claims[ticket.lease], None
         claim.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
@@ -220,28 +293,66 @@ class Producer:
         gone: Sequence[str] = message.leases
         if message.epoch == self._settings.epoch:
             leases: Sequence[RequestId] = [RequestId(lease) for lease in message.leases]
-            gone = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
+            missing = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
+            registered = self._desk.renew(missing, now)
+            gone = [lease for lease in missing if lease not in registered]
         self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone))))
 
     def _receive_end(self, route: Route, message: Confirm | Detach, now: float) -> None:
         request = RequestId(message.lease)
         claim = self._claims.get(request)
+        if message.epoch == self._settings.epoch and isinstance(message, Detach):
+            # Another rank's offer may have brought it here before ours.
+            self._desk.leave(message.reader)
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
-                self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued")
+                self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued", message.serial)
         elif isinstance(message, Confirm) and self._is_unready(request):
-            self._refuse(route, request, message.reader, "the blocks were not ready to be read")
-        elif claim is not None and message.reader in claim.readers:
+            self._refuse(route, request, message.reader, "the blocks were not ready to be read", message.serial)
+        elif claim is not None and message.reader in claim.readers and (isinstance(message, Detach) or message.serial in (0, claim.serial)):
             claim.ends[message.reader] = message
             self._ahead = None
             if isinstance(message, Confirm):
                 # Blocks are freed after their lease has ended, and this one has not even begun.
                 self._replies.append(Reply(route, Confirmed(request, message.reader)))
         elif isinstance(message, Confirm):
-            self._confirm(request, message.reader, route, now)
+            self._confirm(request, message, route, now)
         else:
             self._leases.detach(request, message.reader)
             self._collect(request)
+
+    def _receive_push(self, route: Route, message: PushRegistration | PushCancel, now: float) -> None:
+        objection = self._objection_to(message)
+        if isinstance(message, PushRegistration):
+            if objection is None:
+                self._desk.register(route, message, now)
+            else:
+                self._refuse(route, RequestId(""), message.reader, objection)
+        elif objection is None:
+            self._desk.cancel(message, now)
+        self._take_from_desk()
+
+    def _objection_to(self, message: PushRegistration | PushCancel) -> str | None:
+        """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
+        if message.epoch != self._settings.epoch:
+            return "the producer has restarted since the router chose it"
+        try:
+            ticket = self._push_key.open(message.push_ticket)
+        except InvalidTicket as error:
+            return str(error)
+        shown = (ticket.engine, ticket.epoch, ticket.handover)
+        return None if shown == (self._settings.engine, self._settings.epoch, message.handover) else "the push ticket is for something else"
+
+    def _take_from_desk(self) -> None:
+        for reply in self._desk.take_replies():
+            if reply.lease is not None:
+                self._leases.note_offer(reply.lease, reply.message.reader)
+            self._replies.append(Reply(reply.route, reply.message))
+        for request, reader in self._desk.take_left():
+            self._leases.detach(request, reader)
+            self._collect(request)
+        for request in self._desk.take_unwanted():
+            self.abandon(request)
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
@@ -251,15 +362,18 @@ class Producer:
         elif self._settings.is_staged:
             self._replies.append(Reply(route, Ready(request, message.reader)))
 
-    def _confirm(self, request: RequestId, reader: str, route: Route, now: float) -> None:
-        if self._leases.confirm(request, reader, now):
-            self._replies.append(Reply(route, Confirmed(request, reader)))
+    def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
+        is_other = message.serial and self._leases.standing(request, message.serial) is not Standing.HELD
+        if not is_other and self._leases.confirm(request, message.reader, now):
+            self._replies.append(Reply(route, Confirmed(request, message.reader)))
+            # It has all it wanted, though there may be more to come.
+            self._desk.leave(message.reader)
             self._collect(request)
         else:
-            self._refuse(route, request, reader, "the lease ended before the read was confirmed")
+            self._refuse(route, request, message.reader, "the lease ended before the read was confirmed", message.serial)
 
-    def _refuse(self, route: Route, request: RequestId, reader: str, reason: str) -> None:
-        self._replies.append(Reply(route, Refused(request, reader, reason)))
+    def _refuse(self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0) -> None:
+        self._replies.append(Reply(route, Refused(request, reader, reason, serial)))
 
     def _is_unready(self, request: RequestId) -> bool:
         return request in self._copies or (self._settings.is_staged and request in self._claims)
@@ -270,6 +384,7 @@ class Producer:
             self._note_end(ended)
 
     def _note_end(self, ended: EndedLease) -> None:
+        self._desk.end(ended.request, _END_REASONS[ended.end])
         copy = self._copies.get(ended.request)
         if copy is None:
             self._ended.append(ended)

@@ -1,17 +1,21 @@
-"""Requests whose KV is on its way here, and by which names they are found. Plain data; pure."""
+"""Requests whose KV is on its way here, and by which names they are found. Plain data; pure.
+
+In pull a request comes with the ticket for its KV. In push it comes with an invitation: whom to ask for a ticket once there is one.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.messages import MAX_NAME_CHARS
 from kvferry.protocol.placement import Placement
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
-from kvferry.types import EngineId, EngineLife, RequestId
+from kvferry.types import Address, EngineId, EngineLife, RequestId
 
-__all__ = ["Destination", "Outstanding", "Pull", "PullTable", "reader_name"]
+__all__ = ["Arrival", "Destination", "Invitation", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
 
 
 @dataclass(slots=True)
@@ -34,6 +38,40 @@ class Destination:
 
 
 @dataclass(slots=True)
+class Arrival:
+    """How far a prompt's KV has come that is read while it is computed, in tokens."""
+
+    ready: dict[int, int] = field(default_factory=dict)
+    """By rank of the producer: so many may be read there."""
+    read_until: int = 0
+    """So far it is here, or on its way."""
+    landed_until: int = 0
+    """So far it is here."""
+    is_complete: bool = False
+    """All that is wanted may be read."""
+    last_serial: int = 0
+    """Of an offer that was withdrawn: no earlier one counts any more."""
+    most: int = 0
+    """Ready at all ranks together, before a withdrawal or after it."""
+    grown_at: float = 0.0
+    """When there was last more than ever before. A producer that only repeats itself is not waited for."""
+
+    def note(self, rank: int, ready: int, now: float) -> bool:
+        """What a rank says is ready; False when it has said as much before."""
+        if rank in self.ready and ready <= self.ready[rank]:
+            return False
+        self.ready[rank] = ready
+        total = sum(self.ready.values())
+        if total > self.most:
+            self.most, self.grown_at = total, now
+        return True
+
+    def begun_again(self, serial: int) -> "Arrival":
+        """After what was offered with this serial was withdrawn."""
+        return Arrival(last_serial=serial, most=self.most, grown_at=self.grown_at)
+
+
+@dataclass(slots=True)
 class Outstanding:
     """Ranks of the producer that we wait for."""
 
@@ -44,31 +82,93 @@ class Outstanding:
     confirmations: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a request has instead of a ticket while its KV is yet to be computed."""
+
+    handover: str
+    tokens: Fingerprint
+    """Of our prompt."""
+    own_address: Address
+    """Of our side channel."""
+    push_ticket: str
+    """As the router signed it: the producer looks at it too."""
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a pull's KV comes from."""
+
+    life: EngineLife
+    address: Address
+    """Of the producer's side channel."""
+    tp_size: int
+    ticket: Ticket | None = None
+    ticket_text: str = ""
+    invitation: Invitation | None = None
+    """There is one in push. Then the ticket is offered later."""
+
+    @property
+    def shared_tokens(self) -> int | None:
+        """So many tokens of our prompt are surely those the ticket was issued for; None: that was checked when it arrived."""
+        if self.invitation is None or self.ticket is None:
+            return None
+        return shared_prefix(self.ticket.tokens, self.invitation.tokens)
+
+
 @dataclass(slots=True)
 class Pull:
     """One request's KV on its way here."""
 
     request: RequestId
-    ticket: Ticket
-    ticket_text: str
     reader: str
+    origin: Origin
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
-    attached_at: float = 0.0
+    """Or registered, while there is no ticket."""
+    heard_at: float = 0.0
+    """When the producer was last told that we read, or are about to."""
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
+    arrival: Arrival = field(default_factory=Arrival)
     broken: str = ""
     """What made a read fail on its own."""
     reason: str = ""
 
     @property
     def life(self) -> EngineLife:
-        return EngineLife(self.ticket.engine_id, self.ticket.epoch_id)
+        return self.origin.life
+
+    @property
+    def ticket(self) -> Ticket:
+        assert self.origin.ticket is not None
+        return self.origin.ticket
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether there is a ticket."""
+        return self.origin.ticket is not None
+
+    @property
+    def lease(self) -> RequestId:
+        """What heartbeats renew: the producer's lease, or our registration."""
+        return self.ticket.lease if self.is_offered else RequestId(self.reader)
 
     @property
     def has_blocks(self) -> bool:
         return len(self.to.blocks) > 0
+
+    def expects(self, ticket: Ticket) -> bool:
+        """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
+        is_ours = self.origin.invitation is not None and self.is_attached
+        if (ticket.engine_id, ticket.epoch_id) != (self.life.engine, self.life.epoch) or not is_ours:
+            return False
+        return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial
+
+    def is_withdrawn(self, serial: int) -> bool:
+        """What we said of an offer may have crossed its withdrawal; the answer to that is no news."""
+        return not self.is_offered or self.ticket.serial != serial or self.state is TransferState.RETURNING
 
 
 class PullTable:
@@ -95,7 +195,7 @@ class PullTable:
 
     def of_leases(self, life: EngineLife, leases: Collection[str]) -> list[Pull]:
         """Those that read one of these. Looks at all of the life's when there are any, so only bad news costs."""
-        return [pull for pull in self.of_life(life) if pull.ticket.request in leases] if leases else []
+        return [pull for pull in self.of_life(life) if pull.lease in leases] if leases else []
 
     def lives(self) -> set[EngineLife]:
         return set(self._by_life)

@@ -16,7 +16,7 @@ from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, EngineId, Epoch, RequestId
 
-__all__ = ["HOLE", "MAX_NAME_CHARS", "MAX_TICKET_CHARS", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
+__all__ = ["HOLE", "MAX_NAME_CHARS", "MAX_TICKET_CHARS", "Seal", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
 
 MAX_TICKET_CHARS = 1024 * 1024
 MAX_BLOCKS = 1_000_000
@@ -74,18 +74,17 @@ class Ticket(msgspec.Struct, frozen=True):
         return tuple(blocks_from_runs(runs) for runs in self.block_runs)
 
 
-class TicketKey:
-    """Signs and checks tickets with one cluster's secret."""
+class Seal:
+    """Signs and checks what members of one cluster send each other through strangers, for one purpose only."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._key = hmac.digest(secret, b"kvferry ticket v1", hashlib.sha256)
+    def __init__(self, secret: bytes, purpose: bytes) -> None:
+        self._key = hmac.digest(secret, purpose, hashlib.sha256)
 
-    def sign(self, ticket: Ticket) -> str:
-        payload = msgspec.msgpack.encode(ticket)
+    def close(self, payload: bytes) -> str:
         return base64.urlsafe_b64encode(self._mac(payload) + payload).decode("ascii")
 
-    def open(self, text: object) -> Ticket:
-        """The ticket in `text`, whole and genuine; InvalidTicket with a reason otherwise. Takes anything a client may have sent."""
+    def open(self, text: object) -> bytes:
+        """What `text` was made of; InvalidTicket unless it is whole and genuine. Takes anything a client may have sent."""
         if not isinstance(text, str) or not text:
             raise InvalidTicket("kv_transfer_params carry no ticket")
         if len(text) > MAX_TICKET_CHARS:
@@ -97,10 +96,24 @@ class TicketKey:
         mac, payload = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(payload)):
             raise InvalidTicket("the ticket was not signed with this cluster's secret")
-        return _decode(payload)
+        return payload
 
     def _mac(self, payload: bytes) -> bytes:
         return hmac.digest(self._key, payload, hashlib.sha256)
+
+
+class TicketKey:
+    """Signs and checks tickets with one cluster's secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._seal = Seal(secret, b"kvferry ticket v1")
+
+    def sign(self, ticket: Ticket) -> str:
+        return self._seal.close(msgspec.msgpack.encode(ticket))
+
+    def open(self, text: object) -> Ticket:
+        """The ticket in `text`, whole and genuine; InvalidTicket with a reason otherwise."""
+        return _decode(self._seal.open(text))
 
 
 def runs_from_blocks(block_ids: Iterable[int]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── move
    └────── blocks ──> WAITING ── peer ready ──^  │                    └─ trouble ─> FAILED        │ aborted
                                                  └──── trouble ────> STOPPING ─ ended ─> FAILED   └─> STOPPING
 DOOMED: trouble came before the engine had blocks for it; it fails as soon as they are there.
+RETURNING: the producer has taken back what it offered (it preempted the prefill); once our reads have ended, we wait for the next offer.
 STOPPING: given up, but something may still write into our blocks, so they are not handed back yet.
 PLACING: the bytes are good, whatever becomes of the producer now; they are put into our own order. Over at once where there is no need.
 ENDED: over without ever having had blocks, so there is nothing to report.
@@ -21,6 +22,7 @@ class TransferState(StrEnum):
     READY = "ready"
     WAITING = "waiting"
     MOVING = "moving"
+    RETURNING = "returning"
     STOPPING = "stopping"
     CONFIRMING = "confirming"
     PLACING = "placing"
@@ -38,6 +40,7 @@ class TransferEvent(StrEnum):
     CONFIRMED = "confirmed"
     PLACED = "placed"
     PLACING_FAILED = "placing failed"
+    WITHDRAWN = "withdrawn"
     REFUSED = "refused"
     PEER_LOST = "peer lost"
     DEADLINE_PASSED = "deadline passed"
@@ -68,6 +71,14 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.PLACING, _E.PLACING_FAILED): _S.FAILED,
     (_S.PLACING, _E.ABORTED): _S.STOPPING,
     (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
+    (_S.READY, _E.WITHDRAWN): _S.TRACKED,
+    (_S.TRACKED, _E.WITHDRAWN): _S.TRACKED,
+    (_S.WAITING, _E.WITHDRAWN): _S.WAITING,
+    (_S.MOVING, _E.WITHDRAWN): _S.RETURNING,
+    (_S.CONFIRMING, _E.WITHDRAWN): _S.RETURNING,
+    (_S.RETURNING, _E.BYTES_MOVED): _S.WAITING,
+    (_S.RETURNING, _E.MOVE_FAILED): _S.WAITING,
+    **{(_S.RETURNING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
     **{(_S.TRACKED, event): _S.DOOMED for event in _LOSS},
     **{(_S.READY, event): _S.DOOMED for event in _LOSS},
     **{(_S.DOOMED, event): _S.DOOMED for event in _LOSS},

@@ -8,6 +8,7 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.errors import TransportError
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.failures import error_response
 from kvferry.router.instances import InstancePool, Outcome, Role
 from kvferry.router.legs import Handover
@@ -27,9 +28,11 @@ _KEEPALIVE_S = 4.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(options: RouterOptions, releases: Releases) -> web.Application:
-    """The application for one router. Serve it with handler cancellation on, or departing clients are not noticed."""
-    router = _Router(options, releases)
+def make_app(options: RouterOptions, releases: Releases, push_key: PushTicketKey | None = None) -> web.Application:
+    """The application for one router. Serve it with handler cancellation on, or departing clients are not noticed.
+
+    Without a key for push tickets, prefill instances are always asked first."""
+    router = _Router(options, releases, push_key)
     app = web.Application(client_max_size=options.max_body_bytes, middlewares=[router.guard])
     app.cleanup_ctx.append(router.connections)
     app.router.add_post("/v1/completions", router.generate)
@@ -44,11 +47,12 @@ def make_app(options: RouterOptions, releases: Releases) -> web.Application:
 class _Router:
     """Joins the parts. `_proxy` exists while the application runs."""
 
-    def __init__(self, options: RouterOptions, releases: Releases) -> None:
+    def __init__(self, options: RouterOptions, releases: Releases, push_key: PushTicketKey | None) -> None:
         self._options = options
         self._pool = InstancePool(options.prefillers, options.decoders)
         self._metrics = RouterMetrics()
         self._releases = _Counted(releases, self._metrics)
+        self._push_key = push_key
         self._proxy: Proxy | None = None
 
     async def connections(self, _: web.Application) -> AsyncIterator[None]:
@@ -59,7 +63,7 @@ class _Router:
             auto_decompress=False,
             headers={"Accept-Encoding": "identity"},
         ) as session:
-            self._proxy = Proxy(self._options, self._pool, session, self._releases, self._metrics)
+            self._proxy = Proxy(self._options, self._pool, session, self._releases, self._metrics, self._push_key)
             yield
             await self._proxy.close()
             self._proxy = None

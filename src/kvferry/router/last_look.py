@@ -1,7 +1,7 @@
 """P's answer may be on its way when the client leaves, and with it the only ticket for P's blocks.
 
 Runs on the event loop. The leg of a client that left gets a moment more; a ticket that still comes is handed back, otherwise the leg is
-cancelled, which closes its connection and lets P abort.
+cancelled, which closes its connection and lets P abort. A leg beside D's that is still under way when D is through gets the same moment.
 """
 
 import asyncio
@@ -29,10 +29,13 @@ class LastLook:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            looking = asyncio.create_task(self._look_after(task))
-            self._looking.add(looking)
-            looking.add_done_callback(self._looking.discard)
+            self.look_after(task)
             raise
+
+    def look_after(self, task: "asyncio.Task[Any]") -> None:
+        looking = asyncio.create_task(self._look_after(task))
+        self._looking.add(looking)
+        looking.add_done_callback(self._looking.discard)
 
     async def close(self) -> None:
         """Wait for what is still being looked after; each takes a bounded time."""

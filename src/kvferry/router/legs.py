@@ -12,7 +12,7 @@ import msgspec
 from kvferry.errors import RemoteProtocolError
 from kvferry.types import Address
 
-__all__ = ["ClientRequest", "Handover", "Refusal", "read_client_request", "read_prefill_answer"]
+__all__ = ["ClientRequest", "Handover", "PushSource", "Refusal", "read_client_request", "read_prefill_answer"]
 
 _Fields = dict[str, msgspec.Raw]
 
@@ -22,10 +22,15 @@ _encoder = msgspec.json.Encoder()
 # A client's own kv_transfer_params would point the engines at blocks of somebody else; conversation_id is addressed to the router.
 _NEVER_FORWARDED = ("kv_transfer_params", "conversation_id")
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "n", "best_of")
-_PREFILL_PARAMS = msgspec.Raw(
-    b'{"do_remote_decode":true,"do_remote_prefill":false,'
-    b'"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}'
-)
+_PREFILL_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 
 
@@ -38,14 +43,42 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class PushSource:
+    """A prefill engine that pushes: one life of it, and how the decode side reaches it."""
+
+    engine: str
+    epoch: str
+    side_channel: Address
+    tp_size: int
+
+    def promise(self, push_ticket: str) -> "Handover":
+        """What the decode leg carries while P has not computed anything yet."""
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine,
+            "remote_host": self.side_channel.host,
+            "remote_port": self.side_channel.port,
+            "tp_size": self.tp_size,
+            "transfer_mode": "push",
+            "push_ticket": push_ticket,
+        }
+        return Handover(msgspec.Raw(_encoder.encode(params)), None, None, push_ticket=push_ticket)
+
+
+@dataclass(frozen=True, slots=True)
 class Handover:
-    """What P's answer says of the blocks it holds for us."""
+    """What P's answer says of the blocks it holds for us, or what we promise D of them before P has answered."""
 
     params: msgspec.Raw
     """`kv_transfer_params` as P wrote them."""
     ticket: str | None
     """None: P issues no tickets, nothing can be released early."""
     side_channel: Address | None
+    push_source: PushSource | None = None
+    """P's answer says that it pushes."""
+    push_ticket: str = ""
+    """Of a promise: both legs carry it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +91,12 @@ class ClientRequest:
     def is_streamed(self) -> bool:
         return bytes(self.fields.get("stream", b"")) == b"true"
 
-    def prefill_body(self) -> bytes:
+    def prefill_body(self, push_ticket: str = "") -> bytes:
         """Computes the prompt, keeps the blocks, answers with one token at once."""
+        params = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS | {"push_ticket": push_ticket})) if push_ticket else _PLAIN_PREFILL_PARAMS
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         one = msgspec.Raw(b"1")
-        leg |= {"stream": msgspec.Raw(b"false"), "max_tokens": one, "kv_transfer_params": _PREFILL_PARAMS}
+        leg |= {"stream": msgspec.Raw(b"false"), "max_tokens": one, "kv_transfer_params": params}
         if "max_completion_tokens" in leg:
             leg["max_completion_tokens"] = one
         return _encoder.encode(leg)
@@ -99,6 +133,10 @@ class _Params(msgspec.Struct):
     ticket: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
+    transfer_mode: str | None = None
+    remote_engine_id: str | None = None
+    remote_epoch: str | None = None
+    tp_size: int | None = None
 
 
 def read_prefill_answer(body: bytes) -> Handover | None:
@@ -110,7 +148,14 @@ def read_prefill_answer(body: bytes) -> Handover | None:
         raise RemoteProtocolError(f"its answer cannot be read: {error}") from None
     if params is None:
         return None
-    return Handover(raw.copy(), params.ticket or None, _side_channel(params))
+    return Handover(raw.copy(), params.ticket or None, _side_channel(params), _push_source(params))
+
+
+def _push_source(params: _Params) -> PushSource | None:
+    address = _side_channel(params)
+    if params.transfer_mode != "push" or address is None or not (params.remote_engine_id and params.remote_epoch and params.tp_size):
+        return None
+    return PushSource(params.remote_engine_id, params.remote_epoch, address, params.tp_size)
 
 
 def _side_channel(params: _Params) -> Address | None:

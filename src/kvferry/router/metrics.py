@@ -27,5 +27,9 @@ class RouterMetrics:
             "kvferry:router_prefills_without_blocks", "Prefill answers that offered no blocks, so that D computed.", registry=self._registry
         )
 
+        self.at_once = Counter(
+            "kvferry:router_legs_at_once", "Requests whose two legs were started together (push).", registry=self._registry
+        )
+
     def text(self) -> bytes:
         return generate_latest(self._registry)

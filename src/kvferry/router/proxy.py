@@ -1,4 +1,5 @@
-"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers.
+"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers. One after the other, or, where P is known to
+push, both at once.
 
 Runs on the event loop. A client that leaves cancels the handler, which closes the connection of the leg under way; an engine aborts what
 lost its connection. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`LastLook`).
@@ -19,14 +20,17 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.errors import RemoteProtocolError, TransportError
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.failures import error_event, error_response
 from kvferry.router.instances import Instance, InstancePool, Outcome, Role
 from kvferry.router.last_look import LastLook
 from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
+from kvferry.router.push_sources import PushSources
 from kvferry.router.release import Held, Releases
 from kvferry.router.request_ids import choose_request_id
+from kvferry.router.twins import run_twins
 
 __all__ = ["Proxy"]
 
@@ -36,7 +40,7 @@ _TO_INSTANCES = ("Authorization",)
 _TO_CLIENTS = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 _EXCERPT_CHARS = 300
 _PIECEWISE_ABOVE_BYTES = 1024 * 1024
-_UNAVAILABLE = 503
+_BAD_GATEWAY, _UNAVAILABLE = 502, 503
 
 T = TypeVar("T")
 
@@ -63,7 +67,13 @@ class _Refused:
 
 class Proxy:
     def __init__(
-        self, options: RouterOptions, pool: InstancePool, session: aiohttp.ClientSession, releases: Releases, metrics: RouterMetrics
+        self,
+        options: RouterOptions,
+        pool: InstancePool,
+        session: aiohttp.ClientSession,
+        releases: Releases,
+        metrics: RouterMetrics,
+        push_key: PushTicketKey | None,
     ) -> None:
         self._options = options
         self._pool = pool
@@ -71,6 +81,7 @@ class Proxy:
         self._releases = releases
         self._metrics = metrics
         self._last_look = LastLook(releases)
+        self._push_sources = PushSources(push_key)
 
     async def close(self) -> None:
         await self._last_look.close()
@@ -81,11 +92,48 @@ class Proxy:
         if isinstance(client, Refusal):
             return error_response(client.status, client.message)
         exchange = _Exchange(request, client, choose_request_id(request.headers.get("X-Request-Id")))
-        answer = await self._last_look.run(self._ask_in_turn(Role.PREFILL, lambda instance: self._prefill(exchange, instance)))
-        if isinstance(answer, web.Response):
+        return await self._ask_in_turn(Role.PREFILL, lambda instance: self._serve(exchange, instance))
+
+    async def _serve(self, exchange: _Exchange, prefiller: Instance) -> web.StreamResponse | _Refused:
+        promise = self._push_sources.invite(prefiller)
+        if promise is not None:
+            return await self._serve_at_once(exchange, prefiller, promise)
+        answer = await self._last_look.run(self._prefill(exchange, prefiller))
+        if isinstance(answer, web.Response | _Refused):
             return answer
         with Held(self._releases, answer) as held:
-            return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance))
+            return await self._decode_in_turn(exchange, held, answer)
+
+    async def _serve_at_once(self, exchange: _Exchange, prefiller: Instance, promise: Handover) -> web.StreamResponse | _Refused:
+        self._metrics.at_once.inc()
+        has_begun = asyncio.Event()
+        with Held(self._releases, None) as held:
+            answer: web.StreamResponse | _Refused = await run_twins(
+                self._prefill_alongside(exchange, prefiller, promise, held),
+                self._decode_in_turn(exchange, held, promise, has_begun),
+                has_begun.is_set,
+                self._last_look.look_after,
+            )
+        if isinstance(answer, web.StreamResponse) and answer.status == _BAD_GATEWAY:
+            # D could not get P's KV. If P is another life by now, its next answer shows it.
+            self._push_sources.forget(prefiller)
+        return answer
+
+    async def _prefill_alongside(
+        self, exchange: _Exchange, prefiller: Instance, promise: Handover, held: Held
+    ) -> web.Response | _Refused | None:
+        """P's objection, if it has one."""
+        answer = await self._prefill(exchange, prefiller, promise.push_ticket)
+        if isinstance(answer, web.Response | _Refused):
+            return answer
+        if answer is not None:
+            held.receive(answer)
+        return None
+
+    async def _decode_in_turn(
+        self, exchange: _Exchange, held: Held, handover: Handover | None, has_begun: asyncio.Event | None = None
+    ) -> web.StreamResponse:
+        return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance, handover, has_begun))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return await self._ask_in_turn(Role.DECODE, lambda instance: self._models(request, instance))
@@ -114,12 +162,12 @@ class Proxy:
 
     # -- prefill leg ---------------------------------------------------------------------------------------------------
 
-    async def _prefill(self, exchange: _Exchange, instance: Instance) -> Handover | web.Response | _Refused | None:
+    async def _prefill(self, exchange: _Exchange, instance: Instance, push_ticket: str = "") -> Handover | web.Response | _Refused | None:
         """P's blocks, or P's objection to the request, which is the client's answer."""
         with self._named(instance):
             async with self._session.post(
                 instance.url + exchange.http.path,
-                data=_upload(exchange.client.prefill_body()),
+                data=_upload(exchange.client.prefill_body(push_ticket)),
                 headers=exchange.leg_headers(),
                 timeout=self._answer_timeout(),
                 allow_redirects=False,
@@ -133,6 +181,7 @@ class Proxy:
                 if answer.status != 200:
                     raise RemoteProtocolError(f"it answered with status {answer.status}: {_excerpt(body)}")
                 handover = read_prefill_answer(body)
+        self._push_sources.learn(instance, handover)
         if handover is None:
             self._metrics.without_blocks.inc()
         return handover
@@ -148,11 +197,14 @@ class Proxy:
 
     # -- decode leg ----------------------------------------------------------------------------------------------------
 
-    async def _decode(self, exchange: _Exchange, held: Held, instance: Instance) -> web.StreamResponse | _Refused:
+    async def _decode(
+        self, exchange: _Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
+    ) -> web.StreamResponse | _Refused:
+        """`has_begun`: P's leg is under way too, and its objection is the client's answer until this is set."""
         with self._named(instance):
             async with self._session.post(
                 instance.url + exchange.http.path,
-                data=_upload(exchange.client.decode_body(held.handover)),
+                data=_upload(exchange.client.decode_body(handover)),
                 headers=exchange.leg_headers(),
                 timeout=self._stream_timeout() if exchange.client.is_streamed else self._answer_timeout(),
                 allow_redirects=False,
@@ -160,21 +212,26 @@ class Proxy:
                 if answer.status == _UNAVAILABLE:
                     return await self._refused(answer, instance, {"X-Request-Id": exchange.request_id})
                 self._pool.note(instance, Outcome.ANSWERED)
+                start = b""
+                if has_begun is not None:
+                    # An engine may open its answer long before it has anything to say. Until then P may still fail.
+                    start = await _read_start(answer)
+                    has_begun.set()
                 if answer.status == 200:
                     held.hand_over()
                 response = web.StreamResponse(status=answer.status, headers=_passed_headers(answer))
                 response.headers["X-Request-Id"] = exchange.request_id
-                await self._relay(exchange.http, answer, response, _DecodeLeg(instance, held))
+                await self._relay(exchange.http, answer, response, _DecodeLeg(instance, held, start))
         return response
 
     async def _relay(self, request: web.Request, answer: aiohttp.ClientResponse, response: web.StreamResponse, leg: "_DecodeLeg") -> None:
         """Pass the body on as it comes. Raises nothing but cancellation: the client has the status line already."""
-        tail = b""
+        chunk, tail = leg.start, b""
         try:
             await response.prepare(request)
             while True:
                 try:
-                    chunk = await answer.content.readany()
+                    chunk = chunk or await answer.content.readany()
                 except (aiohttp.ClientError, TimeoutError) as error:
                     await self._break_off(request, response, leg, tail, _described(error))
                     return
@@ -183,6 +240,7 @@ class Proxy:
                 tail = (tail + chunk)[-4:] if len(chunk) < 4 else chunk[-4:]
                 async with asyncio.timeout(self._options.idle_timeout_s):
                     await response.write(chunk)
+                chunk = b""
             async with asyncio.timeout(self._options.idle_timeout_s):
                 await response.write_eof()
         except (ConnectionError, TimeoutError):
@@ -231,6 +289,7 @@ class Proxy:
             yield
         except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
             self._pool.note(instance, Outcome.FAILED)
+            self._push_sources.forget(instance)
             self._metrics.failures.labels(instance.role, instance.url).inc()
             raise TransportError(f"{instance} failed: {_described(error)}") from error
 
@@ -245,6 +304,8 @@ class Proxy:
 class _DecodeLeg:
     instance: Instance
     held: Held
+    start: bytes
+    """Of the body, what has been read already."""
 
 
 def _upload(body: bytes) -> bytes | io.BytesIO:
@@ -254,6 +315,16 @@ def _upload(body: bytes) -> bytes | io.BytesIO:
 
 def _passed_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
     return {name: answer.headers[name] for name in _TO_CLIENTS if name in answer.headers}
+
+
+async def _read_start(answer: aiohttp.ClientResponse) -> bytes:
+    """The body up to the first piece that says something: comments in a stream of events do not."""
+    start = b""
+    while chunk := await answer.content.readany():
+        start += chunk
+        if answer.content_type != "text/event-stream" or any(line and not line.startswith(b":") for line in start.splitlines()):
+            break
+    return start
 
 
 def _copied(answer: aiohttp.ClientResponse, body: bytes, headers: Mapping[str, str]) -> web.Response:

@@ -49,19 +49,32 @@ class Held:
         self._releases = releases
         self.handover = handover
         self._is_ours = handover is not None
+        self._is_handed_over = False
+        self._is_over = False
+
+    def receive(self, handover: Handover) -> None:
+        """P's answer to a leg that was started together with D's. It may come after the end."""
+        self.handover = handover
+        self._is_ours = not self._is_handed_over
+        if self._is_over:
+            self._release()
 
     def hand_over(self) -> None:
         """D has the ticket and answers; from now on it releases by itself, whatever happens to the request."""
-        self._is_ours = False
+        self._is_ours, self._is_handed_over = False, True
 
     def take_back(self) -> None:
         """D died after all."""
-        self._is_ours = self.handover is not None
+        self._is_ours, self._is_handed_over = self.handover is not None, False
 
     def __enter__(self) -> "Held":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_over = True
+        self._release()
+
+    def _release(self) -> None:
         if self._is_ours and self.handover is not None:
             self._is_ours = False
             self._releases.release(self.handover)

@@ -21,15 +21,17 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
+from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
 from kvferry.vllm.logs import log_with_vllm
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
 from kvferry.vllm.plugin import register
+from kvferry.vllm.progress import Prefills
 from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, keep_from_workers, without_null
 from kvferry.vllm.versions import warn_if_untested
 
-__all__ = ["KVFerryConnector", "NixlConnector"]
+__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPushConnector"]
 
 _log = logging.getLogger(__name__)
 
@@ -182,5 +184,36 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
 
 
+class KVFerryPushConnector(KVFerryConnector):
+    """The push connector, likewise. It is told how far prefills have come."""
+
+    inner_name = "NixlPushConnector"
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._prefills = Prefills()
+
+    def on_new_request(self, request: Any) -> None:
+        is_for_peer = isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
+        self._inner.on_new_request(RequestView(request, self._generation, self._prefills.add(request) if is_for_peer else None))
+        keep_from_workers(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return StepMetadata(self._inner.build_connector_meta(self._prefills.plan(scheduler_output, self._tables)))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._prefills.end(str(request.request_id))
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        self._prefills.end(str(request.request_id))
+        return super().request_finished_all_groups(request, block_ids)
+
+    def _tables(self, request_id: str) -> tuple[list[int], ...]:
+        return tuple(map(without_null, self._kv_cache_manager.get_block_ids(request_id)))
+
+
 NixlConnector = KVFerryConnector
 """Named as vLLM's own, so that a module path in the configuration is the only change."""
+NixlPushConnector = KVFerryPushConnector
+"""Likewise."""

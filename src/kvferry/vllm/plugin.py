@@ -1,6 +1,6 @@
 """Called by vLLM in each of its processes (entry point group `vllm.general_plugins`), before its configuration is used.
 
-Registers `KVFerryConnector`, so that no module path is needed, and makes the epoch that all processes of one engine life share.
+Registers our connectors, so that no module path is needed, and makes the epoch that all processes of one engine life share.
 """
 
 import os
@@ -9,6 +9,7 @@ import secrets
 __all__ = ["EPOCH_VARIABLE", "register"]
 
 EPOCH_VARIABLE = "KVFERRY_VLLM_EPOCH"
+NAMES = ("KVFerryConnector", "KVFerryPushConnector")
 
 
 def register() -> None:
@@ -16,5 +17,6 @@ def register() -> None:
     os.environ.setdefault(EPOCH_VARIABLE, secrets.token_hex(8))
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if "KVFerryConnector" not in KVConnectorFactory._registry:  # noqa: SLF001  vLLM has no question for it and refuses a second time
-        KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.vllm", "KVFerryConnector")
+    for name in NAMES:
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001  vLLM has no question for it and refuses a second time
+            KVConnectorFactory.register_connector(name, "kvferry.vllm", name)

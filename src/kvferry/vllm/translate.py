@@ -19,6 +19,7 @@ from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheG
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
 from kvferry.vllm.plugin import EPOCH_VARIABLE
+from kvferry.vllm.progress import PrefillProgress
 from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
@@ -55,6 +56,8 @@ class RequestView:
     request: Any
     generation: int = 0
     """How often the engine's caches were thrown away because its weights had changed."""
+    progress: PrefillProgress | None = None
+    """Where KV is handed over while it is computed."""
 
     @property
     def request_id(self) -> str:
@@ -75,6 +78,8 @@ class RequestView:
 
     @property
     def num_computed_tokens(self) -> int:
+        if self.progress is not None:
+            return self.progress.num_computed_tokens
         # vLLM counts tokens of steps that still run; their KV is not there yet.
         return max(0, int(self.request.num_computed_tokens) - int(self.request.num_in_flight_tokens))
 
@@ -154,6 +159,7 @@ def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str
         head_dim=model.get_head_size(),
         cache_dtype=_cache_dtype(vllm_config),
         has_token_rows=has_token_rows(attention_backends),
+        keeps_last_view=False,
     )
 
 

@@ -112,7 +112,8 @@ class _Work:
 class Engine:
     """Steps as vLLM's engine core does; with `is_async`, one step ahead of its worker.
 
-    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere; `computed` how far the worker is with each request.
+    `answers` is what clients saw; `loaded_tokens` what requests had from elsewhere, `moved_bytes` what was read for them so far; `computed`
+    how far the worker is with each request.
     """
 
     def __init__(self, model: Path, name: str, kind: str = "full attention", **settings: Any) -> None:
@@ -121,6 +122,7 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self.wrong_slots: list[tuple[str, int]] = []
         self.loaded_tokens = 0
+        self.moved_bytes = 0
         self.computed: dict[str, int] = {}
         self._config = config
         self._sequences: dict[str, list[int]] = {}
@@ -267,6 +269,7 @@ class Engine:
         for stats in (client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None):
             if stats.connector_prefix_cache_stats is not None:
                 self.loaded_tokens += stats.connector_prefix_cache_stats.hits
+            self.moved_bytes += sum(row["bytes"] for row in (stats.kv_connector_stats or {}).get("planes", {}).values())
         for output in (one for client in outputs.values() for one in client.outputs):
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
@@ -301,6 +304,9 @@ class Engine:
             "leases": self.ferry.leases,
             "pulls": self.ferry.pulls,
             "reads": self.ferry.reads,
+            "registrations": self.ferry.registrations,
+            "published": getattr(half, "_published", {}),
+            "streams": len(getattr(half, "_streams", ())) + len(getattr(scheduler.connector, "_prefills", ())),
             "partly reported": self._aggregator._recv_remaining_count | self._aggregator._send_remaining_count,  # noqa: SLF001
         }
         return {name: value for name, value in held.items() if value}

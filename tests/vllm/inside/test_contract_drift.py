@@ -17,7 +17,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.connectors import contract
-from kvferry.vllm import KVFerryConnector, NixlConnector
+from kvferry.vllm import KVFerryConnector, KVFerryPushConnector, NixlConnector, NixlPushConnector
 
 DEFAULT_IS_RIGHT = {
     "bind_gpu_block_pool": "we never touch the engine's block counts",
@@ -99,7 +99,7 @@ def drift(ours: type, base: type) -> list[str]:
     return problems + [f"{name} of ours is not called by this vLLM any more" for name in sorted(overrides - known)]
 
 
-@pytest.mark.parametrize("ours", [NixlConnector, KVFerryConnector])
+@pytest.mark.parametrize("ours", [NixlConnector, KVFerryConnector, NixlPushConnector, KVFerryPushConnector])
 def test_our_connector_suits_every_call_of_this_vllm(ours: type) -> None:
     assert drift(ours, KVConnectorBase_V1) == []
     hma = signature_drift("request_finished_all_groups", ours.request_finished_all_groups, SupportsHMA.request_finished_all_groups)  # type: ignore[attr-defined]
@@ -183,17 +183,26 @@ def test_roles_are_the_same() -> None:
     assert {role.name: role.value for role in KVConnectorRole} == {role.name: role.value for role in contract.KVConnectorRole}
 
 
-@pytest.mark.parametrize("name", ["NixlConnector", "KVFerryConnector"])
+NAMES = {
+    "NixlConnector": KVFerryConnector,
+    "KVFerryConnector": KVFerryConnector,
+    "NixlPushConnector": KVFerryPushConnector,
+    "KVFerryPushConnector": KVFerryPushConnector,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_vllms_factory_finds_us_by_module_path(name: str) -> None:
     transfer = KVTransferConfig(kv_connector=name, kv_connector_module_path="kvferry.vllm", kv_role="kv_both")
-    found = KVConnectorFactory.get_connector_class(transfer)
-    assert issubclass(found, KVFerryConnector) or issubclass(KVFerryConnector, found)
+    assert KVConnectorFactory.get_connector_class(transfer) is NAMES[name]
     assert KVConnectorFactory.supports_hma_config(transfer)
 
 
-def test_vllms_factory_finds_us_by_name_once_the_plugin_has_run() -> None:
+@pytest.mark.parametrize("ours", [KVFerryConnector, KVFerryPushConnector])
+def test_vllms_factory_finds_us_by_name_once_the_plugin_has_run(ours: type) -> None:
+    """By the class's own: vLLM's MultiConnector looks its children up by it."""
     from kvferry.vllm.plugin import register
 
     register()
     register()
-    assert KVConnectorFactory.get_connector_class(KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both")) is KVFerryConnector
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(kv_connector=ours.__name__, kv_role="kv_both")) is ours

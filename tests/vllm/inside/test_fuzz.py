@@ -5,11 +5,14 @@ Every seed is a test of its own; a failure shows it in the test's name.
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, next_token, run_until
+
+from kvferry.vllm.plugin import EPOCH_VARIABLE
 
 ACTIONS = 200
 LEASE_S = 2.0
@@ -19,9 +22,12 @@ FAULTS = ["", "fail:every=3", "delay:polls=3", "fail:every=2;delay:polls=2"]
 class World:
     """Two engines and what a router would remember of their requests."""
 
+    connector = "NixlConnector"
+
     def __init__(self, start_engine: StartEngine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
         self.start_engine = start_engine
+        self.monkeypatch = monkeypatch
         self.policy = self.rng.choice(["fail", "recompute"])
         self.faults = self.rng.choice(FAULTS)
         self.is_async = self.rng.random() < 0.5
@@ -36,11 +42,18 @@ class World:
 
     def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
         extra = {"handshake_timeout": 1.0, "confirm_timeout": 1.0, "grant_wait": 1.0, "kv_lease_duration": LEASE_S}
-        kv = {"kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
+        extra["push_registration_timeout"] = LEASE_S
+        # As in a process of its own: a ticket of an earlier life is never good in a later one.
+        self.monkeypatch.setenv(EPOCH_VARIABLE, f"life {self.deaths}")
+        kv = {"kv_connector": self.connector, "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
         return self.start_engine(name, num_gpu_blocks_override=num_blocks, max_model_len=320, kv=kv, is_async=self.is_async, **more)
 
+    def actions(self) -> dict[Callable[[], None], float]:
+        """What may happen, and how often."""
+        return {self.step: 12, self.add_to_p: 3, self.add_to_d: 4, self.add_forged: 1, self.abort: 2, self.pause: 2, self.kill_p: 0.15}
+
     def act(self) -> None:
-        actions = {self.step: 12, self.add_to_p: 3, self.add_to_d: 4, self.add_forged: 1, self.abort: 2, self.pause: 2, self.kill_p: 0.15}
+        actions = self.actions()
         (action,) = self.rng.choices(list(actions), list(actions.values()))
         action()
         self.collect()

@@ -1,0 +1,124 @@
+"""`kvferry bench handover`: from the prefill side's last token to the decode side's first, in pull, push, and push while P computes.
+
+Two embedded engines for each mode, all alive at once, asked in turn so that whatever else the machine does meets all alike. Below HTTP:
+requests go straight to the engine cores, as an API process sends them. P computes the prompt in chunks; how many of its tokens were still
+to be moved when it had computed the last is counted by D, not derived from times.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvferry.bench.figures import quantile, ratio, rounded
+from kvferry.bench.handover_pair import CHUNK_TOKENS, ROOM_TOKENS, HandoverPair, Mode, start_pair
+from kvferry.cli.interrupts import stop_signals
+from kvferry.cli.parser import Parser
+from kvferry.engine.make_model import make_model
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "Samples", "add_arguments", "make_rows", "run"]
+
+DESCRIPTION = (
+    "Measure the time from the prefill engine's last token to the decode engine's first, in pull, in push, and in push while the prompt\n"
+    "is still computed, between embedded engines on this machine; and count what was left to move when the prompt had been computed."
+)
+EXAMPLES = """\
+  kvferry bench handover
+  kvferry bench handover --json --samples 10 --prompt-tokens 4096"""
+WARM_UPS = 2
+SEED = 1
+VOCABULARY = range(10, 500)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Of one mode."""
+
+    handover_s: list[float] = field(default_factory=list)
+    tokens_left: list[int] = field(default_factory=list)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--samples", type=int, default=10, metavar="N", help="of each mode (default: %(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=4096, metavar="N", help="length of the prompts (default: %(default)s)")
+    parser.add_argument("--plane", default="shm", choices=("shm", "nixl", "tcp"), help="data plane (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with stop_signals(), tempfile.TemporaryDirectory(prefix="kvferry-handover-") as directory:
+        model = Path(directory) / "model"
+        _make_model(model, arguments.prompt_tokens)
+        samples = asyncio.run(_measure_all(model, arguments.plane, arguments.samples, arguments.prompt_tokens))
+    rows = make_rows(samples)
+    facts = {"prompt_tokens": arguments.prompt_tokens, "chunk_tokens": CHUNK_TOKENS, "plane": arguments.plane, "samples": arguments.samples}
+    print(json.dumps({**facts, "rows": rows}) if arguments.json else _table(rows, facts))
+    return 0
+
+
+def _make_model(directory: Path, prompt_tokens: int) -> None:
+    """A tiny one whose positions reach beyond the prompts."""
+    make_model(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], prompt_tokens + ROOM_TOKENS)
+    path.write_text(json.dumps(config))
+
+
+async def _measure_all(model: Path, plane: str, count: int, length: int) -> dict[Mode, Samples]:
+    samples = {mode: Samples() for mode in Mode}
+    rng = random.Random(SEED)
+    async with AsyncExitStack() as stack:
+        pairs = {mode: await stack.enter_async_context(start_pair(model, plane, mode, length)) for mode in Mode}
+        for number in range(-WARM_UPS, count):
+            for mode, pair in pairs.items():
+                await _measure(pair, rng.choices(VOCABULARY, k=length), samples[mode] if number >= 0 else Samples())
+    return samples
+
+
+async def _measure(pair: HandoverPair, prompt: list[int], into: Samples) -> None:
+    before = await pair.tokens_left()
+    into.handover_s.append(await pair.hand_over(prompt))
+    # In pull nothing moves before P has answered.
+    is_pull = pair.mode is Mode.PULL
+    into.tokens_left.append(len(prompt) if is_pull else await pair.tokens_left() - before)
+
+
+def make_rows(samples: Mapping[Mode, Samples]) -> list[dict[str, Any]]:
+    pull = quantile(samples[Mode.PULL].handover_s, 0.5)
+    return [
+        {
+            "mode": str(mode),
+            "handover_ms_p50": _ms(of.handover_s, 0.5),
+            "handover_ms_p90": _ms(of.handover_s, 0.9),
+            "ratio_to_pull": ratio(quantile(of.handover_s, 0.5), pull),
+            "tokens_left_max": max(of.tokens_left, default=None),
+            "tokens_left_p50": quantile(of.tokens_left, 0.5),
+        }
+        for mode, of in samples.items()
+    ]
+
+
+def _ms(values: Sequence[float], share: float) -> float | None:
+    middle = quantile(values, share)
+    return None if middle is None else rounded(middle * 1000)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
+    columns = {
+        "mode": "mode",
+        "p50 ms": "handover_ms_p50",
+        "p90 ms": "handover_ms_p90",
+        "÷ pull": "ratio_to_pull",
+        "left": "tokens_left_max",
+    }
+    lines = ["".join(f"{title:>16}" for title in columns)]
+    lines += ["".join(f"{'-' if row[key] is None else row[key]:>16}" for key in columns.values()) for row in rows]
+    told = f"{facts['prompt_tokens']} tokens in chunks of {facts['chunk_tokens']} over {facts['plane']}"
+    return "\n".join([*lines, "", f"from P's last token to D's first; {told}; left: most tokens still to be moved when P was through"])

@@ -1,0 +1,99 @@
+"""Prefills that are handed over while they are computed: how far each has come, and when it has to start again. Pure.
+
+A prefill's full blocks are published as soon as the step that filled them is over, while the next one computes. One that the engine
+preempts loses its blocks: what was published is withdrawn, before anything else is written into them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connectors.contract import KVCacheGroup, Request, RequestStatus, ScheduledSlice
+from kvferry.protocol.fingerprints import Fingerprint, fingerprint
+from kvferry.protocol.tickets import HOLE
+from kvferry.types import RequestId
+
+__all__ = ["Advance", "PrefillStream", "PrefillStreams"]
+
+
+@dataclass(slots=True)
+class PrefillStream:
+    request: Request
+    handover: str
+    tokens: Fingerprint
+    """Of the whole prompt."""
+    serial: int = 0
+    """0: nothing is published."""
+    num_published: int = 0
+    blocks: Sequence[Sequence[int]] = ()
+    """Tables of what is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """There is more of a prefill than was published."""
+
+    stream: PrefillStream
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+    """Tables of the whole prompt, with holes for what is yet to come."""
+
+
+@dataclass(slots=True)
+class PrefillStreams:
+    block_size: int
+    _streams: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
+    _published: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, request: Request, handover: str) -> None:
+        tokens = fingerprint(request.prompt_token_ids, self.block_size, request.cache_salt)
+        self._streams[RequestId(request.request_id)] = PrefillStream(request, handover, tokens)
+
+    def get(self, request: RequestId) -> PrefillStream | None:
+        return self._streams.get(request)
+
+    def end(self, request: RequestId) -> PrefillStream | None:
+        """It is computed, or will never be."""
+        self._published.pop(request, None)
+        return self._streams.pop(request, None)
+
+    def take_preempted(self) -> list[PrefillStream]:
+        """Those that have lost what was published of them. They may be published anew."""
+        lost = [stream for stream in self._published.values() if _has_lost_blocks(stream)]
+        for stream in lost:
+            del self._published[RequestId(stream.request.request_id)]
+        return lost
+
+    def advances(self, slices: Iterable[ScheduledSlice]) -> list[Advance]:
+        """What earlier steps have filled of the requests that this one goes on with."""
+        found = []
+        for piece in slices:
+            stream = self._streams.get(RequestId(piece.request_id))
+            num_tokens = piece.start // self.block_size * self.block_size
+            if stream is not None and num_tokens > stream.num_published and piece.start < stream.request.num_prompt_tokens:
+                found.append(Advance(stream, num_tokens, self._padded(piece.block_ids, num_tokens, stream.request.num_prompt_tokens)))
+        return found
+
+    def note_published(self, advance: Advance, serial: int) -> None:
+        stream = advance.stream
+        stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
+        self._published[RequestId(stream.request.request_id)] = stream
+
+    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]], groups: Sequence[KVCacheGroup]) -> bool:
+        """Whether the engine, at the end, no longer holds a block that was published and that the prompt's last token looks at."""
+        last = stream.request.num_prompt_tokens - 1
+        for group, before, after in zip(groups, stream.blocks, blocks, strict=True):
+            seen = slice(group.first_seen(last) // self.block_size, stream.num_published // self.block_size)
+            if tuple(before[seen]) != tuple(after[seen]):
+                return True
+        return False
+
+    def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
+        ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
+        return tuple((*table[:ready], *[HOLE] * (total - ready)) for table in tables)
+
+
+def _has_lost_blocks(stream: PrefillStream) -> bool:
+    return stream.request.status is RequestStatus.PREEMPTED or stream.request.num_computed_tokens < stream.num_published

@@ -1,0 +1,279 @@
+"""Where registrations and finished prefills meet, on each rank of the side that computes. Pure.
+
+A prefill may be published while it still computes, and again whenever there is more of it; its readers are told each time.
+
+A registration waits for its prefill, a prefill for its registration; each for a bounded time and in bounded number. When they meet,
+every rank of the consumer that registered is sent the ticket, and from then on it is a reader like any other. What ends before its
+counterpart has come (a prefill that failed, a consumer that needs nothing) is remembered for a while, so that nobody waits for nothing.
+A reader is in one place: it waits, or it was offered one prefill and hears of what becomes of it, or it is unknown.
+
+    registration   waiting ── prefill published ──> offered      ── cancelled, expired, refused ──> gone
+    prefill        waiting ── registration ───────> offered      ── its lease has ended ──────────> gone
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.matching import MatchName, Shelf
+from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
+from kvferry.protocol.push_endings import Endings
+from kvferry.types import RequestId, Route
+
+__all__ = ["DeskReply", "PushDesk"]
+
+MAX_READERS = 20_000
+"""Ranks of consumers that wait, or hear of what they were offered. More are refused."""
+MAX_LEASES_WAITED = 4
+"""A registration lives as long as it asks for, but no more than so many leases of ours."""
+
+Claimant = tuple[str, str]
+"""A handover; or, without one, a consumer's engine and its request. Several readers register for it: the ranks, the requests that answer
+one client's request together, and another consumer that a router has turned to when the first refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeskReply:
+    route: Route
+    message: PushOffer | PushWithdrawal | Refused
+    lease: RequestId | None = None
+    """What is offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    claimant: Claimant
+    name: MatchName
+    route: Route
+    lease_s: float
+
+
+@dataclass(slots=True)
+class _Prefill:
+    name: MatchName
+    ticket: str
+    ready_tokens: int
+    claimant: Claimant | None = None
+    audience: dict[str, _Waiting] = field(default_factory=dict)
+    """Readers that were offered it."""
+
+
+@dataclass(slots=True)
+class PushDesk:
+    remember_s: float
+    """How long an ending is remembered."""
+    matches_ids: bool = False
+    """A consumer with a push ticket may have, by its request's id, a prefill without one."""
+    _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
+    """By reader."""
+    _readers: dict[Claimant, list[str]] = field(default_factory=dict, init=False)
+    _wanted: Shelf[Claimant] = field(init=False)
+    _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
+    _ready: Shelf[RequestId] = field(init=False)
+    """Those that nobody has come for."""
+    _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
+    _listening: dict[str, RequestId] = field(default_factory=dict, init=False)
+    """By reader, what it was offered."""
+    _endings: Endings = field(init=False)
+    _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    _replies: list[DeskReply] = field(default_factory=list, init=False)
+    _given_up: "_GivenUp" = field(default_factory=lambda: _GivenUp(), init=False)
+
+    def __post_init__(self) -> None:
+        self._wanted, self._ready = Shelf(self.matches_ids), Shelf(self.matches_ids)
+        self._endings = Endings(self.remember_s)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_remembered(self) -> int:
+        """All that is held here, of whatever kind."""
+        return len(self._waiting) + len(self._listening) + len(self._prefills) + len(self._endings)
+
+    # -- the engine's side -----------------------------------------------------------------------------------------
+
+    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int) -> None:
+        """So much of this prefill is there and leased; whoever registers for it gets this ticket. Or there is more of it than before."""
+        known = self._prefills.get(request)
+        if known is not None:
+            known.ticket, known.ready_tokens = ticket, ready_tokens
+            for reader, waiting in known.audience.items():
+                self._reply_offer(waiting.route, reader, request)
+            return
+        name = MatchName(request, handover)
+        self._prefills[request] = _Prefill(name, ticket, ready_tokens)
+        found = self._wanted.find(name)
+        if len(found) == 1:
+            self._offer(request, found[0])
+            return
+        for claimant in found:
+            self._refuse_all(claimant, f"{len(found)} requests of decode sides match prefill {request}")
+        self._ready.add(request, name)
+        if not found and self._endings.take_declined(name):
+            self._given_up.unwanted.append(request)
+
+    def fail(self, request: RequestId, handover: str, reason: str, now: float) -> None:
+        """This prefill ended without anything to hand over."""
+        name = MatchName(request, handover)
+        prefill = self._prefills.get(request)
+        for reader, waiting in prefill.audience.items() if prefill is not None else ():
+            self._refuse(waiting.route, reader, reason)
+        self._forget(request)
+        for claimant in self._wanted.find(name):
+            self._refuse_all(claimant, reason)
+        self._endings.remember_over(name, reason, now)
+
+    def withdraw(self, request: RequestId, serial: int, now: float) -> None:
+        """This prefill is computed anew; its readers wait as they did before."""
+        prefill = self._forget(request)
+        for reader, waiting in prefill.audience.items() if prefill is not None else ():
+            self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
+            self._wait(reader, waiting, now)
+
+    def end(self, request: RequestId, reason: str) -> None:
+        """Its lease has ended. Whoever comes for it now is told why there is nothing."""
+        prefill = self._forget(request)
+        if prefill is not None and prefill.name.handover:
+            self._endings.remember_over(prefill.name, reason)
+
+    def _forget(self, request: RequestId) -> _Prefill | None:
+        prefill = self._prefills.pop(request, None)
+        if prefill is None:
+            return None
+        self._ready.drop(request)
+        for reader in prefill.audience:
+            del self._listening[reader]
+        if prefill.claimant is not None:
+            del self._taken[prefill.claimant]
+        return prefill
+
+    # -- the consumer's side ---------------------------------------------------------------------------------------
+
+    def register(self, route: Route, message: PushRegistration, now: float) -> None:
+        claimant = _claimant(message)
+        name = MatchName(message.request_id, message.handover)
+        self._endings.forget_declined(claimant)
+        self._remove(message.reader)
+        waiting = _Waiting(claimant, name, route, min(message.lease_s, MAX_LEASES_WAITED * self.remember_s))
+        over = self._endings.why_over(name)
+        found = [self._taken[claimant]] if claimant in self._taken else self._ready.find(name)
+        if len(self._waiting) + len(self._listening) >= MAX_READERS:
+            self._refuse(route, message.reader, f"more than {MAX_READERS} readers are registered here")
+        elif len(found) == 1:
+            self._wait(message.reader, waiting, now)
+            self._offer(found[0], claimant)
+        elif over is not None or found:
+            self._refuse(route, message.reader, over or f"{len(found)} prefills match this request: {', '.join(sorted(found))}")
+        else:
+            self._wait(message.reader, waiting, now)
+
+    def leave(self, reader: str) -> None:
+        """It needs to hear no more, whether it waits or was offered something."""
+        self._remove(reader)
+
+    def cancel(self, message: PushCancel, now: float) -> None:
+        claimant = _claimant(message)
+        self._remove(message.reader)
+        if claimant in self._taken:
+            self._given_up.left.append((self._taken[claimant], message.reader))
+        if claimant in self._taken or claimant in self._readers:
+            return
+        name = MatchName(message.request_id, message.handover)
+        found = self._ready.find_exactly(name)
+        if len(found) == 1:
+            self._given_up.unwanted.append(found[0])
+        elif not found:
+            self._endings.remember_declined(claimant, name, now)
+
+    def renew(self, readers: Iterable[str], now: float) -> set[str]:
+        """Extend these registrations; returns those that are known here. One may have been offered what is withdrawn elsewhere already."""
+        known = {reader for reader in readers if reader in self._waiting or reader in self._listening}
+        for reader in known & self._waiting.keys():
+            self._expiry.set(reader, now + self._waiting[reader].lease_s)
+        return known
+
+    # -- time and results ------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        for reader in self._expiry.take_due(now):
+            self._remove(reader)
+        self._endings.expire(now)
+
+    def next_deadline(self) -> float | None:
+        return min((at for at in (self._expiry.next(), self._endings.next_deadline()) if at is not None), default=None)
+
+    def take_replies(self) -> list[DeskReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_unwanted(self) -> list[RequestId]:
+        """Published prefills that nobody will come for."""
+        unwanted, self._given_up.unwanted = self._given_up.unwanted, []
+        return unwanted
+
+    def take_left(self) -> list[tuple[RequestId, str]]:
+        """Readers that will not come for what they were offered."""
+        left, self._given_up.left = self._given_up.left, []
+        return left
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, reader: str, waiting: _Waiting, now: float) -> None:
+        self._waiting[reader] = waiting
+        self._readers.setdefault(waiting.claimant, []).append(reader)
+        self._wanted.add(waiting.claimant, waiting.name)
+        self._expiry.set(reader, now + waiting.lease_s)
+
+    def _offer(self, request: RequestId, claimant: Claimant) -> None:
+        self._ready.drop(request)
+        prefill = self._prefills[request]
+        self._taken[claimant], prefill.claimant = request, claimant
+        for reader, waiting in self._drop(claimant):
+            prefill.audience[reader], self._listening[reader] = waiting, request
+            self._reply_offer(waiting.route, reader, request)
+
+    def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
+        prefill = self._prefills[request]
+        self._replies.append(DeskReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request))
+
+    def _refuse_all(self, claimant: Claimant, reason: str) -> None:
+        for reader, waiting in self._drop(claimant):
+            self._refuse(waiting.route, reader, reason)
+
+    def _refuse(self, route: Route, reader: str, reason: str) -> None:
+        self._replies.append(DeskReply(route, Refused("", reader, reason)))
+
+    def _drop(self, claimant: Claimant) -> list[tuple[str, _Waiting]]:
+        readers = self._readers.pop(claimant, [])
+        self._wanted.drop(claimant)
+        for reader in readers:
+            self._expiry.drop(reader)
+        return [(reader, self._waiting.pop(reader)) for reader in readers]
+
+    def _remove(self, reader: str) -> None:
+        """From wherever it is."""
+        offered = self._listening.pop(reader, None)
+        if offered is not None:
+            del self._prefills[offered].audience[reader]
+        waiting = self._waiting.pop(reader, None)
+        if waiting is None:
+            return
+        self._expiry.drop(reader)
+        mates = self._readers[waiting.claimant]
+        mates.remove(reader)
+        if not mates:
+            self._drop(waiting.claimant)
+
+
+def _claimant(message: PushRegistration | PushCancel) -> Claimant:
+    return ("", message.handover) if message.handover else (message.decode_engine_id, message.request_id)
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    """What is not needed any more, since the last time somebody asked."""
+
+    unwanted: list[RequestId] = field(default_factory=list)
+    left: list[tuple[RequestId, str]] = field(default_factory=list)

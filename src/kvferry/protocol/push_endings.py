@@ -1,0 +1,86 @@
+"""What of a push ended before its counterpart came: remembered for a while, so that nobody waits for nothing. Pure."""
+
+from dataclasses import dataclass, field
+
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.matching import MatchName, Shelf
+
+__all__ = ["MAX_REMEMBERED", "Endings"]
+
+MAX_REMEMBERED = 10_000
+"""Of each kind. Of more, the oldest is forgotten: its counterpart then waits for its own deadline."""
+
+Claimant = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Endings:
+    """Prefills that are over, with the reason, and consumers that need nothing. Never found by ids without their tails: a client that
+    tries again with its old id is not the one that was here before."""
+
+    remember_s: float
+    _over: Shelf[str] = field(default_factory=Shelf, init=False)
+    _declined: Shelf[str] = field(default_factory=Shelf, init=False)
+    _reasons: dict[str, str] = field(default_factory=dict, init=False)
+    _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    _undated: dict[str, None] = field(default_factory=dict, init=False)
+    """Their time counts from the next look at the clock."""
+
+    def __len__(self) -> int:
+        return len(self._over) + len(self._declined)
+
+    def remember_over(self, name: MatchName, reason: str, now: float | None = None) -> None:
+        """Without `now`, it counts from the next `expire`."""
+        key = f"over {name.request}"
+        self._over.add(key, name)
+        self._reasons[key] = reason
+        self._keep(key, self._over, now)
+
+    def remember_declined(self, claimant: Claimant, name: MatchName, now: float) -> None:
+        key = _key(claimant)
+        self._declined.add(key, name)
+        self._keep(key, self._declined, now)
+
+    def forget_declined(self, claimant: Claimant) -> None:
+        """Another of its readers has come after all."""
+        self._forget(_key(claimant))
+
+    def why_over(self, name: MatchName) -> str | None:
+        found = self._over.find_exactly(name)
+        return self._reasons[found[0]] if found else None
+
+    def take_declined(self, name: MatchName) -> bool:
+        """Whether all who would have come for it need nothing."""
+        found = self._declined.find_exactly(name)
+        for key in found:
+            self._forget(key)
+        return bool(found)
+
+    def expire(self, now: float) -> None:
+        for key in self._undated:
+            self._expiry.set(key, now + self.remember_s)
+        self._undated.clear()
+        for key in self._expiry.take_due(now):
+            self._forget(key)
+
+    def next_deadline(self) -> float | None:
+        return self._expiry.next()
+
+    def _keep(self, key: str, shelf: Shelf[str], now: float | None) -> None:
+        if now is None:
+            self._undated[key] = None
+        else:
+            self._expiry.set(key, now + self.remember_s)
+        if len(shelf) > MAX_REMEMBERED:
+            self._forget(shelf.oldest)
+
+    def _forget(self, key: str) -> None:
+        self._over.drop(key)
+        self._declined.drop(key)
+        self._reasons.pop(key, None)
+        self._expiry.drop(key)
+        self._undated.pop(key, None)
+
+
+def _key(claimant: Claimant) -> str:
+    return f"declined {claimant[0]} {claimant[1]}"

@@ -1,0 +1,82 @@
+"""How far a prefill has come, from the slices that an engine schedules; and when it has lost its blocks."""
+
+from dataclasses import dataclass
+
+from tests.connectors.pair import EngineRequest
+
+from kvferry.connectors.contract import KVCacheGroup, RequestStatus
+from kvferry.connectors.prefill_streams import PrefillStreams
+from kvferry.protocol.tickets import HOLE
+from kvferry.types import RequestId
+
+R = RequestId("r")
+
+
+@dataclass(frozen=True)
+class Slice:
+    request_id: str
+    start: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+def streams_of(num_tokens: int = 10) -> tuple[PrefillStreams, EngineRequest]:
+    streams, request = PrefillStreams(4), EngineRequest(R, list(range(num_tokens)))
+    streams.add(request, "h1")
+    return streams, request
+
+
+def advance(streams: PrefillStreams, start: int, *tables: tuple[int, ...]) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+    found = streams.advances([Slice("other", 8, ((1, 2),)), Slice(R, start, tables)])
+    for each in found:
+        streams.note_published(each, 1)
+    return [(each.num_tokens, each.blocks) for each in found]
+
+
+def test_full_blocks_of_earlier_steps_are_published_once() -> None:
+    streams, _ = streams_of()
+    assert advance(streams, 0, (5, 6, 7)) == []
+    assert advance(streams, 3, (5, 6, 7)) == []
+    assert advance(streams, 6, (5, 6, 7)) == [(4, ((5, HOLE, HOLE),))]
+    assert advance(streams, 7, (5, 6, 7)) == []
+    assert advance(streams, 8, (5, 6, 7)) == [(8, ((5, 6, HOLE),))]
+
+
+def test_blocks_that_a_window_has_left_behind_are_holes_and_stay_so() -> None:
+    streams, _ = streams_of()
+    assert advance(streams, 8, (5, 6, 7), (HOLE, 9, 10)) == [(8, ((5, 6, HOLE), (HOLE, 9, HOLE)))]
+
+
+def test_output_is_not_published() -> None:
+    streams, _ = streams_of(8)
+    assert advance(streams, 8, (5, 6, 7)) == []
+
+
+def test_a_preempted_prefill_is_withdrawn_once_and_published_anew() -> None:
+    streams, request = streams_of()
+    request.num_computed_tokens = 8
+    advance(streams, 8, (5, 6, 7))
+    assert streams.take_preempted() == []
+    request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+    [lost] = streams.take_preempted()
+    lost.num_published = lost.serial = 0
+    assert streams.take_preempted() == []
+    assert advance(streams, 4, (1, 2, 3)) == [(4, ((1, HOLE, HOLE),))]
+
+
+def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
+    """A window of 4 tokens in blocks of 4: the last of 10 looks at tokens 6 to 9, the one before at block 1 too."""
+    full, window = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)
+    streams, _ = streams_of()
+    advance(streams, 8, (5, 6, 7), (8, 9, 10))
+    stream = streams.get(R)
+    assert stream is not None
+    assert not streams.has_let_go(stream, ([5, 6, 7], [HOLE, 9, 10]), (full, window))
+    assert streams.has_let_go(stream, ([5, 6, 7], [HOLE, HOLE, 10]), (full, window))
+    assert streams.has_let_go(stream, ([5, 1, 7], [HOLE, 9, 10]), (full, window))
+
+
+def test_an_ended_prefill_is_forgotten() -> None:
+    streams, _ = streams_of()
+    advance(streams, 8, (5, 6, 7))
+    assert streams.end(R) is not None
+    assert (streams.end(R), len(streams), advance(streams, 8, (5, 6, 7)), streams.take_preempted()) == (None, 0, [], [])

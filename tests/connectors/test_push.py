@@ -1,0 +1,336 @@
+"""`NixlPushConnector`, driven as an engine drives it: legs that start together, in either order, and what each leaves behind."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
+
+from kvferry.connectors.contract import RequestStatus, SupportsHMA
+from kvferry.planes.memory import MemoryNetwork
+from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+
+TOKENS = list(range(100, 110))
+KEY = PushTicketKey(b"a secret of the cluster")
+P_ID, D_ID = "cmpl-x-0-aaaaaaaa", "cmpl-x-0-dddddddd"
+
+
+@dataclass
+class Legs:
+    """P and D, and what a router knows of P."""
+
+    p: EngineSide
+    d: EngineSide
+    port: int
+    levels: dict[str, Any] = field(default_factory=dict)
+
+    def ticket(self, handover: str = "h1", engine: str = "p", epoch: str = "epoch of p") -> str:
+        return KEY.sign(PushTicket(handover, engine, epoch, "memory", self.port, 1))
+
+    def arrive(self, ticket: object, tokens: list[int] = TOKENS, name: str = D_ID) -> EngineRequest:
+        request = EngineRequest(name, tokens, {"do_remote_prefill": True, "push_ticket": ticket})
+        self.d.scheduler.on_new_request(request)
+        return request
+
+    def begin(self, ticket: object, tokens: list[int] = TOKENS, name: str = D_ID) -> EngineRequest:
+        """D has the request, and blocks 1, 2, 3 for it."""
+        request = self.arrive(ticket, tokens, name)
+        assert self.d.scheduler.get_num_new_matched_tokens(request, 0) == (len(tokens), True)
+        self.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), len(tokens))
+        return request
+
+    def compute(self, ticket: object, tokens: list[int] = TOKENS, name: str = P_ID) -> dict[str, Any]:
+        """P has computed the prompt into blocks 5, 6, 7."""
+        self.p.fill([5, 6, 7], seed=1)
+        return self.p.prefill(EngineRequest(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}), [5, 6, 7])
+
+    def until(self, level: str, value: int) -> None:
+        """Until P holds so many of these, as it tells its metrics."""
+
+        def has_come() -> bool:
+            stats = self.p.worker.get_kv_connector_stats()
+            if stats is not None:
+                self.levels.update(stats.data.get("levels", {}))
+            return self.levels.get(level) == {"tp0": value}
+
+        step_until(has_come, self.d, self.p)
+
+    def registered(self) -> None:
+        self.until("num_registrations", 1)
+
+    def end(self) -> None:
+        step_until(lambda: D_ID in self.d.seen.finished_recving and P_ID in self.p.seen.finished_sending, self.p, self.d)
+
+    def freed_p(self, name: str = P_ID) -> None:
+        step_until(lambda: name in self.p.seen.finished_sending, self.p, self.d)
+
+    def failure(self) -> str:
+        step_until(lambda: D_ID in self.d.seen.failed_recving, self.d)
+        return self.d.seen.failure_reasons[D_ID]
+
+    def has_arrived(self, ours: list[int], theirs: list[int]) -> bool:
+        """These blocks, and nothing else."""
+        others = [block for block in range(32) if block not in ours]
+        return all(
+            (array[ours] == self.p.memory[layer][theirs]).all() and not array[others].any() for layer, array in self.d.memory.items()
+        )
+
+
+def push_side(name: str, network: MemoryNetwork, **settings: Any) -> EngineSide:
+    return EngineSide(name, network, connector="NixlPushConnector", **settings)
+
+
+def legs_between(p: EngineSide, d: EngineSide) -> Legs:
+    """A router learns P's side channel from its first answer."""
+    params = p.prefill(EngineRequest("first", [1, 2, 3, 4]), [31])
+    p.scheduler.request_abandoned("first")
+    step_until(lambda: "first" in p.seen.finished_sending, p)
+    assert (params["transfer_mode"], params["remote_epoch"]) == ("push", "epoch of p")
+    return Legs(p, d, int(params["remote_port"]))
+
+
+def closed(*sides: EngineSide) -> None:
+    for side in sides:
+        side.shutdown()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
+
+
+@pytest.fixture
+def legs() -> Iterator[Legs]:
+    network = MemoryNetwork()
+    p, d = (push_side(name, network, kv_lease_duration=600) for name in ("p", "d"))
+    yield legs_between(p, d)
+    closed(p, d)
+
+
+@pytest.fixture
+def by_id() -> Iterator[Legs]:
+    """P offers what came without a push ticket to whoever has the same request id."""
+    network = MemoryNetwork()
+    p, d = (push_side(name, network, kv_lease_duration=600, push_match_by_id=True) for name in ("p", "d"))
+    yield legs_between(p, d)
+    closed(p, d)
+
+
+@pytest.fixture
+def short() -> Iterator[Legs]:
+    """With leases and deadlines that a test can wait for."""
+    network = MemoryNetwork()
+    p, d = (push_side(name, network, kv_lease_duration=0.5, push_registration_timeout=1.0) for name in ("p", "d"))
+    yield legs_between(p, d)
+    closed(p, d)
+
+
+def test_d_is_first_and_waits_for_p(legs: Legs) -> None:
+    ticket = legs.ticket()
+    legs.begin(ticket)
+    legs.registered()
+    assert legs.d.seen.finished_recving == set()
+    legs.compute(ticket)
+    legs.end()
+    assert legs.d.seen.failed_recving == set()
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+
+
+def test_p_is_first_and_waits_for_d(legs: Legs) -> None:
+    ticket = legs.ticket()
+    legs.compute(ticket)
+    legs.until("num_leases", 1)
+    assert P_ID not in legs.p.seen.finished_sending
+    legs.begin(ticket)
+    legs.end()
+    assert legs.d.seen.failed_recving == set()
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+
+
+def test_only_what_d_lacks_is_moved(legs: Legs) -> None:
+    ticket = legs.ticket()
+    request = legs.arrive(ticket)
+    assert legs.d.scheduler.get_num_new_matched_tokens(request, 4) == (6, True)
+    legs.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 6)
+    legs.compute(ticket)
+    legs.end()
+    assert legs.has_arrived([2, 3], [6, 7])
+
+
+def test_d_registers_before_it_has_blocks(legs: Legs) -> None:
+    ticket = legs.ticket()
+    request = legs.arrive(ticket)
+    legs.registered()
+    legs.compute(ticket)
+    legs.until("num_registrations", 0)
+    legs.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    legs.end()
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+
+
+@pytest.mark.parametrize("is_p_first", [True, False])
+def test_a_full_local_hit_frees_p_without_a_lease(legs: Legs, is_p_first: bool) -> None:
+    ticket = legs.ticket()
+    if is_p_first:
+        legs.compute(ticket)
+        legs.until("num_leases", 1)
+    request = legs.arrive(ticket)
+    if not is_p_first:
+        legs.registered()
+    legs.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 0)
+    if not is_p_first:
+        legs.compute(ticket)
+    legs.freed_p()
+    assert legs.has_arrived([], [])
+
+
+@pytest.mark.parametrize("is_p_first", [True, False])
+@pytest.mark.parametrize("has_blocks", [True, False])
+def test_d_aborts_and_both_sides_are_free_without_a_lease(legs: Legs, is_p_first: bool, has_blocks: bool) -> None:
+    ticket = legs.ticket()
+    if is_p_first:
+        legs.compute(ticket)
+        legs.p.step()
+    request = legs.begin(ticket) if has_blocks else legs.arrive(ticket)
+    if not is_p_first:
+        legs.registered()
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert legs.d.scheduler.request_finished(request, [1, 2, 3] if has_blocks else []) == (False, None)
+    if has_blocks:
+        step_until(lambda: D_ID in legs.d.seen.finished_recving, legs.d, legs.p)
+    if not is_p_first:
+        legs.compute(ticket)
+    legs.freed_p()
+
+
+def test_a_prefill_that_ends_without_blocks_fails_d_with_the_reason(legs: Legs) -> None:
+    ticket = legs.ticket()
+    legs.begin(ticket)
+    legs.registered()
+    request = EngineRequest(P_ID, TOKENS, {"do_remote_decode": True, "push_ticket": ticket}, RequestStatus.FINISHED_ABORTED)
+    assert isinstance(legs.p.scheduler, SupportsHMA)
+    assert legs.p.scheduler.request_finished_all_groups(request, ([5, 6, 7],)) == (False, None)
+    legs.p.step()
+    assert "its request ended as finished_aborted" in legs.failure()
+
+
+def test_the_kv_of_another_prompt_is_refused_and_p_is_freed(legs: Legs) -> None:
+    ticket = legs.ticket()
+    legs.begin(ticket)
+    legs.compute(ticket, [*TOKENS[:9], 7])
+    legs.freed_p()
+    assert "another prompt: 8 tokens are known to be the same, 10 are needed" in legs.failure()
+    assert legs.has_arrived([], [])
+
+
+def test_legs_without_a_common_ticket_are_matched_by_their_ids_where_that_is_allowed(by_id: Legs) -> None:
+    by_id.begin(by_id.ticket())
+    by_id.compute(None)
+    by_id.end()
+    assert by_id.has_arrived([1, 2, 3], [5, 6, 7])
+
+
+def test_two_prefills_of_one_id_are_an_error_and_not_a_guess(by_id: Legs) -> None:
+    by_id.compute(None, name="cmpl-x-0-aaaaaaaa")
+    by_id.compute(None, name="cmpl-x-0-bbbbbbbb")
+    by_id.p.step()
+    by_id.begin(by_id.ticket())
+    assert "2 prefills match this request" in by_id.failure()
+
+
+def test_a_prefill_that_came_alone_is_not_for_whoever_has_the_same_id(legs: Legs) -> None:
+    ticket = legs.ticket()
+    legs.compute(None, name="cmpl-x-0-bbbbbbbb")
+    legs.begin(ticket)
+    legs.registered()
+    legs.compute(ticket)
+    legs.end()
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+    assert "cmpl-x-0-bbbbbbbb" not in legs.p.seen.finished_sending
+
+
+def test_params_of_a_router_that_asked_p_first_are_served_as_in_pull(legs: Legs) -> None:
+    request = EngineRequest(D_ID, TOKENS, legs.compute(None))
+    legs.d.scheduler.on_new_request(request)
+    assert legs.d.scheduler.get_num_new_matched_tokens(request, 0) == (10, True)
+    legs.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    legs.end()
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+
+
+@pytest.mark.parametrize("ticket", ["forged", 7, "", KEY.sign(PushTicket("h", "p", "e", "memory", 1, 1))[:-8]])
+def test_a_push_ticket_that_is_not_genuine_gets_the_failure_policy(legs: Legs, ticket: object) -> None:
+    legs.begin(ticket)
+    assert "ticket" in legs.failure()
+
+
+def test_one_engine_for_both_legs_dials_nobody_and_keeps_nothing(legs: Legs) -> None:
+    for handover, is_p_first in (("h1", True), ("h2", False)):
+        ticket = legs.ticket(handover, engine="p")
+        request = EngineRequest(f"d of {handover}", TOKENS, {"do_remote_prefill": True, "push_ticket": ticket})
+        if is_p_first:
+            legs.compute(ticket, name=f"p of {handover}")
+        legs.p.scheduler.on_new_request(request)
+        assert legs.p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        if not is_p_first:
+            legs.compute(ticket, name=f"p of {handover}")
+        legs.freed_p(f"p of {handover}")
+
+
+def test_a_restarted_p_fails_d_at_once(legs: Legs) -> None:
+    legs.begin(legs.ticket(epoch="an earlier life"))
+    step_until(lambda: D_ID in legs.d.seen.failed_recving, legs.d, legs.p)
+    assert "restarted" in legs.failure()
+
+
+def test_a_p_that_dies_while_d_waits_fails_d(legs: Legs) -> None:
+    legs.begin(legs.ticket())
+    legs.registered()
+    legs.p.shutdown()
+    assert "lost" in legs.failure()
+
+
+def test_a_p_that_never_comes_fails_d_by_its_deadline(short: Legs) -> None:
+    short.begin(short.ticket())
+    assert short.failure() == "the prefill side had nothing to hand over within 1 s"
+
+
+def test_a_d_that_never_comes_leaves_p_to_its_lease_and_is_told_when_it_does(short: Legs) -> None:
+    ticket = short.ticket()
+    short.compute(ticket)
+    short.freed_p()
+    short.begin(ticket)
+    assert "the prefill's lease ran out before" in short.failure()
+
+
+def test_a_d_that_dies_after_it_registered_leaves_nothing_behind(short: Legs) -> None:
+    ticket = short.ticket()
+    short.begin(ticket)
+    short.registered()
+    short.d.shutdown()
+    short.compute(ticket)
+    step_until(lambda: P_ID in short.p.seen.finished_sending, short.p)
+
+
+def test_push_and_pull_do_not_pair() -> None:
+    network = MemoryNetwork()
+    p, d = push_side("p", network), EngineSide("d", network)
+    request = EngineRequest("r", TOKENS, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
+    d.scheduler.on_new_request(request)
+    d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 10)
+    step_until(lambda: "r" in d.seen.failed_recving, p, d)
+    assert "transfer_mode: ours 'pull', theirs 'push'" in d.seen.failure_reasons["r"]
+    closed(p, d)
+
+
+def test_the_choices_of_one_client_share_a_prefill(legs: Legs) -> None:
+    ticket = legs.ticket()
+    first, second = legs.begin(ticket), legs.arrive(ticket, name="cmpl-x-1-dddddddd")
+    assert legs.d.scheduler.get_num_new_matched_tokens(second, 0) == (None, False)
+    legs.until("num_registrations", 2)
+    legs.compute(ticket)
+    step_until(lambda: D_ID in legs.d.seen.finished_recving, legs.p, legs.d)
+    assert legs.has_arrived([1, 2, 3], [5, 6, 7])
+    assert P_ID not in legs.p.seen.finished_sending
+    assert legs.d.scheduler.get_num_new_matched_tokens(second, 8) == (0, False)
+    legs.d.scheduler.update_state_after_alloc(second, Blocks(([1, 2, 4],)), 0)
+    legs.end()
+    assert first.request_id == D_ID

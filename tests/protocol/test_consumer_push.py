@@ -1,0 +1,290 @@
+"""A consumer whose ticket comes later: it registers, waits for the offer, and from then on it is a reader like any other."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, sent, ticket
+
+from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.protocol.actions import Action, StartRead, StopRead
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.fingerprints import Fingerprint, fingerprint
+from kvferry.protocol.messages import (
+    Attach,
+    Confirm,
+    Confirmed,
+    Detach,
+    Heartbeat,
+    HeartbeatReply,
+    PushCancel,
+    PushRegistration,
+    PushWithdrawal,
+    Refused,
+)
+from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.tickets import Ticket
+from kvferry.types import Address, EngineLife, RequestId
+
+READER = "d/r1/0"
+OWN = Address("d-host", 5700)
+REGISTRATION = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0, "h1", "PT")
+CANCEL = PushCancel("e1", READER, "r1", "d", "h1", "PT")
+
+
+def expect(consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0) -> None:
+    invitation = Invitation("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
+    consumer.expect(request, EngineLife(PEER.engine, PEER.epoch), Address("p-host", 5600), 1, invitation, now)
+
+
+def offer(consumer: Consumer, offered: Ticket, text: str, now: float, reader: str = READER, ready: int = 8) -> None:
+    consumer.offered(CONTROL, reader, offered, text, ready, now)
+
+
+def registered(consumer: Consumer) -> list[Action]:
+    expect(consumer)
+    return connect(consumer)
+
+
+def test_the_whole_way_from_registration_to_confirmation() -> None:
+    consumer = make_consumer()
+    assert sent(registered(consumer), PushRegistration) == [REGISTRATION]
+    consumer.start(R1, [[5, 6]], range(4, 8), now=1)
+    assert consumer.take_actions() == []
+    offer(consumer, ticket(), "T1", now=2)
+    actions = consumer.take_actions()
+    assert sent(actions, Attach) == [Attach("T1", READER, "memory")]
+    [read] = of(actions, StartRead)
+    assert isinstance(read, StartRead)
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
+    consumer.read_ended(R1, PEER, None, now=3)
+    assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
+    consumer.receive(CONTROL, Confirmed("a", READER), now=4)
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4), PullFinished(R1)]
+    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+
+
+def test_a_request_is_registered_and_attached_long_before_it_has_blocks() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    offer(consumer, ticket(), "T1", now=1)
+    assert sent(consumer.take_actions(), Attach)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=50)
+    assert of(consumer.take_actions(), StartRead)
+
+
+def test_heartbeats_renew_the_registration_and_then_the_lease_by_its_own_name() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    consumer.advance(now=5)
+    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, [READER])]
+    consumer.receive(CONTROL, HeartbeatReply("e1", 1, []), now=5)
+    offer(consumer, ticket(), "T1", now=6)
+    consumer.take_actions()
+    consumer.advance(now=11)
+    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
+    consumer.receive(CONTROL, HeartbeatReply("e1", 1, [READER]), now=11)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=12)
+    assert of(consumer.take_actions(), StartRead), "that the registration is gone says nothing of the lease"
+
+
+def test_a_producer_that_stops_answering_while_we_wait_fails_the_request() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.advance(now=5)
+    consumer.advance(now=20)
+    assert failures(consumer) == ["the producer no longer answers heartbeats"]
+
+
+def test_a_registration_that_the_producer_has_forgotten_fails_the_request() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.advance(now=5)
+    consumer.receive(CONTROL, HeartbeatReply("e1", 1, [READER]), now=5)
+    assert failures(consumer) == ["the producer has forgotten the registration"]
+
+
+def test_a_refused_registration_fails_the_request_with_the_reason() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.receive(CONTROL, Refused("", READER, "the prefill was aborted"), now=1)
+    assert failures(consumer) == ["the producer refused: the prefill was aborted"]
+    assert consumer.num_pulls == 0
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_an_abort_before_the_offer_frees_at_once_and_tells_the_producer(has_blocks: bool) -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    if has_blocks:
+        consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    consumer.abort(R1, now=1)
+    assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
+    assert failures(consumer) == ["the request was aborted"] * has_blocks
+    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+    offer(consumer, ticket(), "T1", now=2)
+    assert consumer.take_actions() == []
+
+
+def test_a_full_local_hit_releases_the_producer_at_once_also_before_the_handshake_is_over() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    consumer.settle(R1, now=1)
+    assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
+    consumer = make_consumer()
+    expect(consumer)
+    consumer.settle(R1, now=0)
+    actions = connect(consumer)
+    assert sent(actions, PushCancel) == [CANCEL]
+    assert sent(actions, PushRegistration) == []
+
+
+def test_an_abort_after_the_offer_detaches() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    offer(consumer, ticket(), "T1", now=1)
+    consumer.take_actions()
+    consumer.abort(R1, now=2)
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", READER)]
+
+
+def test_the_wait_for_the_offer_has_a_deadline_of_its_own_and_the_rest_another() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    answer_heartbeats(consumer, until=479)
+    assert failures(consumer) == []
+    consumer.advance(now=480)
+    assert failures(consumer) == ["the prefill side had nothing to hand over within 480 s"]
+    expect(consumer, now=480)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=480)
+    offer(consumer, ticket(), "T1", now=900)
+    consumer.read_ended(R1, PEER, None, now=901)
+    assert failures(consumer) == []
+
+
+def answer_heartbeats(consumer: Consumer, until: int) -> None:
+    for second in range(until):
+        consumer.advance(now=second)
+        for beat in sent(consumer.take_actions(), Heartbeat):
+            assert isinstance(beat, Heartbeat)
+            consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now=second)
+
+
+@pytest.mark.parametrize(("prompt", "end", "shared"), [([*range(7), 99], 8, 4), ([99, *range(1, 8)], 8, 0), (list(range(12)), 12, 8)])
+def test_the_kv_of_another_prompt_is_never_read(prompt: list[int], end: int, shared: int) -> None:
+    consumer = make_consumer()
+    expect(consumer, tokens=fingerprint(prompt, 4, ""))
+    connect(consumer)
+    consumer.start(R1, [[5, 6, 7]], range(0, end), now=0)
+    offer(consumer, ticket(), "T1", now=1)
+    assert failures(consumer) == [f"the prefill was of another prompt: {shared} tokens are known to be the same, {end} are needed"]
+    assert of(consumer.take_actions(), StartRead) == []
+
+
+def test_an_offer_of_another_life_or_to_somebody_else_changes_nothing() -> None:
+    consumer = make_consumer()
+    registered(consumer)
+    offer(consumer, ticket(epoch="e2"), "T1", now=1)
+    offer(consumer, ticket(), "T1", now=1, reader="d/other/0")
+    assert consumer.take_actions() == []
+    offer(consumer, ticket(), "T1", now=2)
+    offer(consumer, ticket("b", 2), "T2", now=3)
+    assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
+
+
+class PushMachine(RuleBasedStateMachine):
+    """Whatever comes in whatever order: every request with blocks ends exactly once, and never while a read may write into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.consumer = make_consumer()
+        self.now = 0.0
+        self.open_reads: set[RequestId] = set()
+        self.with_blocks: set[RequestId] = set()
+        self.ended: set[RequestId] = set()
+        self.begun: set[RequestId] = set()
+        expect(self.consumer, RequestId("first"))
+        connect(self.consumer)
+        self.consumer.settle(RequestId("first"), 0)
+
+    @rule(request=st.sampled_from([R1, R2]))
+    def expects(self, request: RequestId) -> None:
+        if request not in self.begun:
+            self.begun.add(request)
+            expect(self.consumer, request, now=self.now)
+
+    @rule(request=st.sampled_from([R1, R2]))
+    def starts(self, request: RequestId) -> None:
+        if request in self.begun and request not in self.with_blocks | self.ended:
+            self.with_blocks.add(request)
+            self.consumer.start(request, [[5, 6]], range(0, 8), self.now)
+
+    @rule(request=st.sampled_from([R1, R2]), serial=st.integers(1, 3), ready=st.sampled_from([0, 4, 8]))
+    def offers(self, request: RequestId, serial: int, ready: int) -> None:
+        offer(self.consumer, ticket("a", serial), "T", self.now, f"d/{request}/0", ready)
+
+    @rule(request=st.sampled_from([R1, R2]), serial=st.integers(1, 3))
+    def withdraws(self, request: RequestId, serial: int) -> None:
+        self.consumer.receive(CONTROL, PushWithdrawal(f"d/{request}/0", serial), self.now)
+
+    @rule(request=st.sampled_from([R1, R2]), is_ok=st.booleans())
+    def read_ends(self, request: RequestId, is_ok: bool) -> None:
+        if request in self.open_reads:
+            self.open_reads.discard(request)
+            self.consumer.read_ended(request, PEER, None if is_ok else "broken", self.now)
+
+    @rule(request=st.sampled_from([R1, R2]), lease=st.sampled_from(["a", "b"]))
+    def confirms(self, request: RequestId, lease: str) -> None:
+        self.consumer.receive(CONTROL, Confirmed(lease, f"d/{request}/0"), self.now)
+
+    @rule(request=st.sampled_from([R1, R2]))
+    def refuses(self, request: RequestId) -> None:
+        self.consumer.receive(CONTROL, Refused("", f"d/{request}/0", "no"), self.now)
+
+    @rule(request=st.sampled_from([R1, R2]))
+    def aborts(self, request: RequestId) -> None:
+        self.consumer.abort(request, self.now)
+        if request not in self.with_blocks:
+            self.ended.add(request)
+
+    @rule(request=st.sampled_from([R1, R2]))
+    def settles(self, request: RequestId) -> None:
+        if request in self.begun and request not in self.with_blocks:
+            self.consumer.settle(request, self.now)
+            self.ended.add(request)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 40.0, 500.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.consumer.advance(self.now)
+
+    @invariant()
+    def ends_are_right(self) -> None:
+        for action in self.consumer.take_actions():
+            if isinstance(action, StartRead):
+                self.open_reads.add(action.request)
+            assert not isinstance(action, StopRead) or action.request in self.open_reads
+        for event in self.consumer.take_events():
+            if isinstance(event, PullFinished | PullFailed):
+                assert event.request in self.with_blocks - self.ended, "ended twice, or without blocks"
+                assert event.request not in self.open_reads, "its blocks may still be written"
+                self.ended.add(event.request)
+            elif isinstance(event, PullGivenUp):
+                assert event.request in self.open_reads
+
+    def teardown(self) -> None:
+        self.ends_are_right()
+        for request in (R1, R2):
+            self.consumer.abort(request, self.now)
+            if request in self.open_reads:
+                self.open_reads.discard(request)
+                self.consumer.read_ended(request, PEER, "cancelled", self.now)
+        self.ends_are_right()
+        assert self.with_blocks <= self.ended
+        assert self.consumer.num_pulls == 0
+
+
+TestPushMachine = PushMachine.TestCase

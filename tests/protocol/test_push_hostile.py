@@ -1,0 +1,112 @@
+"""Members that are broken or lie: they get nothing that is not theirs, kill nobody, and cannot fill a producer's memory."""
+
+import msgspec
+import pytest
+from tests.protocol.test_producer_push import (
+    KEY,
+    PUSH_KEY,
+    ROUTE,
+    TICKET,
+    A,
+    granted,
+    make_producer,
+    opened,
+    push_ticket,
+    registration,
+    said,
+)
+
+from kvferry.protocol import push_desk
+from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
+from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.push_desk import PushDesk
+from kvferry.types import EngineId, Epoch, RequestId, Route
+
+EVIL = Route(b"evil")
+
+
+def evil(reader: str, request: str, handover: str = "", shown: str = "") -> PushRegistration:
+    return PushRegistration("e1", reader, request, "evil", "h", 1, 1, 30.0, handover, shown)
+
+
+@pytest.mark.parametrize(
+    ("handover", "shown"),
+    [
+        ("", ""),
+        ("h1", ""),
+        ("h1", "forged"),
+        ("h1", TICKET),
+        ("h1", push_ticket("h2")),
+        ("h1", push_ticket("h1", engine="q")),
+        ("h1", push_ticket("h1", epoch="e0")),
+    ],
+)
+def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(handover: str, shown: str) -> None:
+    producer = granted(make_producer())
+    producer.receive(EVIL, evil("evil", "a", handover, shown), now=0)
+    [refused] = said(producer)
+    assert isinstance(refused, Refused)
+    producer.receive(EVIL, PushCancel("e1", "evil", "a", "evil", handover, shown), now=0)
+    assert (producer.take_ended(), producer.num_registrations) == ([], 0)
+    producer.receive(ROUTE, registration(), now=1)
+    assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
+
+
+@pytest.mark.parametrize(("matches_ids", "shown", "count"), [(True, push_ticket(), 1), (False, push_ticket(), 0), (True, "", 0)])
+def test_a_request_id_is_worth_something_only_where_that_is_allowed_and_with_a_ticket(matches_ids: bool, shown: str, count: int) -> None:
+    settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, matches_ids=matches_ids)
+    producer = Producer(settings, KEY, PUSH_KEY)
+    producer.grant(A, 1, 0)
+    producer.publish(A, "", TICKET, 8)
+    producer.receive(ROUTE, evil("d/a/0", "a", "h1" if shown else "", shown), now=0)
+    assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
+
+
+def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> None:
+    desk = PushDesk(30.0)
+    desk.cancel(PushCancel("e1", "d/x/0", "cmpl-x-0-11111111", "d", "h1"), now=0)
+    retry = RequestId("cmpl-x-0-33333333")
+    desk.publish(retry, "", "T", 8)
+    assert desk.take_unwanted() == [], "asked alone: its ticket goes another way"
+    desk.register(ROUTE, PushRegistration("e1", "d/y/0", "cmpl-x-0-44444444", "d", "h", 1, 1, 30.0, "h2"), now=0)
+    assert desk.take_replies() == []
+    desk.publish(RequestId("cmpl-x-0-55555555"), "h2", "mine", 8)
+    assert [reply.message for reply in desk.take_replies()] == [PushOffer("d/y/0", "mine", 8)]
+
+
+def test_a_reader_that_registers_for_two_requests_breaks_nothing() -> None:
+    desk = PushDesk(30.0)
+    desk.register(EVIL, evil("r", "q1"), now=0)
+    desk.register(EVIL, evil("r2", "a"), now=0)
+    desk.publish(A, "", "T", 4)
+    desk.register(EVIL, evil("r", "a"), now=0)
+    desk.withdraw(A, 1, now=1)
+    desk.advance(now=100)
+    assert desk.num_remembered == 0
+    desk.register(EVIL, evil("r", "q1"), now=100)
+    desk.take_replies()
+    desk.publish(RequestId("q1"), "", "T", 4)
+    assert [reply.message for reply in desk.take_replies()] == [PushOffer("r", "T", 4)]
+
+
+def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_desk, "MAX_READERS", 50)
+    producer = opened()
+    said(producer)
+    for number in range(100):
+        producer.receive(ROUTE, registration(f"x{number}"), now=0)
+    refused = [message for message in said(producer) if isinstance(message, Refused)]
+    assert (len(refused), refused[0].reason) == (51, "more than 50 readers are registered here")
+    producer.publish(A, "h1", TICKET, 8)
+    assert len(said(producer)) == 50
+    producer.withdraw(A, 1, now=1)
+    assert producer.num_registrations == 50
+
+
+def test_a_registration_without_heartbeats_is_forgotten_however_long_it_asked_for() -> None:
+    producer = make_producer()
+    producer.receive(ROUTE, msgspec.structs.replace(registration(), lease_s=1e6), now=0)
+    producer.advance(now=push_desk.MAX_LEASES_WAITED * 30 - 1)
+    assert producer.num_registrations == 1
+    producer.advance(now=push_desk.MAX_LEASES_WAITED * 30)
+    assert producer.num_registrations == 0

@@ -1,0 +1,63 @@
+"""What a router does for push, towards engines of this process: one push ticket for both legs, which start in whatever order."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tests.vllm.inside.engines import Engine, run_until
+
+from kvferry.config import ClusterSecret
+from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+
+__all__ = ["PUSH", "Legs", "push_ticket"]
+
+PUSH: dict[str, Any] = {"kv_connector": "NixlPushConnector"}
+
+
+@dataclass
+class Legs:
+    """P and D, and what a router has learnt of P from its first answer."""
+
+    p: Engine
+    d: Engine
+    source: dict[str, Any] = field(default_factory=dict)
+    _handovers: count = field(default_factory=count)  # type: ignore[type-arg]
+
+    def __post_init__(self) -> None:
+        self.source = self.p.prefill("asked first", [1, 2, 3])
+        assert self.source["transfer_mode"] == "push"
+        # As a router does whose client has left.
+        self.p.scheduler.connector._inner.request_abandoned("asked first")  # noqa: SLF001  vLLM has no such call
+        run_until(lambda: not self.p.remains(), self.p)
+
+    def ticket(self) -> str:
+        return push_ticket(self.source, f"handover {next(self._handovers)}")
+
+    def ask_p(self, name: str, tokens: Sequence[int] | None, ticket: str, **more: Any) -> None:
+        self.p.add(name, tokens, {"do_remote_decode": True, "push_ticket": ticket}, **{"max_tokens": 1, **more})
+
+    def ask_d(self, name: str, tokens: Sequence[int] | None, ticket: str, **more: Any) -> None:
+        self.d.add(name, tokens, {"do_remote_prefill": True, "push_ticket": ticket}, **more)
+
+    def registered(self, num: int = 1) -> None:
+        """D waits, and P knows."""
+        run_until(lambda: self.p.ferry.registrations == num, self.d)
+
+    def computed(self, name: str) -> None:
+        """P is through, and keeps the blocks for whoever comes."""
+        run_until(lambda: self.p.answers[name].finish is not None and self.p.ferry.leases > 0, self.p)
+
+
+def push_ticket(source: Mapping[str, Any], handover: str) -> str:
+    """`source`: what P's answer to an earlier request said."""
+    ticket = PushTicket(
+        handover=handover,
+        engine=source["remote_engine_id"],
+        epoch=source["remote_epoch"],
+        host=source["remote_host"],
+        port=source["remote_port"],
+        tp_size=source["tp_size"],
+    )
+    return PushTicketKey(ClusterSecret.load(os.environ).key).sign(ticket)
