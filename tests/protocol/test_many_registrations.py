@@ -2,6 +2,7 @@
 
 import gc
 
+from tests.protocol.caches import no_writers
 from tests.protocol.test_consumer import CONTROL, connect, make_consumer
 from tests.protocol.test_consumer_push import OWN
 
@@ -36,7 +37,7 @@ def num_objects() -> int:
 
 
 def test_a_producer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() -> None:
-    producer, held = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY), []
+    producer, held = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers()), []
     for number in range(1, COUNT + 1):
         now = number / PER_SECOND
         request, reader = RequestId(f"p{number}"), f"d/d{number}/0"
@@ -45,7 +46,7 @@ def test_a_producer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() 
         if number % 4 != 3:
             text = KEY.sign(ticket(number))
             producer.grant(request, number, now)
-            producer.publish(request, f"h{number}", text, 8)
+            producer.publish(request, f"h{number}", text, 8, now=0)
             if number % 4 != 1:
                 producer.receive(ROUTE, Attach(text, reader), now)
                 producer.receive(ROUTE, Confirm("e1", request, reader), now)

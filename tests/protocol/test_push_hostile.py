@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import (
     KEY,
     PUSH_KEY,
@@ -55,9 +56,9 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(ha
 @pytest.mark.parametrize(("matches_ids", "shown", "count"), [(True, push_ticket(), 1), (False, push_ticket(), 0), (True, "", 0)])
 def test_a_request_id_is_worth_something_only_where_that_is_allowed_and_with_a_ticket(matches_ids: bool, shown: str, count: int) -> None:
     settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, matches_ids=matches_ids)
-    producer = Producer(settings, KEY, PUSH_KEY)
+    producer = Producer(settings, KEY, PUSH_KEY, no_writers())
     producer.grant(A, 1, 0)
-    producer.publish(A, "", TICKET, 8)
+    producer.publish(A, "", TICKET, 8, now=0)
     producer.receive(ROUTE, evil("d/a/0", "a", "h1" if shown else "", shown), now=0)
     assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
 
@@ -97,7 +98,7 @@ def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(monk
         producer.receive(ROUTE, registration(f"x{number}"), now=0)
     refused = [message for message in said(producer) if isinstance(message, Refused)]
     assert (len(refused), refused[0].reason) == (51, "more than 50 readers are registered here")
-    producer.publish(A, "h1", TICKET, 8)
+    producer.publish(A, "h1", TICKET, 8, now=0)
     assert len(said(producer)) == 50
     producer.withdraw(A, 1, now=1)
     assert producer.num_registrations == 50

@@ -15,7 +15,7 @@ from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
 from kvferry.types import Address, EngineId, EngineLife, RequestId
 
-__all__ = ["Arrival", "Destination", "Invitation", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
+__all__ = ["Arrival", "Destination", "Invitation", "Loan", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
 
 
 @dataclass(slots=True)
@@ -82,6 +82,21 @@ class Outstanding:
     confirmations: set[int] = field(default_factory=set)
 
 
+@dataclass(slots=True)
+class Loan:
+    """Blocks that a producer may write into."""
+
+    number: int
+    plane: str
+    is_fenced: bool
+    """The plane ends it when it is told to."""
+    writers: set[int]
+    """Ranks of the producer that may still write."""
+    left_tokens: int = 0
+    early_bytes: int = 0
+    """How much was left, and had come, when the prefill was over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Invitation:
     """What a request has instead of a ticket while its KV is yet to be computed."""
@@ -132,6 +147,9 @@ class Pull:
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     arrival: Arrival = field(default_factory=Arrival)
+    loan: Loan | None = None
+    was_lent: bool = False
+    """It is not lent a second time: what could not be written is read."""
     broken: str = ""
     """What made a read fail on its own."""
     reason: str = ""
@@ -161,7 +179,7 @@ class Pull:
 
     def expects(self, ticket: Ticket) -> bool:
         """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
-        is_ours = self.origin.invitation is not None and self.is_attached
+        is_ours = self.origin.invitation is not None and self.is_attached and self.loan is None
         if (ticket.engine_id, ticket.epoch_id) != (self.life.engine, self.life.epoch) or not is_ours:
             return False
         return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial
