@@ -169,7 +169,7 @@ class WriteLease(msgspec.Struct, frozen=True):
     """Part of a registration: the producer may write this request's KV into these blocks of the consumer's, for as long as the
     registration is renewed, until it is revoked."""
 
-    number: Annotated[int, msgspec.Meta(ge=1, lt=1 << 63)]
+    number: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
     """The consumer's own, one for each lease it gives: its plane lets in what is written under it."""
     plane: Name
     tp_rank: Count
