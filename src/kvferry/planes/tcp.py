@@ -17,6 +17,7 @@ import numpy as np
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes import tcp_wire as wire
 from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.lending import no_fence
 from kvferry.planes.runs import batches, coalesce, concatenate
 from kvferry.planes.tcp_client import Batch, Dialler, Link, TcpTransfer, numeric_addresses
 from kvferry.planes.tcp_loop import Loop
@@ -85,8 +86,18 @@ class TcpDataPlane:
     def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
         return self._start(peer, pieces, wire.Operation.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
         return self._start(peer, pieces, wire.Operation.WRITE)
+
+    @property
+    def fences_writes(self) -> bool:
+        return False
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise no_fence(self.name)
+
+    def take_back(self, number: int) -> Handle:
+        raise no_fence(self.name)
 
     def poll(self) -> list[Completion]:
         failure = self._parts[0].failure if self._parts else None
