@@ -64,7 +64,7 @@ class Consumer:
         self._talk = ReaderTalk(
             EngineLife(settings.engine, settings.epoch or Epoch("")), self._peers, settings.registration_s, self._actions
         )
-        self._lending = Lending(settings.peers.geometry, settings.lends_by, settings.fenced, self._actions)
+        self._lending = Lending(settings.peers.geometry, settings.lends_by, settings.fenced, settings.registration_s, self._actions)
         self._sharers: list[PeerUser] = []
         self._events: list[Event] = []
 
@@ -205,7 +205,7 @@ class Consumer:
             if pull.state in _BEFORE_READING:
                 self._greet(pull, peer, now)
             elif pull.loan is not None and not pull.loan.is_fenced:
-                self._lending.take_back(pull, peer)
+                self._lending.take_back(pull, peer, now)
         # After the others have attached: a farewell settles the lease they may share.
         self._talk.say_late_farewells(peer)
         for user in self._sharers:
@@ -348,11 +348,10 @@ class Consumer:
 
     def _ask_back(self, pull: Pull, now: float) -> None:
         assert pull.loan is not None
-        self._lending.take_back(pull, self._peers.get(pull.life))
-        if pull.loan.is_fenced:
-            self._pulls.set_deadline(pull, None)
-        elif not pull.loan.writers:
+        if self._lending.take_back(pull, self._peers.get(pull.life), now):
             self.taken_back(pull.request, pull.loan.number, now)
+        elif pull.loan.is_fenced:
+            self._pulls.set_deadline(pull, None)
         else:
             self._pulls.set_deadline(pull, now + ASK_AGAIN_S)
             self._peers.ensure(pull.life, pull.origin.address, pull.origin.tp_size, now)

@@ -37,11 +37,11 @@ class ConsumerSettings:
                 return f"the prefill did not go on within {self.offer_timeout_s:g} s"
             case TransferState.MOVING if now < pull.to.give_up_at:
                 return f"the read did not end within {self.read_timeout_s:g} s"
-            case TransferState.FILLING:
-                return f"the prefill side wrote nothing more within {self.offer_timeout_s:g} s"
+            case TransferState.FILLING if pull.arrival.ready:
+                return f"the prefill did not go on within {self.offer_timeout_s:g} s"
             case TransferState.CONFIRMING if now < pull.to.give_up_at:
                 return f"the producer did not confirm the read within {self.confirm_timeout_s:g} s"
-            case TransferState.WAITING if not pull.is_offered:
+            case TransferState.WAITING | TransferState.FILLING if not pull.is_offered:
                 return f"the prefill side had nothing to hand over within {self.offer_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"

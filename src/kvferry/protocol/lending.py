@@ -2,7 +2,8 @@
 
 Blocks are lent where all ranks of the producer that a request goes to are reached by one plane that we may lend by. A plane with a fence
 lets in what is written under the lease's number and nothing else, and ends that for certain when it is told to. Without a fence only the
-producer itself can say that it writes no more: it is asked (`Revoke`), again and again, until it answers or another life of it does.
+producer itself can say that it writes no more: it is asked (`Revoke`), again and again, until it answers, or another life of it does. One
+that stays silent has stopped by itself when its lease was not renewed; it is given ten leases, for whatever may have held it up.
 """
 
 from collections.abc import Collection
@@ -18,6 +19,7 @@ from kvferry.protocol.pulls import Loan, Pull
 __all__ = ["ASK_AGAIN_S", "Lending"]
 
 ASK_AGAIN_S = 1.0
+LEASES_OF_GRACE = 10
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class Lending:
     geometry: Geometry
     planes: Collection[str]
     fenced: Collection[str]
+    lease_s: float
+    """How long a producer goes on writing without a heartbeat."""
     actions: list[Action]
     _last_number: int = field(default=0, init=False)
 
@@ -65,12 +69,15 @@ class Lending:
             tokens=invitation.tokens,
         )
 
-    def take_back(self, pull: Pull, peer: Peer | None) -> None:
-        """Have the producer write no more. `Loan.is_back` says when that is certain."""
+    def take_back(self, pull: Pull, peer: Peer | None, now: float) -> bool:
+        """Have the producer write no more. Whether that is certain already; where a plane has a fence, the plane says when it is."""
         loan = pull.loan
         assert loan is not None
+        if loan.back_at is None:
+            loan.back_at = now + (1 + LEASES_OF_GRACE) * self.lease_s
         if loan.is_fenced:
             self.actions.append(TakeBack(pull.request, loan.plane, loan.number))
         if peer is not None and peer.is_ready:
             message = Revoke(pull.life.epoch, pull.reader, loan.number)
             self.actions += [Send(peer.control_address(rank), message) for rank in loan.writers if rank in peer.visits]
+        return not loan.is_fenced and (not loan.writers or loan.back_at <= now)

@@ -92,6 +92,8 @@ class Loan:
     """The plane ends it when it is told to."""
     writers: set[int]
     """Ranks of the producer that may still write."""
+    back_at: float | None = None
+    """From when on nobody can be writing, whoever is silent; None: it is not being taken back."""
     left_tokens: int = 0
     early_bytes: int = 0
     """How much was left, and had come, when the prefill was over."""
