@@ -25,11 +25,11 @@ def no_fence(plane: str) -> LocalProtocolError:
 
 
 def not_lent(number: int) -> str:
-    return f"a write was refused: number {number} is not lent, or no longer"
+    return f"number {number} is not lent, or no longer"
 
 
 def leaves_lent(number: int) -> str:
-    return f"a write was refused: it leaves the blocks that were lent under number {number}"
+    return f"a write leaves the blocks that were lent under number {number}"
 
 
 def check_number(number: int) -> None:

@@ -130,9 +130,9 @@ class MemoryDataPlane:
             with self._lock:
                 lent = self._lent.get(number)
                 if lent is None:
-                    raise TransportError(not_lent(number))
+                    raise TransportError(f"a write was refused: {not_lent(number)}")
                 if lent is not checked and not lent.covers(addresses, sizes):
-                    raise TransportError(leaves_lent(number))
+                    raise TransportError(f"a write was refused: {leaves_lent(number)}")
                 checked = lent
                 moved = next(slices, None)
             if moved is None:

@@ -81,6 +81,11 @@ class Connection:
         if moved:
             self.last_moved = time.monotonic()
 
+    def go_over_to(self, talk: Talk) -> None:
+        """Break off what is being said, and say this. Not from within a talk. What was being filled is filled no further."""
+        self._talk.close()
+        self._talk, self._span = talk, next(talk)
+
     def _say(self) -> None:
         following = next(self._talk, None)
         if following is None:

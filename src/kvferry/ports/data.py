@@ -12,9 +12,10 @@ Contract, checked by `kvferry.testing.plane_conformance` on every implementation
 - `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`, once its memory here is no longer
   touched. What a failed write has sent may still arrive in the peer's memory: its owner must not use that before it knows better.
 - A plane that fences writes (`fences_writes`) is how an owner knows better. Peers write there only under a number that its owner has lent
-  with the blocks it is for; any other write ends at the writer as failed, with the reason, and nothing of it lands. The owner takes the
-  number back, and once `poll` has yielded that handle no byte lands under it, whatever the writer does and whether it lives.
-  A number is lent once: a late write under a number that was lent again would be let in.
+  with the blocks it is for; any other write ends at the writer as failed, with the reason, and nothing lands outside those blocks. That
+  costs the writer none of its other transfers. The owner takes the number back, and once `poll` has yielded that handle no byte lands
+  under it, whatever the writer does and whether it lives. A number is lent once: a late write under a number that was lent again would
+  be let in.
 - A peer that has died yields failed completions, never a crash or a hang. `disconnect` drops all that is held for it,
   and fails its transfers.
 - `close` is complete and idempotent: no mapping, handle, thread or file is left.
