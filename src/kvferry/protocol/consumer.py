@@ -148,7 +148,7 @@ class Consumer:
             if pull.origin.invitation is not None:
                 wanted = pull.to.tokens
                 num_left = wanted.stop - max(wanted.start, arrival.landed_until)
-                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left))
+                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left, arrival.landed_bytes))
         elif not arrival.is_complete:
             pull.to.give_up_at = arrival.grown_at + settings.offer_timeout_s
         if not pull.outstanding.reads and pull.state is not TransferState.CONFIRMING:
@@ -178,7 +178,7 @@ class Consumer:
             return
         pull.outstanding.reads.discard(peer_id.tp_rank)
         if error is None and not pull.outstanding.reads:
-            pull.arrival.landed_until = pull.arrival.read_until
+            pull.arrival.land()
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
@@ -292,7 +292,7 @@ class Consumer:
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
-        pull.arrival.read_until = tokens.stop
+        pull.arrival.post(tokens.stop, sum(part.total_bytes for pieces in plans.values() for part in pieces))
         pull.outstanding.reads = set(plans)
         self._talk.announce_read(pull, peer, list(plans), now)
         for rank, pieces in plans.items():
