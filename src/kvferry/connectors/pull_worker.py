@@ -178,7 +178,8 @@ class PullWorker:
             case HandshakeFailed(engine, reason):
                 self._stats.count("failed_handshakes")
                 _log.warning("peer lost peer=%s reason=%s", engine, reason)
-            case PrefillCompleted(_, num_tokens, num_left):
+            case PrefillCompleted(_, num_tokens, num_left, landed_bytes):
+                self._stats.count("pushed_bytes_early", landed_bytes)
                 if self._config.parallel.tp_rank == 0:
                     self._stats.count("pushed_tokens", num_tokens)
                     self._stats.count("pushed_tokens_left", num_left)

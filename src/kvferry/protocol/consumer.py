@@ -187,7 +187,7 @@ class Consumer:
             if pull.origin.invitation is not None:
                 wanted = pull.to.tokens
                 num_left = wanted.stop - max(wanted.start, arrival.landed_until)
-                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left))
+                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left, arrival.landed_bytes))
         elif not arrival.is_complete:
             pull.to.give_up_at = arrival.grown_at + settings.offer_timeout_s
         if not pull.outstanding.reads and pull.state is not TransferState.CONFIRMING:
@@ -221,7 +221,7 @@ class Consumer:
             return
         pull.outstanding.reads.discard(peer_id.tp_rank)
         if error is None and not pull.outstanding.reads:
-            pull.arrival.landed_until = pull.arrival.read_until
+            pull.arrival.land()
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
@@ -384,7 +384,7 @@ class Consumer:
         except RemoteProtocolError as error:
             self._meet(pull, _E.MOVE_FAILED, now, str(error))
             return
-        pull.arrival.read_until = tokens.stop
+        pull.arrival.post(tokens.stop, sum(part.total_bytes for pieces in plans.values() for part in pieces))
         pull.outstanding.reads = set(plans)
         self._talk.announce_read(pull, peer, list(plans), now)
         for rank, pieces in plans.items():
@@ -517,7 +517,7 @@ class Consumer:
                 loan.left_tokens = max(loan.left_tokens, message.left_tokens)
                 loan.early_bytes += message.early_bytes
                 if not loan.writers:
-                    self._events.append(PrefillCompleted(pull.request, len(pull.to.tokens), loan.left_tokens))
+                    self._events.append(PrefillCompleted(pull.request, len(pull.to.tokens), loan.left_tokens, loan.early_bytes))
                     self._meet(pull, _E.BYTES_MOVED, now, "")
             case Written() | Revoked():
                 loan.writers.discard(rank)

@@ -47,6 +47,8 @@ class Arrival:
     """So far it is here, or on its way."""
     landed_until: int = 0
     """So far it is here."""
+    posted_bytes: int = 0
+    landed_bytes: int = 0
     is_complete: bool = False
     """All that is wanted may be read."""
     last_serial: int = 0
@@ -65,6 +67,15 @@ class Arrival:
         if total > self.most:
             self.most, self.grown_at = total, now
         return True
+
+    def post(self, end: int, num_bytes: int) -> None:
+        """So many bytes more, which bring it up to this token, are on their way."""
+        self.read_until = end
+        self.posted_bytes += num_bytes
+
+    def land(self) -> None:
+        """All that was on its way is here."""
+        self.landed_until, self.landed_bytes = self.read_until, self.posted_bytes
 
     def begun_again(self, serial: int) -> "Arrival":
         """After what was offered with this serial was withdrawn."""
