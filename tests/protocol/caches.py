@@ -148,4 +148,4 @@ def no_writers() -> Writers:
     """Of a producer nobody lends blocks to."""
     geometry = Cache(Model(), Form(), 0).geometry
     settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
-    return Writers(EngineId("p"), geometry, PeerBook(settings, []), write_timeout_s=30, max_lease_s=120)
+    return Writers(EngineId("p"), PeerBook(settings, []), write_timeout_s=30, max_lease_s=120)

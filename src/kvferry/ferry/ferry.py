@@ -377,10 +377,9 @@ class Ferry:
 
 
 def _writers(settings: FerrySettings, consumer: Consumer) -> Writers:
-    producer, peers = settings.producer, settings.consumer.peers
+    producer = settings.producer
     writers = Writers(
         producer.engine,
-        peers.geometry,
         consumer.peers,
         write_timeout_s=settings.consumer.read_timeout_s,
         max_lease_s=MAX_LEASES_WAITED * producer.lease_ttl_s,

@@ -64,6 +64,8 @@ MAX_REGISTRATION_S = 1e6
 MAX_GROUPS = 1000
 MAX_TOKENS = 1 << 40
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+BlockNumber = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+"""-1: there is no block for these tokens."""
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -174,11 +176,12 @@ class WriteLease(msgspec.Struct, frozen=True):
     plane: Name
     tp_rank: Count
     """Of the consumer's worker whose blocks they are."""
-    local_block_ids: Annotated[list[list[int]], msgspec.Meta(max_length=MAX_GROUPS)]
+    local_block_ids: Annotated[list[list[BlockNumber]], msgspec.Meta(max_length=MAX_GROUPS)]
     """The consumer's: each group's table from token 0."""
     first_token: Count
     end_token: Count
-    needed_from: Annotated[list[int], msgspec.Meta(max_length=MAX_GROUPS)]
+    needed_from: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUPS)]
+    """By group: no token before this one is ever looked at; empty: all are."""
     tokens: Fingerprint
     """Of the consumer's prompt: no other prompt's KV is written."""
 

@@ -97,6 +97,11 @@ class PeerBook:
     def __len__(self) -> int:
         return len(self._peers)
 
+    @property
+    def geometry(self) -> Geometry:
+        """Our own."""
+        return self._settings.geometry
+
     def get(self, life: EngineLife) -> Peer | None:
         return self._peers.get(life)
 

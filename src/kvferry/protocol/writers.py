@@ -20,7 +20,6 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.fingerprints import shared_prefix
-from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteLease, Written
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook
 from kvferry.protocol.planning import Pieces, plan_read
@@ -93,7 +92,6 @@ class Writers:
     """`peers` is the book of all this ferry's peers; its owner tells us of those that are ready or lost."""
 
     engine: EngineId
-    geometry: Geometry
     peers: PeerBook
     write_timeout_s: float
     max_lease_s: float
@@ -128,8 +126,7 @@ class Writers:
             return
         life = EngineLife(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
         visit = self._visit(message)
-        is_ours = life.engine == self.engine
-        if not self.can_write or visit is None or is_ours or len(self._writings) >= MAX_WRITERS:
+        if not self.can_write or visit is None or life.engine == self.engine or len(self._writings) >= MAX_WRITERS:
             self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.number, "this producer cannot write there")))
             return
         names = (reader_name(life.engine, RequestId(message.request_id), rank) for rank in visit.visitors)
@@ -145,12 +142,16 @@ class Writers:
     def _visit(self, message: PushRegistration) -> Visit | None:
         """What this reader has of us, by the same rule by which it came here."""
         lease, tp_size = message.write, message.decode_tp_size
-        if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.geometry.total_kv_heads, tp_size):
+        if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.peers.geometry.total_kv_heads, tp_size):
+            return None
+        try:
+            lease.tokens.check()
+        except RemoteProtocolError:
             return None
         return self._visit_of(lease.tp_rank, tp_size)
 
     def _visit_of(self, rank: int, tp_size: int) -> Visit | None:
-        ours = self.geometry
+        ours = self.peers.geometry
         return next((each for each in visits(rank, tp_size, ours.tp_size, ours.total_kv_heads) if each.rank == ours.tp_rank), None)
 
     def has(self, reader: str) -> bool:
@@ -319,10 +320,12 @@ class Writers:
 
     def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Pieces]]:
         """What to write now; RemoteProtocolError where it cannot be."""
-        lease, ticket, ours = writing.lease, progress.ticket, self.geometry
+        lease, ticket, ours = writing.lease, progress.ticket, self.peers.geometry
         theirs = peer.geometries.get(lease.tp_rank)
         if theirs is None or peer.planes.get(lease.tp_rank) != lease.plane:
             raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.plane} from here")
+        if lease.needed_from and len(lease.needed_from) != len(lease.local_block_ids):
+            raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
         shared = shared_prefix(ticket.tokens, lease.tokens)
         if shared < lease.end_token:
             raise RemoteProtocolError(
