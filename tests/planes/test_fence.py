@@ -74,6 +74,27 @@ def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenc
         assert np.count_nonzero(side.memory == 5) == LARGE_BLOCKS * LARGE_BLOCK_BYTES
 
 
+def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with owner() as side, contextlib.closing(start_writer(side.plane.offer(), side.regions)) as writer:
+        files = len(os.listdir("/proc/self/fd"))
+        side.plane.lend(1, ALL)
+        side.plane.lend(2, ALL)
+        writer.write(1, ENDLESS)
+        until(side.memory.any)
+        assert len(os.listdir("/proc/self/fd")) > files
+        os.kill(writer.pid, signal.SIGSTOP)
+        try:
+            assert wait(side.plane, side.plane.take_back(1)).ok
+            monkeypatch.setattr(tcp_server, "STALL_TIMEOUT_S", 0.2)
+            until(lambda: len(os.listdir("/proc/self/fd")) <= files)
+            monkeypatch.undo()
+        finally:
+            os.kill(writer.pid, signal.SIGCONT)
+        assert "number 1 is not lent" in str(writer.how_it_ended())
+        writer.write(2, 1)
+        assert writer.how_it_ended() is None, "the writer had lost its peer"
+
+
 def test_a_writer_that_is_killed_amid_its_bytes_leaves_a_number_that_can_be_taken_back() -> None:
     with owner() as side, contextlib.closing(start_writer(side.plane.offer(), side.regions)) as writer:
         side.plane.lend(1, ALL)
@@ -128,9 +149,10 @@ def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(far: Memory, mo
         connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), number=LENT))
         sent = 0
         with contextlib.suppress(ConnectionError):
-            for sent in range(1000):
+            while sent < 1000:
                 connection.sendall(b"\x05" * tcp_server.SINK_BYTES)
-        assert sent < 999
+                sent += 1
+        assert sent < 1000
     assert np.all(far.bytes == 7)
 
 
