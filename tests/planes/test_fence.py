@@ -23,7 +23,7 @@ from kvferry.planes import tcp_wire as wire
 from kvferry.planes.faulty import FaultyDataPlane, parse_faults
 from kvferry.planes.lending import MAX_NUMBER, LentBlocks, LentTable
 from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
-from kvferry.ports.data import Pieces
+from kvferry.ports.data import Completion, DataPlane, Pieces
 from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION, SMALL_BLOCKS, Side
 from kvferry.types import Region
 
@@ -38,6 +38,17 @@ def until(is_reached: Callable[[], object]) -> None:
     while not is_reached():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def collect(plane: DataPlane, count: int) -> list[Completion]:
+    ended: list[Completion] = []
+
+    def is_all() -> bool:
+        ended.extend(plane.poll())
+        return len(ended) >= count
+
+    until(is_all)
+    return ended
 
 
 @contextlib.contextmanager
@@ -135,9 +146,7 @@ def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_t
             connection.sendall(request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), number=LENT) + b"\x05" * 100)
         until(lambda: np.count_nonzero(far.bytes == 5) == 200)
         handles = [far.plane.take_back(LENT) for _ in range(2)]
-        ended: list[int] = []
-        until(lambda: ended.extend(each.handle for each in far.plane.poll()) or len(ended) == len(handles))
-        assert ended == handles
+        assert [each.handle for each in collect(far.plane, 2)] == handles
         for connection in (first, second):
             assert_not_lent(receive_reply(connection))
     assert far.plane.poll_interval_s() is None
@@ -160,8 +169,7 @@ def test_a_refused_write_costs_the_other_transfers_of_its_peer_nothing(near: Mem
     near.plane.connect(PEER, far.plane.offer(), far.regions)
     refused = {near.plane.write(PEER, all_blocks(), number) for number in range(1, 9)}
     reads = {near.plane.read(PEER, all_blocks()) for _ in range(8)}
-    errors: dict[int, str | None] = {}
-    until(lambda: errors.update({each.handle: each.error for each in near.plane.poll()}) or len(errors) == 16)
+    errors = {each.handle: each.error for each in collect(near.plane, 16)}
     assert all("not lent" in str(errors[handle]) for handle in refused)
     assert {errors[handle] for handle in reads} == {None}
     assert wait(near.plane, near.plane.read(PEER, all_blocks())).ok, "the peer was given up"
@@ -244,7 +252,7 @@ def test_runs_are_covered_exactly_when_every_byte_is_in_a_lent_block(
     regions = tuple(
         Region(str(nth), nth * 25 + 7, size, size + gap, 5, group=group) for nth, (size, gap, group) in enumerate(shapes)
     )  # they overlap and interleave
-    lent = LentBlocks(regions, (np.unique(np.array(ids, np.int64)),))
+    lent = LentBlocks(regions, (tuple(ids),))
     allowed = {
         place
         for region in regions
