@@ -42,7 +42,7 @@ class LentBlocks:
     """Some blocks of some regions. Their ranges are computed when a write is first compared with them: many never are."""
 
     regions: tuple[Region, ...]
-    blocks: tuple[Numbers, ...]
+    blocks: tuple[tuple[int, ...], ...]
     """By group."""
 
     def covers(self, addresses: Numbers, sizes: Numbers) -> bool:
@@ -54,7 +54,8 @@ class LentBlocks:
     @cached_property
     def _ranges(self) -> tuple[Numbers, Numbers]:
         """Starts and ends, ascending; neighbours and overlapping ones as one."""
-        owned = [(region, self.blocks[region.group]) for region in self.regions if region.group < len(self.blocks)]
+        by_group = [np.array(ids, np.int64) for ids in self.blocks]
+        owned = [(region, by_group[region.group]) for region in self.regions if region.group < len(by_group)]
         first = [region.address + ids * region.stride_bytes for region, ids in owned]
         sizes = [np.full(len(ids), region.block_bytes, np.int64) for region, ids in owned]
         starts = np.concatenate([np.empty(0, np.int64), *first])
@@ -69,17 +70,23 @@ class LentBlocks:
 @dataclass(slots=True)
 class LentTable:
     regions: tuple[Region, ...]
-    _lent: dict[int, LentBlocks] = field(default_factory=dict)
+    _lent: dict[int, LentBlocks] = field(default_factory=dict, init=False)
+    _num_blocks: dict[int, int] = field(default_factory=dict, init=False)
+    """By group: those that every region of it has."""
+
+    def __post_init__(self) -> None:
+        for region in self.regions:
+            self._num_blocks[region.group] = min(region.num_blocks, self._num_blocks.get(region.group, region.num_blocks))
 
     def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
         check_number(number)
         if not number or number in self._lent:
             raise LocalProtocolError(f"number {number} cannot be lent: {'it means none' if not number else 'it is lent already'}")
-        ids = tuple(np.unique(np.array(group, np.int64)) for group in blocks)
-        for region in self.regions:
-            of_region = ids[region.group] if region.group < len(ids) else np.empty(0, np.int64)
-            if len(of_region) and not 0 <= int(of_region[0]) <= int(of_region[-1]) < region.num_blocks:
-                raise LocalProtocolError(f"blocks {of_region[0]} to {of_region[-1]} were to be lent; {region.name} has {region.num_blocks}")
+        ids = tuple(tuple(group) for group in blocks)
+        for group, num_blocks in self._num_blocks.items():
+            asked = ids[group] if group < len(ids) else ()
+            if asked and not 0 <= min(asked) <= max(asked) < num_blocks:
+                raise LocalProtocolError(f"blocks {min(asked)} to {max(asked)} of group {group} were to be lent; it has {num_blocks}")
         self._lent[number] = LentBlocks(self.regions, ids)
 
     def get(self, number: int) -> LentBlocks | None:

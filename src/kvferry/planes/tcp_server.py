@@ -42,6 +42,8 @@ class Server:
         self._ranges = ranges
         self._memory = memory
         self.fence = fence
+        self.sink = memoryview(bytearray(SINK_BYTES))
+        """For all who were turned away: nobody reads it."""
         self._known: set[_Served] = set()
         self._strangers: dict[_Served, None] = {}
         """In the order they came."""
@@ -125,9 +127,8 @@ class _Served(Writer):
 
     def _refuse_all(self, why: str) -> Talk:
         self.stream.send(wire.pack_reply(why, wire.Status.NOT_LENT))
-        sink = memoryview(bytearray(SINK_BYTES))
         for _ in range(MAX_SINKS):
-            yield Span([sink])
+            yield Span([self._server.sink])
 
     def _serve_one(self) -> Generator[Span, None, str]:
         """Why nothing more is received of this dialler; empty when it may go on."""
