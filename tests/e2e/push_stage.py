@@ -17,7 +17,7 @@ from tests.e2e.harness import Answer, Prompt, assert_quiescent
 from tests.e2e.hosts import Hosts, skip_unless_possible
 from tests.e2e.push_legs import Legs, Shape, count_now
 
-__all__ = ["LONG", "Midway", "Stage"]
+__all__ = ["EXTRA", "LONG", "Midway", "Stage"]
 
 LONG = 600
 """Tokens, 4 KiB each: many chunks, and several seconds at the rate below."""
@@ -28,12 +28,12 @@ MOMENT_S = 0.01
 PATIENCE_S = 60.0
 ATTEMPTS = 5
 EXTRA = {
-    "kv_lease_duration": 4,
+    "kv_lease_duration": 6,
     "handshake_timeout": 2,
     "confirm_timeout": 2,
     "read_timeout": 12,
     "receive_timeout": 25,
-    "push_registration_timeout": 15,
+    "push_registration_timeout": 10,
 }
 
 
