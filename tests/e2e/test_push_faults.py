@@ -1,4 +1,4 @@
-"""Push when something is late, leaves, stops or dies: right tokens or a clear error, every block comes back, nobody else's tokens are wrong.
+"""Push when something is late, leaves, stops or dies: right tokens or a clear error, every block comes back, no other's tokens are wrong.
 
 Right after whatever happens in the middle of a transfer, canaries take every block of both D, and hold them while P, where it still lives,
 comes back. Both failure policies at once: two D, one of each, share one prefill.
