@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import aiohttp
-from tests.e2e.handovers import assert_ended_well, count
+from tests.e2e.handovers import FINISHED, assert_ended_well, count, fresh
 from tests.e2e.harness import HERE, Answer, Cluster, Engine, Host, Prompt, Starting, ask, new_session, prefill, until
 
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
@@ -108,6 +108,17 @@ class Legs:
         ticket = self.ticket()
         _, answer = await asyncio.gather(self.prefill_leg(session, prompt, ticket), self.decode_leg(session, d, prompt, ticket))
         return answer
+
+    async def assert_recovers(self, session: aiohttp.ClientSession, d: Engine, plain: Engine) -> None:
+        """Nothing is restarted: sooner or later a request's KV comes over again, and every answer on the way is right or an error."""
+
+        async def comes_over() -> bool:
+            prompt, before = fresh(), await count(session, d, FINISHED)
+            answer, right = await self.hand_over(session, d, prompt), await ask(session, plain, prompt)
+            assert not answer.is_ok or answer == right, (answer, right)
+            return answer.is_ok and await count(session, d, FINISHED) > before
+
+        await until("KV comes over again", comes_over)
 
     async def until_registered(self, session: aiohttp.ClientSession, num_registered: int) -> None:
         async def is_so() -> bool:

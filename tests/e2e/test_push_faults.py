@@ -44,9 +44,7 @@ def play(story: Story, stage: Stage, plain: Engine) -> None:
             await story(session)
             await stage.settle(session)
             for d in stage.legs.decoders.values():
-                prompt, before = fresh(), await count(session, d, FINISHED)
-                assert await stage.legs.hand_over(session, d, prompt) == await ask(session, plain, prompt)
-                assert await count(session, d, FINISHED) == before + 1
+                await stage.legs.assert_recovers(session, d, plain)
             await stage.settle(session)
 
     try:
