@@ -12,6 +12,7 @@ import aiohttp
 from tests.e2e.handovers import FINISHED, assert_ended_well, count, fresh
 from tests.e2e.harness import HERE, Answer, Cluster, Engine, Host, Prompt, Starting, ask, new_session, prefill, until
 
+from kvferry.errors import KVFerryError
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 
 __all__ = ["EXPIRED", "Legs", "Shape", "assert_all_ended_well", "count_now"]
@@ -89,6 +90,12 @@ class Legs:
         self.cluster.dismiss(self.p.process)
         self.p = self.shape.start_p(self.cluster, self.p.address.port).ready()
         self.coordinates = await coordinates(self.p)
+
+    async def replace_p_if_dead(self) -> None:
+        try:
+            self.p.process.check_alive()
+        except KVFerryError:
+            await self.replace_p()
 
     def replace_d(self, policy: str) -> None:
         self.cluster.dismiss(self.decoders[policy].process)

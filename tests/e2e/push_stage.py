@@ -6,7 +6,7 @@ Over planes of one host P is let run for a moment at a time, so that its chunks 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,15 +65,18 @@ class Stage:
     @classmethod
     @contextmanager
     def opened(cls, plane: str, directory: Path, model: Path) -> Iterator["Stage"]:
-        """On one host, but for the plane that is made for more than one."""
-        with ExitStack() as stack:
-            shape = Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL)
-            hosts = None
-            if plane == "tcp":
-                skip_unless_possible()
-                hosts = stack.enter_context(Hosts.opened(3))
-                shape = Shape(shape.extra, shape.p_flags, shape.d_flags, hosts.members)
-            yield cls(stack.enter_context(Legs.opened(directory, model, shape)), plane, hosts)
+        """On one host."""
+        with Legs.opened(directory, model, Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL)) as legs:
+            yield cls(legs, plane, None)
+
+    @classmethod
+    @contextmanager
+    def between_hosts(cls, plane: str, directory: Path, model: Path) -> Iterator["Stage"]:
+        skip_unless_possible()
+        with Hosts.opened(3) as hosts:
+            shape = Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL, hosts.members)
+            with Legs.opened(directory, model, shape) as legs:
+                yield cls(legs, plane, hosts)
 
     def stop_p(self) -> None:
         self.legs.p.pause()

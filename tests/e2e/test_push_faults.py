@@ -32,7 +32,8 @@ def canaries(plain: Engine) -> Canaries:
 
 @pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stage]:
-    with Stage.opened(request.param, tmp_path_factory.mktemp("stage"), model) as made:
+    open_stage = Stage.between_hosts if request.param == "tcp" else Stage.opened
+    with open_stage(request.param, tmp_path_factory.mktemp("stage"), model) as made:
         yield made
 
 
@@ -194,14 +195,28 @@ def test_a_p_that_stops_for_a_moment_costs_nothing(stage: Stage, plain: Engine) 
 
 
 def test_a_p_that_stops_for_long_writes_into_nobodys_blocks_when_it_goes_on(stage: Stage, plain: Engine, canaries: Canaries) -> None:
-    async def story(session: aiohttp.ClientSession) -> None:
-        async with stage.midway(session) as begun:
-            await assert_all_ended_well(begun.decoding, await ask(session, plain, begun.prompt), *SILENCE)
-            async with canaries.fill(session, *stage.legs.decoders.values()):
-                stage.continue_p()
-                await asyncio.gather(begun.prefilling, return_exceptions=True)
+    play(lambda session: stop_for_long(session, stage, plain, canaries), stage, plain)
 
-    play(story, stage, plain)
+
+async def stop_for_long(session: aiohttp.ClientSession, stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async with stage.midway(session) as begun:
+        await assert_all_ended_well(begun.decoding, await ask(session, plain, begun.prompt), *SILENCE)
+        async with canaries.fill(session, *stage.legs.decoders.values()):
+            stage.continue_p()
+            await asyncio.gather(begun.prefilling, return_exceptions=True)
+
+
+def test_what_nixl_still_sends_between_hosts_when_p_goes_on_reaches_nobodys_blocks(
+    tmp_path: Path, model: Path, plain: Engine, canaries: Canaries
+) -> None:
+    """UCX may end P when it goes on (docs/faults.md). It is then started again."""
+    with Stage.between_hosts("nixl", tmp_path, model) as stage:
+
+        async def story(session: aiohttp.ClientSession) -> None:
+            await stop_for_long(session, stage, plain, canaries)
+            await stage.legs.replace_p_if_dead()
+
+        play(story, stage, plain)
 
 
 def test_a_p_that_is_killed_is_replaced_by_its_next_life(stage: Stage, plain: Engine, canaries: Canaries) -> None:
