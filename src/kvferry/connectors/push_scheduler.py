@@ -100,7 +100,8 @@ class PushScheduler(PullScheduler):
     # -- producer --------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> PullMetadata:
-        for stream in self._streams.take_preempted():
+        slices = tuple(slices)
+        for stream in self._streams.take_preempted(slices, self._cache.groups):
             self._commands.append(Withdraw(RequestId(stream.request.request_id), stream.serial))
             stream.serial = stream.num_published = 0
         for advance in self._streams.advances(slices):
