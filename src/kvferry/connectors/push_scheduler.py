@@ -52,7 +52,7 @@ class PushScheduler(PullScheduler):
 
     def _take(self, request: Request, asked: PullFromPeer) -> None:
         if asked.push_ticket is None:
-            super()._take(request, asked)
+            self._take_ticket(request, asked.ticket)
             return
         try:
             ticket = self._push_key.open(asked.push_ticket)
