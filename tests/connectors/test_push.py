@@ -106,15 +106,6 @@ def legs() -> Iterator[Legs]:
 
 
 @pytest.fixture
-def by_id() -> Iterator[Legs]:
-    """P offers what came without a push ticket to whoever has the same request id."""
-    network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=600, push_match_by_id=True) for name in ("p", "d"))
-    yield legs_between(p, d)
-    closed(p, d)
-
-
-@pytest.fixture
 def short() -> Iterator[Legs]:
     """With leases and deadlines that a test can wait for."""
     network = MemoryNetwork()
@@ -219,21 +210,6 @@ def test_the_kv_of_another_prompt_is_refused_and_p_is_freed(legs: Legs) -> None:
     legs.freed_p()
     assert "another prompt: 8 tokens are known to be the same, 10 are needed" in legs.failure()
     assert legs.has_arrived([], [])
-
-
-def test_legs_without_a_common_ticket_are_matched_by_their_ids_where_that_is_allowed(by_id: Legs) -> None:
-    by_id.begin(by_id.ticket())
-    by_id.compute(None)
-    by_id.end()
-    assert by_id.has_arrived([1, 2, 3], [5, 6, 7])
-
-
-def test_two_prefills_of_one_id_are_an_error_and_not_a_guess(by_id: Legs) -> None:
-    by_id.compute(None, name="cmpl-x-0-aaaaaaaa")
-    by_id.compute(None, name="cmpl-x-0-bbbbbbbb")
-    by_id.p.step()
-    by_id.begin(by_id.ticket())
-    assert "2 prefills match this request" in by_id.failure()
 
 
 def test_a_prefill_that_came_alone_is_not_for_whoever_has_the_same_id(legs: Legs) -> None:

@@ -65,7 +65,7 @@ class ProducerLife:
 
     def __post_init__(self) -> None:
         settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5)
-        self.producer = Producer(replace(settings, matches_ids=not self.is_honest), KEY, PUSH_KEY)
+        self.producer = Producer(replace(settings, peers=frozenset() if self.is_honest else frozenset({"h:1"})), KEY, PUSH_KEY)
 
     def publish(self, request: RequestId, ready: int) -> None:
         prefill = self.prefills[request]

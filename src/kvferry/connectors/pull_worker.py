@@ -207,7 +207,7 @@ def ferry_settings(
             extra.lease_extension_s,
             extra.grant_wait,
             is_staged,
-            extra.push_match_by_id,
+            frozenset(extra.peers),
         ),
         ConsumerSettings(
             engine,
