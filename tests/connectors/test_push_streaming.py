@@ -140,6 +140,26 @@ def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_fir
     assert legs.has_arrived([1, 2, 3], [10, 11, 12])
 
 
+def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(legs: Legs) -> None:
+    """Its engine found all it had computed in its prefix cache, so nothing but the block ids tells."""
+    ticket, counted = legs.ticket(), Counted(legs)
+    legs.begin(ticket)
+    legs.registered()
+    prefill = Prefill(legs, ticket)
+    prefill.goes_on(8)
+    counted.until(blocks=2)
+    for array in legs.p.memory.values():
+        array[[5, 6, 7]] = 255
+    prefill.blocks = (10, 11, 12)
+    prefill.goes_on(8)
+    counted.until(blocks=4)
+    prefill.ends()
+    legs.end()
+    assert counted.look() == 5 * BLOCK_BYTES
+    assert legs.d.seen.failed_recving == set()
+    assert legs.has_arrived([1, 2, 3], [10, 11, 12])
+
+
 def test_a_prefill_that_is_aborted_halfway_fails_d_with_the_reason(legs: Legs) -> None:
     ticket, counted = legs.ticket(), Counted(legs)
     legs.begin(ticket)

@@ -25,7 +25,7 @@ class Pushing:
     router: Engine
 
     async def moved(self, session: Any) -> tuple[float, float, float]:
-        """Bytes by the plane, transfers that ended well, and those that did not. Over tcp P writes into what D has lent, elsewhere D reads."""
+        """Bytes by the plane, transfers that ended well, and those that did not. Over tcp P writes, elsewhere D reads."""
         seen, mover = await metrics(session, self.d), await metrics(session, self.p if self.plane == "tcp" else self.d)
         ended = seen.get("kvferry:finished_pulls_total", 0), seen.get("kvferry:failed_pulls_total", 0)
         return mover.get(f"kvferry:transfer_bytes_total/{self.plane}", 0), *ended

@@ -170,11 +170,12 @@ def test_words_about_another_loan_or_from_somebody_else_are_ignored(what: str) -
     consumer = lender()
     consumer.take_actions()
     for address, number in ((CONTROL, 2), ("tcp://elsewhere:1", 1)):
-        message = {
+        messages: dict[str, Written | WriteFailed | Revoked] = {
             "written": Written(READER, number, 8, is_last=True),
             "failed": WriteFailed(READER, number, "no"),
             "revoked": Revoked(READER, number),
-        }[what]
+        }
+        message = messages[what]
         consumer.receive(address, message, now=2)
     assert (consumer.take_actions(), consumer.take_events()) == ([], [])
 

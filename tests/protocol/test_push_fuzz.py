@@ -66,7 +66,9 @@ class ProducerLife:
 
     def __post_init__(self) -> None:
         settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5)
-        self.producer = Producer(replace(settings, matches_ids=not self.is_honest), KEY, PUSH_KEY, no_writers())
+        self.producer = Producer(
+            replace(settings, peers=frozenset() if self.is_honest else frozenset({"h:1"})), KEY, PUSH_KEY, no_writers()
+        )
 
     def publish(self, request: RequestId, ready: int) -> None:
         prefill = self.prefills[request]

@@ -96,12 +96,11 @@ class NixlExtraConfig(ExtraConfig):
     """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at the end."""
     push_write: Text = "fenced"
     """In push: when P writes into D's blocks, instead of D reading P's: fenced (where D itself can end it: over tcp), always, never."""
-    push_match_by_id: Flag = False
-    """In push: a request of D may have, by its request id, a prefill that came to P without a push ticket; clients choose request ids."""
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, nixl, tcp; empty: all that work here."""
     peers: Texts = ()
-    """No effect yet: addresses (host:port) that may be dialled without a ticket of ours, for push behind a foreign router."""
+    """In push behind a router that signs nothing: side channels (host:port) of engines that are believed without a ticket (on D of its P's,
+    on P of its D's); the two legs then meet by their request id."""
     force_host_buffer: Flag = False
     """Stage KV in host memory as with `kv_buffer_device: cpu`, also where the cache is host memory itself; for tests."""
     handshake_timeout: Seconds = 5.0

@@ -47,11 +47,10 @@ _log = logging.getLogger(__name__)
 
 
 class PullWorker:
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig, transfer_mode: str = "pull") -> None:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
-        self._transfer_mode = transfer_mode
         self._thread: FerryThread | None = None
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
@@ -66,7 +65,7 @@ class PullWorker:
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob, o.near) for o in (plane.offer() for plane in planes))
-        factors = compatibility_factors(self._config, self._cache, self._transfer_mode)
+        factors = compatibility_factors(self._config, self._cache)
         is_staged = self._mirror is not None
         layout = encode_layout(_layout(geometry, control, offers, is_staged))
         self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, is_staged)
@@ -210,7 +209,7 @@ def ferry_settings(
             extra.lease_extension_s,
             extra.grant_wait,
             is_staged,
-            extra.push_match_by_id,
+            frozenset(extra.peers),
         ),
         ConsumerSettings(
             engine,

@@ -16,6 +16,7 @@ from kvferry.ferry.commands import (
     Close,
     Command,
     Expect,
+    ExpectFrom,
     Grant,
     HandBack,
     OfConsumer,
@@ -70,12 +71,14 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
+from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.pulls import Invitation
 from kvferry.protocol.push_desk import MAX_LEASES_WAITED
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
 from kvferry.protocol.writers import Writers
+from kvferry.types import EngineId, EngineLife
 
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
@@ -255,6 +258,9 @@ class Ferry:
                 invited = self._push_key.open(text)
                 invitation = Invitation(invited.handover, tokens, own_address, text)
                 self._consumer.expect(request, invited.life, invited.address, invited.tp_size, invitation, now)
+            case ExpectFrom(request, engine, address, tp_size, tokens, own_address):
+                life = EngineLife(EngineId(engine), UNKNOWN_EPOCH)
+                self._consumer.expect(request, life, address, tp_size, Invitation("", tokens, own_address, ""), now)
             case Start(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
             case Settle(request):

@@ -99,6 +99,7 @@ class Consumer:
     def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._pulls.get(request) is not None:
             return
+        origin.life = self._peers.recognise(origin.life, origin.address)
         pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
         peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
@@ -142,7 +143,9 @@ class Consumer:
     def receive(self, address: str, message: OfProducer, now: float) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
-                self._lost(self._peers.receive(message, now), now)
+                lost = self._peers.receive(message, now)
+                self._follow_names(now)
+                self._lost(lost, now)
             case Ready():
                 self._receive_ready(address, message, now)
             case HeartbeatReply():
@@ -300,6 +303,18 @@ class Consumer:
                 self._start_again(pull, now)
             case state if state in FINAL:
                 self._end(pull)
+
+    def _follow_names(self, now: float) -> None:
+        """Producers that were known by their address only have said which life they are; perhaps one that we know well."""
+        for old, new in self._peers.take_renamed():
+            self._talk.rename(old, new)
+            peer = self._peers.get(new)
+            for pull in self._pulls.of_life(old):
+                self._pulls.move(pull, new)
+                if peer is not None and peer.is_ready and pull.state in _BEFORE_READING:
+                    self._greet(pull, peer, now)
+            if peer is not None and peer.is_ready:
+                self._talk.say_late_farewells(peer)
 
     def _greet(self, pull: Pull, peer: Peer, now: float) -> None:
         if pull.is_offered:

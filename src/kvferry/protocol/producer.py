@@ -46,7 +46,7 @@ from kvferry.protocol.push_desk import DeskReply, PushDesk
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.protocol.writers import Writers
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
 
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
@@ -63,8 +63,8 @@ class ProducerSettings:
     lease_extension_s: float
     grant_wait_s: float
     is_staged: bool = False
-    matches_ids: bool = False
-    """In push: a prefill without a push ticket is for whoever registers with the same request id. Clients choose those."""
+    peers: frozenset[str] = frozenset()
+    """In push: side channels (host:port) of consumers that may register without a push ticket, by a prefill's request id."""
 
 
 _END_REASONS = {
@@ -114,7 +114,7 @@ class Producer:
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._copies: dict[RequestId, _Copy] = {}
-        self._desk = PushDesk(settings.lease_ttl_s, settings.matches_ids)
+        self._desk = PushDesk(settings.lease_ttl_s)
         self._writers = writers
         self._actions: list[Expose] = []
         self._replies: list[Reply] = []
@@ -336,7 +336,7 @@ class Producer:
             self._collect(request)
 
     def _receive_push(self, route: Route, message: PushRegistration | PushCancel, now: float) -> None:
-        objection = self._objection_to(message)
+        objection = self._objection_to(message, now)
         if isinstance(message, PushRegistration):
             if objection is None:
                 self._writers.invite(route, message, now)
@@ -348,10 +348,12 @@ class Producer:
             self._desk.cancel(message, now)
         self._take_from_desk(now)
 
-    def _objection_to(self, message: PushRegistration | PushCancel) -> str | None:
+    def _objection_to(self, message: PushRegistration | PushCancel, now: float) -> str | None:
         """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
         if message.epoch != self._settings.epoch:
             return "the producer has restarted since the router chose it"
+        if not message.handover and not message.push_ticket:
+            return self._objection_without_ticket(message, now)
         try:
             ticket = self._push_key.open(message.push_ticket)
         except InvalidTicket as error:
@@ -368,6 +370,13 @@ class Producer:
                 self._collect(request)
             else:
                 self._writers.fail(reader, "the lease ended before all was written")
+
+    def _objection_without_ticket(self, message: PushRegistration | PushCancel, now: float) -> str | None:
+        """Behind a router that signs nothing. Whoever registered was believed then."""
+        if isinstance(message, PushCancel):
+            return None if self._desk.renew([message.reader], now) else "nobody has registered under that name"
+        address = str(Address(message.decode_host, message.decode_port))
+        return None if address in self._settings.peers else f"there is no push ticket, and {address} is not among this engine's `peers`"
 
     def _take_from_desk(self, now: float) -> None:
         for reply in self._desk.take_replies():

@@ -238,11 +238,20 @@ class PullTable:
 
     def remove(self, pull: Pull) -> None:
         del self._pulls[pull.request], self._by_reader[pull.reader]
+        self._leave_life(pull)
+        self._deadlines.drop(pull.request)
+
+    def _leave_life(self, pull: Pull) -> None:
         mates = self._by_life[pull.life]
         mates.discard(pull.request)
         if not mates:
             del self._by_life[pull.life]
-        self._deadlines.drop(pull.request)
+
+    def move(self, pull: Pull, life: EngineLife) -> None:
+        """Its producer was known by its address only, and has said which life it is."""
+        self._leave_life(pull)
+        pull.origin.life = life
+        self._by_life.setdefault(life, set()).add(pull.request)
 
     def set_deadline(self, pull: Pull, at: float | None) -> None:
         """One that is over has none."""

@@ -62,14 +62,12 @@ class _Prefill:
 class PushDesk:
     remember_s: float
     """How long an ending is remembered."""
-    matches_ids: bool = False
-    """A consumer with a push ticket may have, by its request's id, a prefill without one."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     """By reader."""
     _readers: dict[Claimant, list[str]] = field(default_factory=dict, init=False)
-    _wanted: Shelf[Claimant] = field(init=False)
+    _wanted: Shelf[Claimant] = field(default_factory=Shelf, init=False)
     _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
-    _ready: Shelf[RequestId] = field(init=False)
+    _ready: Shelf[RequestId] = field(default_factory=Shelf, init=False)
     """Those that nobody has come for."""
     _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
     _listening: dict[str, RequestId] = field(default_factory=dict, init=False)
@@ -80,7 +78,6 @@ class PushDesk:
     _given_up: "_GivenUp" = field(default_factory=lambda: _GivenUp(), init=False)
 
     def __post_init__(self) -> None:
-        self._wanted, self._ready = Shelf(self.matches_ids), Shelf(self.matches_ids)
         self._endings = Endings(self.remember_s)
 
     @property
@@ -137,8 +134,7 @@ class PushDesk:
         prefill = self._forget(request)
         if prefill is None:
             return []
-        if prefill.name.handover:
-            self._endings.remember_over(prefill.name, reason)
+        self._endings.remember_over(prefill.name, reason)
         return list(prefill.audience)
 
     def _forget(self, request: RequestId) -> _Prefill | None:

@@ -84,6 +84,12 @@ class ReaderTalk:
                 self._send_attach(pull, peer)
             self._to_all_ranks(peer, self._farewell(pull))
 
+    def rename(self, old: EngineLife, new: EngineLife) -> None:
+        """A producer that was known by its address only has said which life it is."""
+        for pull in self._farewells.pop(old, []):
+            pull.origin.life = new
+            self._farewells.setdefault(new, []).append(pull)
+
     def stop_beats(self, pull: Pull) -> None:
         pull.is_attached = False
         peer = self._peers.get(pull.life)
