@@ -18,6 +18,8 @@ from kvferry.protocol.pulls import Loan, Pull
 
 __all__ = ["ASK_AGAIN_S", "Lending"]
 
+MAX_BLOCKS = 500_000
+"""Of a lease: more do not fit into a message."""
 ASK_AGAIN_S = 1.0
 LEASES_OF_GRACE = 10
 
@@ -42,6 +44,7 @@ class Lending:
             and pull.has_blocks
             and not pull.is_offered
             and not pull.was_lent
+            and sum(map(len, pull.to.blocks)) <= MAX_BLOCKS
             and len(used) == 1
             and used <= set(self.planes)
             and not any(peer.layouts[rank].is_staged for rank in peer.visits)
