@@ -124,7 +124,7 @@ def legs(way: dict[str, Any]) -> Iterator[Legs]:
 def short(way: dict[str, Any]) -> Iterator[Legs]:
     """With leases and deadlines that a test can wait for."""
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=0.5, push_registration_timeout=1.0, **way) for name in ("p", "d"))
+    p, d = (push_side(name, network, kv_lease_duration=2.0, push_registration_timeout=1.0, **way) for name in ("p", "d"))
     yield legs_between(p, d)
     closed(p, d)
 

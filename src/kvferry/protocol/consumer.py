@@ -8,13 +8,12 @@ the blocks and writes (`lending.py`). Feed it commands, messages and completions
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from kvferry.errors import RemoteProtocolError
-from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished, PullGivenUp
-from kvferry.protocol.actions import Action, Place, StartRead, StopRead
+from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished
+from kvferry.protocol.actions import Action, Place
+from kvferry.protocol.consumer_parts import ConsumerParts
 from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.lending import ASK_AGAIN_S, Lending
+from kvferry.protocol.lending import TAKING_BACK, Lending
 from kvferry.protocol.messages import (
     Confirmed,
     HandshakeRefused,
@@ -24,13 +23,15 @@ from kvferry.protocol.messages import (
     Ready,
     Refused,
     Revoked,
+    ToConsumer,
     WriteFailed,
     Written,
 )
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook
+from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerUser
 from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
-from kvferry.protocol.read_plans import is_complete, plan_reads, tokens_to_read
+from kvferry.protocol.read_plans import is_complete
 from kvferry.protocol.reader_talk import ReaderTalk
+from kvferry.protocol.reading import Reading
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
 from kvferry.types import Address, EngineLife, Epoch, PeerId, RequestId
@@ -38,21 +39,7 @@ from kvferry.types import Address, EngineLife, Epoch, PeerId, RequestId
 __all__ = ["Consumer"]
 
 _E = TransferEvent
-OfProducer = (
-    HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal | Written | WriteFailed | Revoked
-)
 _BEFORE_READING = (TransferState.TRACKED, TransferState.WAITING)
-_TAKING_BACK = (TransferState.RECLAIMING, TransferState.RETURNING, TransferState.STOPPING)
-
-
-class PeerUser(Protocol):
-    """Another who uses the peers we know."""
-
-    def peer_ready(self, peer: Peer, now: float) -> None: ...
-
-    def peer_lost(self, lost: LostPeer) -> None: ...
-
-    def lives(self) -> set[EngineLife]: ...
 
 
 class Consumer:
@@ -64,9 +51,10 @@ class Consumer:
         self._talk = ReaderTalk(
             EngineLife(settings.engine, settings.epoch or Epoch("")), self._peers, settings.registration_s, self._actions
         )
-        self._lending = Lending(settings.peers.geometry, settings.lends_by, settings.fenced, settings.registration_s, self._actions)
         self._sharers: list[PeerUser] = []
         self._events: list[Event] = []
+        parts = ConsumerParts(settings, self._peers, self._pulls, self._talk, self._actions, self._events, self._meet)
+        self._reading, self._lending = Reading(parts), Lending(parts)
 
     @property
     def num_pulls(self) -> int:
@@ -123,7 +111,7 @@ class Consumer:
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
         peer = self._peers.get(pull.life)
         if pull.state is TransferState.WAITING and peer is not None and peer.is_ready and self._lending.can_lend(pull, peer):
-            self._lend(pull, peer, now)
+            self._lending.lend(pull, peer, now)
 
     def settle(self, request: RequestId, now: float) -> None:
         """The engine needs nothing from the producer: let it free its blocks."""
@@ -140,7 +128,7 @@ class Consumer:
 
     # -- news from the world ---------------------------------------------------------------------------------------
 
-    def receive(self, address: str, message: OfProducer, now: float) -> None:
+    def receive(self, address: str, message: ToConsumer, now: float) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
                 lost = self._peers.receive(message, now)
@@ -157,7 +145,7 @@ class Consumer:
             case PushWithdrawal():
                 self._receive_withdrawal(message, now)
             case Written() | WriteFailed() | Revoked():
-                self._receive_of_loan(address, message, now)
+                self._lending.receive(address, message, now)
 
     def offered(self, address: str, reader: str, ticket: Ticket, ticket_text: str, ready_tokens: int, now: float) -> None:
         """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
@@ -177,7 +165,7 @@ class Consumer:
         if is_first:
             self._attach(pull, peer, now)
         elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
-            self._start_reads(pull, now)
+            self._reading.start(pull, now)
 
     def _be_patient(self, pull: Pull, now: float) -> None:
         """A producer that computes is waited for while there is more and more; when all is there, the usual deadline begins."""
@@ -208,7 +196,7 @@ class Consumer:
             if pull.state in _BEFORE_READING:
                 self._greet(pull, peer, now)
             elif pull.loan is not None and not pull.loan.is_fenced:
-                self._lending.take_back(pull, peer, now)
+                self._lending.ask_back(pull, now)
         # After the others have attached: a farewell settles the lease they may share.
         self._talk.say_late_farewells(peer)
         for user in self._sharers:
@@ -232,12 +220,18 @@ class Consumer:
             if error is not None and pull.state is TransferState.MOVING:
                 self._meet(pull, _E.REFUSED, now, reason)
         elif error is None and pull.state is TransferState.MOVING and pull.arrival.read_until < pull.to.tokens.stop:
-            self._start_reads(pull, now)
+            self._reading.start(pull, now)
         else:
             self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
         if pull.broken and not pull.outstanding.reads:
             # The plane may have given up the connection for good; the next request shakes hands anew.
             self._lost(self._peers.lose(pull.life, pull.broken, now), now)
+
+    def taken_back(self, request: RequestId, number: int, now: float) -> None:
+        """What `TakeBack` asked for has ended: nothing that was written under this number lands any more."""
+        pull = self._pulls.get(request)
+        if pull is not None and pull.loan is not None and pull.loan.number == number:
+            self._lending.back(pull, now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
         """What `Place` asked for has ended; the request's blocks are no longer touched."""
@@ -253,8 +247,8 @@ class Consumer:
         for peer_id in self._talk.silent_peers(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
-            if pull.loan is not None and pull.state in _TAKING_BACK:
-                self._ask_back(pull, now)
+            if pull.loan is not None and pull.state in TAKING_BACK:
+                self._lending.ask_back(pull, now)
                 continue
             self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
         self._talk.send_beats(now)
@@ -271,7 +265,8 @@ class Consumer:
         return actions
 
     def take_events(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -283,11 +278,11 @@ class Consumer:
             pull.reason = pull.reason or reason
         match pull.state:
             case TransferState.MOVING:
-                self._start_reads(pull, now)
-            case state if state in _TAKING_BACK and pull.loan is not None:
-                self._take_back(pull, before, now)
+                self._reading.start(pull, now)
+            case state if state in TAKING_BACK and pull.loan is not None:
+                self._lending.take_back(pull, before, now)
             case TransferState.STOPPING if before is not TransferState.STOPPING:
-                self._give_up_reads(pull, now)
+                self._reading.give_up(pull, now)
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
             case TransferState.PLACING if before is not TransferState.PLACING:
@@ -298,7 +293,7 @@ class Consumer:
             case TransferState.RETURNING if not pull.outstanding.reads:
                 self._meet(pull, _E.BYTES_MOVED, now, "")
             case TransferState.RETURNING:
-                self._stop_reads(pull)
+                self._reading.stop(pull)
             case state if state in _BEFORE_READING and (event is _E.WITHDRAWN or before is TransferState.RETURNING):
                 self._start_again(pull, now)
             case state if state in FINAL:
@@ -320,7 +315,7 @@ class Consumer:
         if pull.is_offered:
             self._attach(pull, peer, now)
         elif pull.state is TransferState.WAITING and self._lending.can_lend(pull, peer):
-            self._lend(pull, peer, now)
+            self._lending.lend(pull, peer, now)
         else:
             self._talk.register(pull, peer, self._settings.peers.geometry.tp_size, now)
 
@@ -342,83 +337,6 @@ class Consumer:
         pull.reason = ""
         self._be_patient(pull, now)
         self._greet(pull, peer, now)
-
-    def _lend(self, pull: Pull, peer: Peer, now: float) -> None:
-        try:
-            lease = self._lending.lend(pull, peer)
-        except RemoteProtocolError as error:
-            self._meet(pull, _E.REFUSED, now, str(error))
-            return
-        self._talk.register(pull, peer, self._settings.peers.geometry.tp_size, now, lease)
-        self._meet(pull, _E.BLOCKS_LENT, now, "")
-
-    def _take_back(self, pull: Pull, before: TransferState, now: float) -> None:
-        """The blocks are used, or handed back, only when the producer can certainly write no more."""
-        if before in _TAKING_BACK and pull.state is before:
-            return
-        if pull.state is TransferState.STOPPING:
-            self._events.append(PullGivenUp(pull.request, pull.reason))
-        if before is TransferState.FILLING:
-            self._ask_back(pull, now)
-
-    def _ask_back(self, pull: Pull, now: float) -> None:
-        assert pull.loan is not None
-        if self._lending.take_back(pull, self._peers.get(pull.life), now):
-            self.taken_back(pull.request, pull.loan.number, now)
-        elif pull.loan.is_fenced:
-            self._pulls.set_deadline(pull, None)
-        else:
-            self._pulls.set_deadline(pull, now + ASK_AGAIN_S)
-            self._peers.ensure(pull.life, pull.origin.address, pull.origin.tp_size, now)
-
-    def taken_back(self, request: RequestId, number: int, now: float) -> None:
-        """Nothing that was written under this number lands any more."""
-        pull = self._pulls.get(request)
-        if pull is None or pull.loan is None or pull.loan.number != number or pull.state not in _TAKING_BACK:
-            return
-        pull.loan = None
-        match pull.state:
-            case TransferState.RECLAIMING:
-                self._meet(pull, _E.CONFIRMED, now, "")
-            case TransferState.RETURNING:
-                self._meet(pull, _E.BYTES_MOVED, now, "")
-            case _:
-                self._meet(pull, _E.MOVE_FAILED, now, pull.reason)
-
-    def _start_reads(self, pull: Pull, now: float) -> None:
-        """Read what there is to read. If there is nothing yet, the next offer brings us here again."""
-        peer, ours = self._peers.get(pull.life), self._settings.peers.geometry
-        assert peer is not None
-        tokens = tokens_to_read(ours, pull, peer)
-        if not tokens and pull.origin.invitation is not None and not is_complete(pull, peer):
-            self._pulls.set_deadline(pull, pull.to.give_up_at)
-            return
-        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
-        try:
-            plans = plan_reads(ours, pull, peer, tokens)
-        except RemoteProtocolError as error:
-            self._meet(pull, _E.MOVE_FAILED, now, str(error))
-            return
-        pull.arrival.post(tokens.stop, sum(part.total_bytes for pieces in plans.values() for part in pieces))
-        pull.outstanding.reads = set(plans)
-        self._talk.announce_read(pull, peer, list(plans), now)
-        for rank, pieces in plans.items():
-            self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
-
-    def _stop_reads(self, pull: Pull) -> None:
-        for rank in pull.outstanding.reads:
-            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
-
-    def _give_up_reads(self, pull: Pull, now: float) -> None:
-        # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
-        # somebody else's.
-        self._pulls.set_deadline(pull, None)
-        is_placing = not pull.outstanding.reads and pull.is_confirmed
-        if not pull.outstanding.reads and not is_placing:
-            self._meet(pull, _E.MOVE_FAILED, now, pull.reason)
-            return
-        self._events.append(PullGivenUp(pull.request, pull.reason))
-        self._stop_reads(pull)
 
     def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
@@ -457,9 +375,9 @@ class Consumer:
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
-            if lost.is_over and pull.loan is not None and pull.state in _TAKING_BACK:
+            if lost.is_over and pull.loan is not None and pull.state in TAKING_BACK:
                 # Whoever could have written is gone for good.
-                self.taken_back(pull.request, pull.loan.number, now)
+                self._lending.back(pull, now)
         for user in self._sharers:
             user.peer_lost(lost)
 
@@ -481,7 +399,7 @@ class Consumer:
         pull = self._pulls.of_reader(message.reader)
         if pull is None or not pull.is_offered or pull.state not in _BEFORE_READING or pull.lease != message.lease:
             return
-        rank = self._rank_at(pull, address, pull.outstanding.exposures)
+        rank = self._peers.rank_at(pull.life, address, pull.outstanding.exposures)
         if rank is None:
             return
         pull.outstanding.exposures.discard(rank)
@@ -492,7 +410,7 @@ class Consumer:
         pull = self._pulls.of_reader(message.reader)
         if pull is None or pull.state is not TransferState.CONFIRMING or pull.lease != message.lease:
             return
-        rank = self._rank_at(pull, address, pull.outstanding.confirmations)
+        rank = self._peers.rank_at(pull.life, address, pull.outstanding.confirmations)
         if rank is None:
             return
         pull.outstanding.confirmations.discard(rank)
@@ -510,35 +428,3 @@ class Consumer:
         can_return = pull is not None and (pull.state, _E.WITHDRAWN) in TRANSITIONS
         if pull is not None and can_return and pull.is_offered and pull.ticket.serial == message.serial:
             self._meet(pull, _E.WITHDRAWN, now, "")
-
-    def _receive_of_loan(self, address: str, message: Written | WriteFailed | Revoked, now: float) -> None:
-        pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.loan is None or pull.loan.number != message.number:
-            return
-        loan = pull.loan
-        rank = self._rank_at(pull, address, loan.writers)
-        if rank is None:
-            return
-        is_filling = pull.state is TransferState.FILLING
-        match message:
-            case Written(is_last=False):
-                if is_filling and pull.arrival.note(rank, message.tokens, now):
-                    self._be_patient(pull, now)
-            case WriteFailed():
-                if is_filling:
-                    self._meet(pull, _E.MOVE_FAILED, now, "")
-            case Written() if is_filling:
-                loan.writers.discard(rank)
-                loan.left_tokens = max(loan.left_tokens, message.left_tokens)
-                loan.early_bytes += message.early_bytes
-                if not loan.writers:
-                    self._events.append(PrefillCompleted(pull.request, len(pull.to.tokens), loan.left_tokens, loan.early_bytes))
-                    self._meet(pull, _E.BYTES_MOVED, now, "")
-            case Written() | Revoked():
-                loan.writers.discard(rank)
-                if not loan.writers and not loan.is_fenced:
-                    self.taken_back(pull.request, loan.number, now)
-
-    def _rank_at(self, pull: Pull, address: str, ranks: set[int]) -> int | None:
-        peer = self._peers.get(pull.life)
-        return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)

@@ -42,6 +42,7 @@ __all__ = [
     "Release",
     "Revoke",
     "Revoked",
+    "ToConsumer",
     "WriteFailed",
     "WriteLease",
     "Written",
@@ -339,3 +340,8 @@ Message = (
     | Revoke
     | Revoked
 )
+
+ToConsumer = (
+    HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal | Written | WriteFailed | Revoked
+)
+"""What a consumer understands as it is; an offer's ticket is looked at first."""

@@ -6,8 +6,9 @@ What is asked of the book once per turn looks only at those it concerns: with 20
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
@@ -17,7 +18,7 @@ from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, Ha
 from kvferry.protocol.ranks import Visit, visits
 from kvferry.types import Address, EngineLife, Epoch, PeerId
 
-__all__ = ["UNKNOWN_EPOCH", "LostPeer", "Peer", "PeerBook", "PeerSettings"]
+__all__ = ["UNKNOWN_EPOCH", "LostPeer", "Peer", "PeerBook", "PeerSettings", "PeerUser"]
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 10.0
@@ -90,6 +91,16 @@ class _Rejection:
     backoff_s: float
 
 
+class PeerUser(Protocol):
+    """One who uses peers of a book that somebody else keeps."""
+
+    def peer_ready(self, peer: Peer, now: float) -> None: ...
+
+    def peer_lost(self, lost: LostPeer) -> None: ...
+
+    def lives(self) -> set[EngineLife]: ...
+
+
 class PeerBook:
     def __init__(self, settings: PeerSettings, actions: list[Action]) -> None:
         """What is to be done is appended to `actions`, among what others append there, so that the order is the true one."""
@@ -129,6 +140,11 @@ class PeerBook:
         """Peers that were known by their address only, and the lives they turned out to be, since the last call."""
         renamed, self._renamed = self._renamed, []
         return renamed
+
+    def rank_at(self, life: EngineLife, control_address: str, ranks: Iterable[int]) -> int | None:
+        """Which of these ranks of that peer that control channel is, if any."""
+        peer = self._peers.get(life)
+        return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == control_address), None)
 
     def ensure(self, life: EngineLife, address: Address, tp_size: int, now: float) -> Peer | LostPeer:
         """The peer, a producer of that TP, whose handshake starts now if it is new; or why it is out of reach for the moment."""

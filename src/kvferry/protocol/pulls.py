@@ -109,6 +109,11 @@ class Loan:
     early_bytes: int = 0
     """How much was left, and had come, when the prefill was over."""
 
+    def note_end(self, left_tokens: int, early_bytes: int) -> None:
+        """What one rank says of that."""
+        self.left_tokens = max(self.left_tokens, left_tokens)
+        self.early_bytes += early_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
