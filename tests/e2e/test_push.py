@@ -57,8 +57,8 @@ class Four:
         return self._pairs[sizes]
 
 
-def start(cluster: Cluster, name: str, size: int, plane: str, environment: dict[str, str] | None = None) -> Starting:
-    extra = {"planes": [plane], **PATIENT}
+def start(cluster: Cluster, name: str, size: int, plane: str, environment: dict[str, str] | None = None, **settings: str) -> Starting:
+    extra = {"planes": [plane], **PATIENT, **settings}
     flags = ("--tensor-parallel-size", str(size))
     return cluster.serve(name, *flags, extra=extra, environment=environment, connector="NixlPushConnector")
 
@@ -129,3 +129,22 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(four: Four) -> None:
             assert await made.at_once(session) == len(prompts)
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("plane", ["shm", "nixl"])
+def test_p_writes_over_planes_without_a_fence_where_that_is_asked_for(
+    plane: str, expected: list[Answer], model: Path, tmp_path: Path
+) -> None:
+    with Cluster(tmp_path, model) as cluster:
+        starting = [start(cluster, name, 1, plane, push_write="always") for name in ("prefill", "decode")]
+        p, d = (process.ready() for process in starting)
+        made = Pushing(plane, (1, 1), p, d, cluster.proxy([p], [d]).ready())
+
+        async def check() -> None:
+            assert await ask_all(made.router, GREEDY[:60]) == expected[:60]
+            async with new_session() as session:
+                by_p, by_d = [(await metrics(session, side)).get(f"kvferry:transfer_bytes_total/{plane}", 0) for side in (p, d)]
+                assert by_p > by_d, "only what was offered before there were blocks for it is read"
+                await assert_quiescent(session, p, d)
+
+        asyncio.run(check())
