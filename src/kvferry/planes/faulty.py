@@ -23,7 +23,7 @@ class Faults:
     """What goes wrong. 0: never."""
 
     corrupt_every: int = 0
-    """Every n-th read arrives with its first piece of each region wrong."""
+    """Every n-th read arrives with its first piece of each region wrong; what peers wrote into lent blocks, with the first of those."""
     fail_every: int = 0
     """Every n-th transfer fails after it has moved."""
     delay_polls: int = 0
@@ -51,6 +51,8 @@ class FaultyDataPlane:
         self._faults = faults
         self._regions: tuple[Region, ...] = ()
         self._reads: dict[Handle, tuple[Pieces, ...]] = {}
+        self._lent: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._fences: dict[Handle, int] = {}
         self._late: list[tuple[int, Completion]] = []
         self._polls = 0
         self._ended = 0
@@ -80,8 +82,21 @@ class FaultyDataPlane:
         self._reads[handle] = tuple(pieces)
         return handle
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._inner.write(peer, pieces)
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
+        return self._inner.write(peer, pieces, number)
+
+    @property
+    def fences_writes(self) -> bool:
+        return self._inner.fences_writes
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._inner.lend(number, blocks)
+        self._lent[number] = tuple(map(tuple, blocks))
+
+    def take_back(self, number: int) -> Handle:
+        handle = self._inner.take_back(number)
+        self._fences[handle] = number
+        return handle
 
     def poll(self) -> list[Completion]:
         self._polls += 1
@@ -101,33 +116,46 @@ class FaultyDataPlane:
 
     def close(self) -> None:
         self._reads.clear()
+        self._lent.clear()
+        self._fences.clear()
         self._late.clear()
         self._inner.close()
 
     def _spoilt(self, completion: Completion) -> Completion:
+        if completion.handle in self._fences:  # no transfer of ours: it never fails
+            self._spoil_lent(self._lent.pop(self._fences.pop(completion.handle), ()))
+            return completion
         self._ended += 1
         pieces = self._reads.pop(completion.handle, None)
         if not completion.ok:
             return completion
-        if pieces is not None and self._is_due(self._ended_reads, self._faults.corrupt_every):
+        if pieces is not None and self._is_corruption_due():
             for part in pieces:
-                self._corrupt(part)
-        self._ended_reads += pieces is not None
+                if len(part.local_offsets):
+                    self._corrupt(part.local_region, int(part.local_offsets[0]), part.piece_bytes)
         if self._is_due(self._ended - 1, self._faults.fail_every):
             return replace(completion, error="a fault was asked for")
         return completion
+
+    def _spoil_lent(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Whatever peers have written into these is ours from now on."""
+        if blocks and self._is_corruption_due():
+            for index, region in enumerate(self._regions):
+                if region.group < len(blocks) and blocks[region.group]:
+                    self._corrupt(index, blocks[region.group][0] * region.stride_bytes, region.block_bytes)
+
+    def _is_corruption_due(self) -> bool:
+        self._ended_reads += 1
+        return self._is_due(self._ended_reads - 1, self._faults.corrupt_every)
 
     @staticmethod
     def _is_due(before: int, every: int) -> bool:
         return every > 0 and (before + 1) % every == 0
 
-    def _corrupt(self, part: Pieces) -> None:
+    def _corrupt(self, region: int, offset: int, size_bytes: int) -> None:
         """The right bytes in the wrong places: wrong for certain, and still numbers that a model can compute with.
 
         Not moved by whole tokens: attention does not see in which order the tokens of one head lie."""
-        if not len(part.local_offsets):
-            return
-        address = self._regions[part.local_region].address + int(part.local_offsets[0])
-        piece = np.ctypeslib.as_array((ctypes.c_uint8 * part.piece_bytes).from_address(address))
-        moved = np.roll(piece, part.piece_bytes // 2 + 8)
+        piece = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(self._regions[region].address + offset))
+        moved = np.roll(piece, size_bytes // 2 + 8)
         piece[:] = moved if not np.array_equal(moved, piece) else piece ^ 1

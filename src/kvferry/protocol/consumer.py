@@ -3,24 +3,38 @@ reports. Pure.
 
 A request may be used only after every rank it was read from has answered `Confirmed`: the lease was alive when the last byte had
 arrived, so the bytes are those the ticket was issued for. Blocks that came in the producer's order are then put into ours. In push the
-ticket comes later: the request is registered with the producer, which offers one when there is something to read. Feed it
-commands, messages and completions; take actions and events.
+ticket comes later: the request is registered with the producer, which offers one when there is something to read; or the producer is lent
+the blocks and writes (`lending.py`). Feed it commands, messages and completions; take actions and events.
 """
 
 from collections.abc import Sequence
 
-from kvferry.errors import RemoteProtocolError
-from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished, PullGivenUp
-from kvferry.protocol.actions import Action, Place, StartRead, StopRead
+from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished
+from kvferry.protocol.actions import Action, Place
+from kvferry.protocol.consumer_parts import ConsumerParts
 from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.messages import Confirmed, HandshakeRefused, HandshakeReply, HeartbeatReply, PushWithdrawal, Ready, Refused
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook
+from kvferry.protocol.lending import TAKING_BACK, Lending
+from kvferry.protocol.messages import (
+    Confirmed,
+    HandshakeRefused,
+    HandshakeReply,
+    HeartbeatReply,
+    PushWithdrawal,
+    Ready,
+    Refused,
+    Revoked,
+    ToConsumer,
+    WriteFailed,
+    Written,
+)
+from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerUser
 from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
-from kvferry.protocol.read_plans import is_complete, plan_reads, tokens_to_read
+from kvferry.protocol.read_plans import is_complete
 from kvferry.protocol.reader_talk import ReaderTalk
+from kvferry.protocol.reading import Reading
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
-from kvferry.types import Address, EngineLife, PeerId, RequestId
+from kvferry.types import Address, EngineLife, Epoch, PeerId, RequestId
 
 __all__ = ["Consumer"]
 
@@ -34,8 +48,13 @@ class Consumer:
         self._actions: list[Action] = []
         self._peers = PeerBook(settings.peers, self._actions)
         self._pulls = PullTable()
-        self._talk = ReaderTalk(settings.engine, self._peers, settings.registration_s, self._actions)
+        self._talk = ReaderTalk(
+            EngineLife(settings.engine, settings.epoch or Epoch("")), self._peers, settings.registration_s, self._actions
+        )
+        self._sharers: list[PeerUser] = []
         self._events: list[Event] = []
+        parts = ConsumerParts(settings, self._peers, self._pulls, self._talk, self._actions, self._events, self._meet)
+        self._reading, self._lending = Reading(parts), Lending(parts)
 
     @property
     def num_pulls(self) -> int:
@@ -44,6 +63,14 @@ class Consumer:
     @property
     def num_peers(self) -> int:
         return len(self._peers)
+
+    @property
+    def peers(self) -> PeerBook:
+        return self._peers
+
+    def share_peers(self, user: PeerUser) -> None:
+        """It is told of peers that are ready or lost, and keeps those it uses from being forgotten."""
+        self._sharers.append(user)
 
     # -- commands of the engine ------------------------------------------------------------------------------------
 
@@ -60,6 +87,7 @@ class Consumer:
     def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
         if self._pulls.get(request) is not None:
             return
+        origin.life = self._peers.recognise(origin.life, origin.address)
         pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
         peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
@@ -81,6 +109,9 @@ class Consumer:
         pull.arrival.grown_at = now
         self._be_patient(pull, now)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
+        peer = self._peers.get(pull.life)
+        if pull.state is TransferState.WAITING and peer is not None and peer.is_ready and self._lending.can_lend(pull, peer):
+            self._lending.lend(pull, peer, now)
 
     def settle(self, request: RequestId, now: float) -> None:
         """The engine needs nothing from the producer: let it free its blocks."""
@@ -97,15 +128,12 @@ class Consumer:
 
     # -- news from the world ---------------------------------------------------------------------------------------
 
-    def receive(
-        self,
-        address: str,
-        message: HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal,
-        now: float,
-    ) -> None:
+    def receive(self, address: str, message: ToConsumer, now: float) -> None:
         match message:
             case HandshakeReply() | HandshakeRefused():
-                self._lost(self._peers.receive(message, now), now)
+                lost = self._peers.receive(message, now)
+                self._follow_names(now)
+                self._lost(lost, now)
             case Ready():
                 self._receive_ready(address, message, now)
             case HeartbeatReply():
@@ -116,6 +144,8 @@ class Consumer:
                 self._receive_refused(message, now)
             case PushWithdrawal():
                 self._receive_withdrawal(message, now)
+            case Written() | WriteFailed() | Revoked():
+                self._lending.receive(address, message, now)
 
     def offered(self, address: str, reader: str, ticket: Ticket, ticket_text: str, ready_tokens: int, now: float) -> None:
         """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
@@ -135,7 +165,7 @@ class Consumer:
         if is_first:
             self._attach(pull, peer, now)
         elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
-            self._start_reads(pull, now)
+            self._reading.start(pull, now)
 
     def _be_patient(self, pull: Pull, now: float) -> None:
         """A producer that computes is waited for while there is more and more; when all is there, the usual deadline begins."""
@@ -148,7 +178,7 @@ class Consumer:
             if pull.origin.invitation is not None:
                 wanted = pull.to.tokens
                 num_left = wanted.stop - max(wanted.start, arrival.landed_until)
-                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left))
+                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left, arrival.landed_bytes))
         elif not arrival.is_complete:
             pull.to.give_up_at = arrival.grown_at + settings.offer_timeout_s
         if not pull.outstanding.reads and pull.state is not TransferState.CONFIRMING:
@@ -165,8 +195,12 @@ class Consumer:
         for pull in self._pulls.of_life(peer.life):
             if pull.state in _BEFORE_READING:
                 self._greet(pull, peer, now)
+            elif pull.loan is not None and not pull.loan.is_fenced:
+                self._lending.ask_back(pull, now)
         # After the others have attached: a farewell settles the lease they may share.
         self._talk.say_late_farewells(peer)
+        for user in self._sharers:
+            user.peer_ready(peer, now)
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
         self._lost(self._peers.lose(peer_id.life, reason, now), now)
@@ -178,7 +212,7 @@ class Consumer:
             return
         pull.outstanding.reads.discard(peer_id.tp_rank)
         if error is None and not pull.outstanding.reads:
-            pull.arrival.landed_until = pull.arrival.read_until
+            pull.arrival.land()
         reason = f"reading from the producer failed: {error}"
         if error is not None and pull.state is TransferState.MOVING:
             pull.broken = reason
@@ -186,12 +220,18 @@ class Consumer:
             if error is not None and pull.state is TransferState.MOVING:
                 self._meet(pull, _E.REFUSED, now, reason)
         elif error is None and pull.state is TransferState.MOVING and pull.arrival.read_until < pull.to.tokens.stop:
-            self._start_reads(pull, now)
+            self._reading.start(pull, now)
         else:
             self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
         if pull.broken and not pull.outstanding.reads:
             # The plane may have given up the connection for good; the next request shakes hands anew.
             self._lost(self._peers.lose(pull.life, pull.broken, now), now)
+
+    def taken_back(self, request: RequestId, number: int, now: float) -> None:
+        """What `TakeBack` asked for has ended: nothing that was written under this number lands any more."""
+        pull = self._pulls.get(request)
+        if pull is not None and pull.loan is not None and pull.loan.number == number:
+            self._lending.back(pull, now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
         """What `Place` asked for has ended; the request's blocks are no longer touched."""
@@ -207,9 +247,12 @@ class Consumer:
         for peer_id in self._talk.silent_peers(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
+            if pull.loan is not None and pull.state in TAKING_BACK:
+                self._lending.ask_back(pull, now)
+                continue
             self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
         self._talk.send_beats(now)
-        self._peers.evict_idle(now, self._pulls.lives())
+        self._peers.evict_idle(now, self._pulls.lives().union(*(user.lives() for user in self._sharers)))
 
     def next_deadline(self) -> float | None:
         deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._talk.next_deadline())
@@ -222,7 +265,8 @@ class Consumer:
         return actions
 
     def take_events(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -230,13 +274,15 @@ class Consumer:
     def _meet(self, pull: Pull, event: TransferEvent, now: float, reason: str) -> None:
         """Move a pull on and do what its new state asks for."""
         before, pull.state = pull.state, next_state(pull.state, event)
-        if event in TROUBLE and pull.state is not TransferState.PLACING:
+        if event in TROUBLE and pull.state not in (TransferState.PLACING, TransferState.RECLAIMING):
             pull.reason = pull.reason or reason
         match pull.state:
             case TransferState.MOVING:
-                self._start_reads(pull, now)
+                self._reading.start(pull, now)
+            case state if state in TAKING_BACK and pull.loan is not None:
+                self._lending.take_back(pull, before, now)
             case TransferState.STOPPING if before is not TransferState.STOPPING:
-                self._give_up_reads(pull, now)
+                self._reading.give_up(pull, now)
             case TransferState.CONFIRMING:
                 self._ask_confirmation(pull, now)
             case TransferState.PLACING if before is not TransferState.PLACING:
@@ -247,15 +293,29 @@ class Consumer:
             case TransferState.RETURNING if not pull.outstanding.reads:
                 self._meet(pull, _E.BYTES_MOVED, now, "")
             case TransferState.RETURNING:
-                self._stop_reads(pull)
+                self._reading.stop(pull)
             case state if state in _BEFORE_READING and (event is _E.WITHDRAWN or before is TransferState.RETURNING):
                 self._start_again(pull, now)
             case state if state in FINAL:
                 self._end(pull)
 
+    def _follow_names(self, now: float) -> None:
+        """Producers that were known by their address only have said which life they are; perhaps one that we know well."""
+        for old, new in self._peers.take_renamed():
+            self._talk.rename(old, new)
+            peer = self._peers.get(new)
+            for pull in self._pulls.of_life(old):
+                self._pulls.move(pull, new)
+                if peer is not None and peer.is_ready and pull.state in _BEFORE_READING:
+                    self._greet(pull, peer, now)
+            if peer is not None and peer.is_ready:
+                self._talk.say_late_farewells(peer)
+
     def _greet(self, pull: Pull, peer: Peer, now: float) -> None:
         if pull.is_offered:
             self._attach(pull, peer, now)
+        elif pull.state is TransferState.WAITING and self._lending.can_lend(pull, peer):
+            self._lending.lend(pull, peer, now)
         else:
             self._talk.register(pull, peer, self._settings.peers.geometry.tp_size, now)
 
@@ -270,48 +330,13 @@ class Consumer:
         peer = self._peers.get(pull.life)
         assert peer is not None
         self._talk.stop_beats(pull)
-        pull.arrival = pull.arrival.begun_again(pull.ticket.serial)
+        pull.arrival = pull.arrival.begun_again(pull.ticket.serial if pull.is_offered else pull.arrival.last_serial)
         pull.outstanding.exposures.clear()
         pull.origin.ticket, pull.origin.ticket_text = None, ""
         # That the reads were cancelled is not why it may fail later.
         pull.reason = ""
         self._be_patient(pull, now)
         self._greet(pull, peer, now)
-
-    def _start_reads(self, pull: Pull, now: float) -> None:
-        """Read what there is to read. If there is nothing yet, the next offer brings us here again."""
-        peer, ours = self._peers.get(pull.life), self._settings.peers.geometry
-        assert peer is not None
-        tokens = tokens_to_read(ours, pull, peer)
-        if not tokens and pull.origin.invitation is not None and not is_complete(pull, peer):
-            self._pulls.set_deadline(pull, pull.to.give_up_at)
-            return
-        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.read_timeout_s))
-        try:
-            plans = plan_reads(ours, pull, peer, tokens)
-        except RemoteProtocolError as error:
-            self._meet(pull, _E.MOVE_FAILED, now, str(error))
-            return
-        pull.arrival.read_until = tokens.stop
-        pull.outstanding.reads = set(plans)
-        self._talk.announce_read(pull, peer, list(plans), now)
-        for rank, pieces in plans.items():
-            self._actions.append(StartRead(pull.request, peer.peer_id(rank), peer.planes[rank], tuple(pieces)))
-
-    def _stop_reads(self, pull: Pull) -> None:
-        for rank in pull.outstanding.reads:
-            self._actions.append(StopRead(pull.request, PeerId(pull.life.engine, pull.life.epoch, rank)))
-
-    def _give_up_reads(self, pull: Pull, now: float) -> None:
-        # No deadline while stopping: a plane yields every handle it was given, and handing blocks back earlier could let bytes land in
-        # somebody else's.
-        self._pulls.set_deadline(pull, None)
-        is_placing = not pull.outstanding.reads and pull.is_confirmed
-        if not pull.outstanding.reads and not is_placing:
-            self._meet(pull, _E.MOVE_FAILED, now, pull.reason)
-            return
-        self._events.append(PullGivenUp(pull.request, pull.reason))
-        self._stop_reads(pull)
 
     def _ask_confirmation(self, pull: Pull, now: float) -> None:
         peer = self._peers.get(pull.life)
@@ -350,6 +375,11 @@ class Consumer:
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
+            if lost.is_over and pull.loan is not None and pull.state in TAKING_BACK:
+                # Whoever could have written is gone for good.
+                self._lending.back(pull, now)
+        for user in self._sharers:
+            user.peer_lost(lost)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
         peer_id = self._peers.at(address)
@@ -360,7 +390,8 @@ class Consumer:
             # What a rank has not offered yet it may still have to grant.
             is_ahead = pull.is_offered and pull.origin.invitation is not None and peer_id.tp_rank not in pull.arrival.ready
             # While confirming, Confirmed or Refused is on its way and is the better answer. What was withdrawn is gone, and we know it.
-            if pull.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead:
+            is_through = pull.loan is not None and peer_id.tp_rank not in pull.loan.writers
+            if pull.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead and not is_through:
                 lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
                 self._meet(pull, _E.REFUSED, now, lost)
 
@@ -368,7 +399,7 @@ class Consumer:
         pull = self._pulls.of_reader(message.reader)
         if pull is None or not pull.is_offered or pull.state not in _BEFORE_READING or pull.lease != message.lease:
             return
-        rank = self._rank_at(pull, address, pull.outstanding.exposures)
+        rank = self._peers.rank_at(pull.life, address, pull.outstanding.exposures)
         if rank is None:
             return
         pull.outstanding.exposures.discard(rank)
@@ -379,7 +410,7 @@ class Consumer:
         pull = self._pulls.of_reader(message.reader)
         if pull is None or pull.state is not TransferState.CONFIRMING or pull.lease != message.lease:
             return
-        rank = self._rank_at(pull, address, pull.outstanding.confirmations)
+        rank = self._peers.rank_at(pull.life, address, pull.outstanding.confirmations)
         if rank is None:
             return
         pull.outstanding.confirmations.discard(rank)
@@ -397,7 +428,3 @@ class Consumer:
         can_return = pull is not None and (pull.state, _E.WITHDRAWN) in TRANSITIONS
         if pull is not None and can_return and pull.is_offered and pull.ticket.serial == message.serial:
             self._meet(pull, _E.WITHDRAWN, now, "")
-
-    def _rank_at(self, pull: Pull, address: str, ranks: set[int]) -> int | None:
-        peer = self._peers.get(pull.life)
-        return next((rank for rank in ranks if peer is not None and peer.control_address(rank) == address), None)
