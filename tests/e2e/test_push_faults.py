@@ -223,7 +223,7 @@ def test_a_p_that_is_killed_is_replaced_by_its_next_life(stage: Stage, plain: En
         async with stage.midway(session) as begun:
             right = await ask(session, plain, begun.prompt)
             stage.kill_p()
-            await assert_all_ended_well(begun.decoding, right, "reading from the producer failed", *SILENCE)
+            await assert_all_ended_well(begun.decoding, right, "reading from the producer failed", "handshake", *SILENCE)
             await canaries.check(session, *stage.legs.decoders.values())
         await stage.legs.replace_p()
 
@@ -262,7 +262,7 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(stage: Stage,
             finally:
                 for d in decoders.values():
                     d.resume()
-            await assert_all_ended_well(begun.decoding, right, "lease", "heartbeats", "was lost", "read did not end")
+            await assert_all_ended_well(begun.decoding, right, "lease", "forgotten", "read did not end", *SILENCE)
             for d in decoders.values():
                 assert await ask(session, d, begun.prompt) == right, "D's prefix cache is not poisoned either"
             await canaries.check(session, *decoders.values())
