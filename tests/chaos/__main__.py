@@ -25,11 +25,12 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=300, help="different ones")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.BOTH, help="how KV is handed over (default: %(default)s)")
+    parser.add_argument("--bound-s", type=float, default=Settings.bound_s, help="no request may take longer; raise it on a busy machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the report")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    settings = Settings(seed, given.duration_s, given.streams, given.prefill, given.decode, given.prompts, mode=given.mode)
+    settings = Settings(seed, given.duration_s, given.streams, given.prefill, given.decode, given.prompts, given.bound_s, given.mode)
     with tempfile.TemporaryDirectory(prefix="kvferry-chaos-") as directory:
         make_model(Path(directory) / "tiny")
         report = run(settings, Path(directory), Path(directory) / "tiny")

@@ -47,8 +47,7 @@ class Canaries:
         stop = asyncio.Event()
         tasks = [asyncio.create_task(self._go_on(session, engine, stop)) for engine in engines for _ in range(AT_ONCE)]
         try:
-            for engine in engines:
-                await until("the canaries fill the cache", lambda engine=engine: self._is_full(session, engine, tasks))
+            await until("the canaries fill the caches", lambda: self._are_full(session, engines, tasks))
             yield
             stop.set()
             await asyncio.gather(*tasks)
@@ -61,11 +60,11 @@ class Canaries:
         async with self.fill(session, *engines):
             pass
 
-    async def _is_full(self, session: aiohttp.ClientSession, engine: Engine, tasks: "Sequence[asyncio.Task[None]]") -> bool:
+    async def _are_full(self, session: aiohttp.ClientSession, engines: Sequence[Engine], tasks: "Sequence[asyncio.Task[None]]") -> bool:
         for task in tasks:
             if task.done():
                 task.result()
-        return await count(session, engine, "kvferry:num_used_blocks") >= FULL_BLOCKS
+        return all([await count(session, engine, "kvferry:num_used_blocks") >= FULL_BLOCKS for engine in engines])
 
     async def _go_on(self, session: aiohttp.ClientSession, engine: Engine, stop: asyncio.Event) -> None:
         is_last = False
@@ -80,9 +79,8 @@ class Canaries:
 def disturb(engine: Engine, *blocks: int) -> None:
     """Write into an engine's cache from outside, as a peer does that has it mapped. All layers of a block must lie side by side in it."""
     files = [each for member in engine.family() for each in Path(f"/proc/{member.pid}/fd").iterdir() if "kvferry-cache" in _link(each)]
-    caches = {each.stat().st_ino: each for each in files}
-    assert len(caches) == 1, f"an engine that knows no peers has one cache: {files}"
-    fd = os.open(*caches.values(), os.O_RDWR)
+    assert len({each.stat().st_ino for each in files}) == 1, f"an engine that knows no peers has one cache: {files}"
+    fd = os.open(files[0], os.O_RDWR)
     try:
         with mmap.mmap(fd, 0) as pages:
             cache = np.frombuffer(pages, np.uint8).reshape(NUM_BLOCKS, -1)

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -130,7 +131,7 @@ class Stage:
                 self.stop_p()
             begun = Midway(prompt, asyncio.create_task(self.legs.prefill_leg(session, prompt, ticket)), decoding)
             try:
-                await self._go_on_until(lambda begun=begun, moved=moved: self._has_moved(session, begun, moved))
+                await self._go_on_until(partial(self._has_moved, session, begun, moved))
                 self.stop_p()
                 if await self._is_midway(session, begun):
                     return begun
