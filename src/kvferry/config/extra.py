@@ -22,7 +22,9 @@ from kvferry.config.fields import (
     refuse_unknown_keys,
     shown,
 )
+from kvferry.config.side_channel import numeric_host
 from kvferry.errors import ConfigError
+from kvferry.types import Address
 
 __all__ = [
     "KNOWN_PLANES",
@@ -125,6 +127,12 @@ class NixlExtraConfig(ExtraConfig):
     def lease_extension_s(self) -> float:
         """What one heartbeat adds: two thirds of the lease, in whole seconds where there are whole seconds to count."""
         return self.kv_lease_duration * 2 // 3 if self.kv_lease_duration >= 3 else self.kv_lease_duration * 2 / 3
+
+    @property
+    def peer_addresses(self) -> frozenset[str]:
+        """As engines advertise themselves, with one spelling of the loopback."""
+        pairs = (peer.rpartition(":") for peer in self.peers)
+        return frozenset(str(Address(numeric_host(host), int(port))) for host, _, port in pairs)
 
     @property
     def push_registration_timeout_s(self) -> float:
