@@ -67,8 +67,10 @@ class Legs:
         step_until(lambda: name in self.p.seen.finished_sending, self.p, self.d)
 
     def failure(self) -> str:
-        step_until(lambda: D_ID in self.d.seen.failed_recving, self.d)
-        return self.d.seen.failure_reasons[D_ID]
+        """What D's client is told. Without a fence, that may be long before D uses the blocks again."""
+        seen = self.d.seen
+        step_until(lambda: D_ID in seen.failed_recving or D_ID in seen.given_up_recving, self.d)
+        return seen.failure_reasons.get(D_ID) or seen.given_up_recving[D_ID]
 
     def has_arrived(self, ours: list[int], theirs: list[int]) -> bool:
         """These blocks, and nothing else."""
@@ -97,19 +99,32 @@ def closed(*sides: EngineSide) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "read": {},
+    "written": {"fences_writes": True},
+    "written without a fence": {"push_write": "always"},
+}
+"""How bytes get into D's blocks: D reads, or P writes into what D has lent."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return WAYS[request.param]
+
+
 @pytest.fixture
-def legs() -> Iterator[Legs]:
+def legs(way: dict[str, Any]) -> Iterator[Legs]:
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=600) for name in ("p", "d"))
+    p, d = (push_side(name, network, kv_lease_duration=600, **way) for name in ("p", "d"))
     yield legs_between(p, d)
     closed(p, d)
 
 
 @pytest.fixture
-def short() -> Iterator[Legs]:
+def short(way: dict[str, Any]) -> Iterator[Legs]:
     """With leases and deadlines that a test can wait for."""
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=0.5, push_registration_timeout=1.0) for name in ("p", "d"))
+    p, d = (push_side(name, network, kv_lease_duration=0.5, push_registration_timeout=1.0, **way) for name in ("p", "d"))
     yield legs_between(p, d)
     closed(p, d)
 

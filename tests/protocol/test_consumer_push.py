@@ -62,7 +62,7 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     consumer.read_ended(R1, PEER, None, now=3)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4), PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0), PullFinished(R1)]
     assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
 
 
@@ -344,6 +344,7 @@ class PushMachine(RuleBasedStateMachine):
         self.ends_are_right()
         for request in (R1, R2):
             self.consumer.abort(request, self.now)
+            self.ends_are_right()
             if request in self.open_reads:
                 self.open_reads.discard(request)
                 self.consumer.read_ended(request, PEER, "cancelled", self.now)

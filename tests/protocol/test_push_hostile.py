@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import (
     KEY,
     PUSH_KEY,
@@ -53,9 +54,9 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(ha
 
 
 def believing(*peers: str) -> Producer:
-    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, peers=frozenset(peers)), KEY, PUSH_KEY)
+    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, peers=frozenset(peers)), KEY, PUSH_KEY, no_writers())
     producer.grant(A, 1, 0)
-    producer.publish(A, "", TICKET, 8)
+    producer.publish(A, "", TICKET, 8, now=0)
     return producer
 
 
@@ -113,7 +114,7 @@ def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(monk
         producer.receive(ROUTE, registration(f"x{number}"), now=0)
     refused = [message for message in said(producer) if isinstance(message, Refused)]
     assert (len(refused), refused[0].reason) == (51, "more than 50 readers are registered here")
-    producer.publish(A, "h1", TICKET, 8)
+    producer.publish(A, "h1", TICKET, 8, now=0)
     assert len(said(producer)) == 50
     producer.withdraw(A, 1, now=1)
     assert producer.num_registrations == 50

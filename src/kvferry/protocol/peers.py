@@ -7,7 +7,7 @@ What is asked of the book once per turn looks only at those it concerns: with 20
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
@@ -79,6 +79,8 @@ class LostPeer:
     reason: str
     ranks: tuple[int, ...] = ()
     """Those we knew it by."""
+    is_over: bool = False
+    """Another life of the engine answers in its place: this one has ended."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,11 @@ class PeerBook:
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Our own."""
+        return self._settings.geometry
 
     def get(self, life: EngineLife) -> Peer | None:
         return self._peers.get(life)
@@ -159,7 +166,9 @@ class PeerBook:
                     return None
             self._accept(peer, rank, reply)
         except KVFerryError as error:
-            return self.lose(peer.life, str(error), now)
+            is_over = reply.engine == peer.life.engine and reply.epoch != peer.life.epoch
+            lost = self.lose(peer.life, str(error), now)
+            return lost and replace(lost, is_over=is_over)
         del peer.waiting[reply.nonce]
         if not peer.waiting:
             self._hang_up_unless_shared(peer)

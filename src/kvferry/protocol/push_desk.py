@@ -20,7 +20,7 @@ from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, P
 from kvferry.protocol.push_endings import Endings
 from kvferry.types import RequestId, Route
 
-__all__ = ["DeskReply", "PushDesk"]
+__all__ = ["MAX_LEASES_WAITED", "DeskReply", "PushDesk"]
 
 MAX_READERS = 20_000
 """Ranks of consumers that wait, or hear of what they were offered. More are refused."""
@@ -129,11 +129,13 @@ class PushDesk:
             self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
-    def end(self, request: RequestId, reason: str) -> None:
-        """Its lease has ended. Whoever comes for it now is told why there is nothing."""
+    def end(self, request: RequestId, reason: str) -> list[str]:
+        """Its lease has ended. Whoever comes for it now is told why there is nothing. Returns the readers that had been offered it."""
         prefill = self._forget(request)
-        if prefill is not None:
-            self._endings.remember_over(prefill.name, reason)
+        if prefill is None:
+            return []
+        self._endings.remember_over(prefill.name, reason)
+        return list(prefill.audience)
 
     def _forget(self, request: RequestId) -> _Prefill | None:
         prefill = self._prefills.pop(request, None)
@@ -169,6 +171,9 @@ class PushDesk:
     def leave(self, reader: str) -> None:
         """It needs to hear no more, whether it waits or was offered something."""
         self._remove(reader)
+
+    def offered_to(self, reader: str) -> RequestId | None:
+        return self._listening.get(reader)
 
     def cancel(self, message: PushCancel, now: float) -> None:
         claimant = _claimant(message)
