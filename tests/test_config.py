@@ -441,3 +441,8 @@ def test_the_example_of_the_seeds_is_valid() -> None:
     extra = KVTransferConfig.from_mapping(json.loads(text)).extra
     assert isinstance(extra, NixlExtraConfig)
     assert extra.kv_lease_duration == 60.0
+
+
+def test_peers_are_known_by_one_spelling_of_the_loopback() -> None:
+    extra = nixl(peers=["localhost:5600", "10.0.0.7:5601", "[::1]:5602"])
+    assert extra.peer_addresses == {"127.0.0.1:5600", "10.0.0.7:5601", "[::1]:5602"}

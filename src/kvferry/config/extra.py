@@ -22,7 +22,9 @@ from kvferry.config.fields import (
     refuse_unknown_keys,
     shown,
 )
+from kvferry.config.side_channel import numeric_host
 from kvferry.errors import ConfigError
+from kvferry.types import Address
 
 __all__ = [
     "KNOWN_PLANES",
@@ -134,6 +136,12 @@ class NixlExtraConfig(ExtraConfig):
     def lends_by(self, planes: Iterable[str], fenced: Iterable[str]) -> frozenset[str]:
         """In push: of these planes, those by which P may write into our blocks."""
         return frozenset({"always": planes, "fenced": fenced}.get(self.push_write, ()))
+
+    @property
+    def peer_addresses(self) -> frozenset[str]:
+        """As engines advertise themselves, with one spelling of the loopback."""
+        pairs = (peer.rpartition(":") for peer in self.peers)
+        return frozenset(str(Address(numeric_host(host), int(port))) for host, _, port in pairs)
 
     @property
     def push_registration_timeout_s(self) -> float:

@@ -9,7 +9,7 @@ from typing import Self
 from kvferry.config.fields import Port, Text, check_fields, shown
 from kvferry.errors import ConfigError
 
-__all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard"]
+__all__ = ["LOOPBACK", "SideChannelConfig", "is_loopback", "is_wildcard", "numeric_host"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 5600
@@ -48,7 +48,7 @@ class SideChannelConfig:
         for name, value in ((host_name, host), (bind_name, bind)):
             if not _is_host(value):
                 raise ConfigError(f"{name} is {shown(value)}, which is no host; set it to an address or a host name")
-        return cls(bind_host=_numeric(bind), advertised_host=_numeric(host), port=_port(port_name, port))
+        return cls(bind_host=numeric_host(bind), advertised_host=numeric_host(host), port=_port(port_name, port))
 
     @property
     def is_local(self) -> bool:
@@ -81,7 +81,7 @@ def _is_host(host: str) -> bool:
     return is_wildcard(host) or _parsed(host) is not None or HOST_NAME.fullmatch(host) is not None
 
 
-def _numeric(host: str) -> str:
+def numeric_host(host: str) -> str:
     """One spelling of the loopback, so that nobody dials ::1 where we listen on 127.0.0.1; brackets belong to ports, not hosts."""
     return LOOPBACK if host == "localhost" else host.removeprefix("[").removesuffix("]")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.config.side_channel import numeric_host
 from kvferry.protocol.push_tickets import MAX_TP_SIZE
 from kvferry.protocol.tickets import MAX_NAME_CHARS
 from kvferry.types import Address
@@ -76,7 +77,7 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
 def _named(params: Mapping[str, Any]) -> NamedPeer | None:
     engine, host = _name(params.get("remote_engine_id")), _name(params.get("remote_host"))
     port, tp_size = _count(params.get("remote_port"), 65535), _count(params.get("tp_size", 1), MAX_TP_SIZE)
-    return NamedPeer(engine, Address(host, port), tp_size) if engine and host and port and tp_size else None
+    return NamedPeer(engine, Address(numeric_host(host), port), tp_size) if engine and host and port and tp_size else None
 
 
 def _name(value: object) -> str:

@@ -83,7 +83,7 @@ class PullScheduler:
         if strangers:
             raise ConfigError(
                 f"ranks {strangers} were started apart from their scheduler and would refuse every ticket; "
-                "give all of them the same KVFERRY_VLLM_EPOCH, another one at each start"
+                "let vLLM start them (for Ray, with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
             )
         self._is_staged = any(part.is_staged for part in parts.values())
         served = ServedEngine(

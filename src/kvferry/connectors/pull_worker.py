@@ -209,7 +209,7 @@ def ferry_settings(
             extra.lease_extension_s,
             extra.grant_wait,
             is_staged,
-            frozenset(extra.peers),
+            extra.peer_addresses,
         ),
         ConsumerSettings(
             engine,

@@ -74,7 +74,7 @@ class PushScheduler(PullScheduler):
         if named.engine == self._config.kv_transfer.engine_id or named.address == self._address:
             # Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself.
             return
-        if str(named.address) not in self._extra.peers:
+        if str(named.address) not in self._extra.peer_addresses:
             self._refuse(request, f"there is no ticket, and {named.address} is not among this engine's `peers`")
         elif len(request.request_id) > MAX_NAME_CHARS:
             self._refuse(request, f"there is no ticket, and the request's id is longer than {MAX_NAME_CHARS} characters")

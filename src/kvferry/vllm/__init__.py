@@ -5,7 +5,7 @@ The connectors are loaded when they are asked for: the plugin entry point runs i
 
 from typing import Any
 
-__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPushConnector"]
+__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from kvferry.vllm.refusals import check_servable
 from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, keep_from_workers, without_null
 from kvferry.vllm.versions import warn_if_untested
 
-__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPushConnector"]
+__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"]
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class KVFerryPushConnector(KVFerryConnector):
         return tuple(map(without_null, self._kv_cache_manager.get_block_ids(request_id)))
 
 
-NixlConnector = KVFerryConnector
+NixlConnector = NixlPullConnector = KVFerryConnector
 """Named as vLLM's own, so that a module path in the configuration is the only change."""
 NixlPushConnector = KVFerryPushConnector
 """Likewise."""

@@ -1,6 +1,6 @@
 """Called by vLLM in each of its processes (entry point group `vllm.general_plugins`), before its configuration is used.
 
-Registers our connectors, so that no module path is needed, and makes the epoch that all processes of one engine life share.
+Registers our connectors, so that no module path is needed, and makes a word of the epoch that all processes of one engine life share.
 """
 
 import os

@@ -258,5 +258,9 @@ def _layout(kv_cache_config: Any) -> str:
 
 
 def _epoch(vllm_config: Any) -> str:
-    """Equal in all processes of one engine life, another in the next. Without the plugin, vLLM's own id of the configuration has to do."""
-    return f"{os.environ.get(EPOCH_VARIABLE) or vllm_config.instance_id}-{vllm_config.kv_transfer_config.engine_id}"
+    """Equal in all processes of one engine life, another in the next.
+
+    vLLM makes a new id for each configuration it builds, and hands the configuration to all processes that one life has. The variable
+    alone would not do: whoever sets it to one word for good would have tickets of a dead life taken for this one's."""
+    words = (os.environ.get(EPOCH_VARIABLE, ""), vllm_config.instance_id, vllm_config.kv_transfer_config.engine_id)
+    return "-".join(word for word in words if word)

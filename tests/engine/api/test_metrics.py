@@ -4,6 +4,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.messages import Status, TransferSummary
+from kvferry.router.decode_modes import says_push
 
 
 def carried_bytes(status: Status, model_name: str) -> Iterator[Metric]:
@@ -22,3 +23,10 @@ def test_another_part_can_add_its_own_families() -> None:
 
 def test_an_empty_cache_has_no_usage() -> None:
     assert 'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0' in ApiMetrics("tiny").render(Status(nonce=1)).decode()
+
+
+def test_routers_read_the_mode_from_the_page_also_when_the_core_does_not_answer() -> None:
+    assert says_push(ApiMetrics("tiny", transfer_mode="push").render(None))
+    assert says_push(ApiMetrics('a ", mode', transfer_mode="push").render(Status(nonce=1)))
+    assert not says_push(ApiMetrics('mode="push"', transfer_mode="pull").render(Status(nonce=1)))
+    assert "transfer_mode" not in ApiMetrics("tiny").render(Status(nonce=1)).decode()
