@@ -24,6 +24,12 @@ class Pushing:
     d: Engine
     router: Engine
 
+    async def moved(self, session: Any) -> tuple[float, float, float]:
+        """Bytes by the plane, transfers that ended well, and those that did not. Over tcp P writes, elsewhere D reads."""
+        seen, mover = await metrics(session, self.d), await metrics(session, self.p if self.plane == "tcp" else self.d)
+        ended = seen.get("kvferry:finished_pulls_total", 0), seen.get("kvferry:failed_pulls_total", 0)
+        return mover.get(f"kvferry:transfer_bytes_total/{self.plane}", 0), *ended
+
     async def at_once(self, session: Any) -> float:
         """Requests whose legs the router started together."""
         return (await metrics(session, self.router))["kvferry:router_legs_at_once_total"]
@@ -82,15 +88,11 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
 ) -> None:
     async def check() -> None:
         async with new_session() as session:
-            before = await metrics(session, pushing.d)
+            before = await pushing.moved(session)
             answers = await ask_all(pushing.router, GREEDY, cache_salt=pushing.salt)
             assert [answer.status for answer in answers] == [200] * len(GREEDY)
             assert answers == expected
-            after = await metrics(session, pushing.d)
-            moved, finished, failed = (
-                after[name] - before.get(name, 0)
-                for name in (f"kvferry:transfer_bytes_total/{pushing.plane}", "kvferry:finished_pulls_total", "kvferry:failed_pulls_total")
-            )
+            moved, finished, failed = (now - then for now, then in zip(await pushing.moved(session), before, strict=True))
             assert (moved > 0, finished >= 100, failed) == (True, True, 0)
             assert await pushing.at_once(session) >= 150
             await assert_quiescent(session, pushing.p, pushing.d)

@@ -5,6 +5,7 @@ import sys
 from types import FunctionType, ModuleType
 
 import pytest
+from tests.protocol.caches import no_writers
 from tests.protocol.test_consumer import CONTROL, connect, make_consumer, sent
 from tests.protocol.test_consumer_push import OWN
 
@@ -79,7 +80,7 @@ def total_bytes(state: object) -> int:
 
 
 def test_a_producer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() -> None:
-    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY)
+    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers())
     growth = Growth(producer, COUNT)
     _serve(producer, growth)
     assert growth.objects < 0.1
@@ -99,7 +100,7 @@ def _serve(producer: Producer, growth: Growth) -> None:
             is_lonely = number % 4 == 1
             text = KEY.sign(ticket(number))
             producer.grant(request, number, now)
-            producer.publish(request, f"lonely {number}" if is_lonely else f"h{number}", text, 8)
+            producer.publish(request, f"lonely {number}" if is_lonely else f"h{number}", text, 8, now)
             if not is_lonely:
                 producer.receive(ROUTE, Attach(text, reader), now)
                 producer.receive(ROUTE, Confirm("e1", request, reader), now)

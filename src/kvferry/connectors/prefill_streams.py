@@ -59,9 +59,14 @@ class PrefillStreams:
         self._published.pop(request, None)
         return self._streams.pop(request, None)
 
-    def take_preempted(self) -> list[PrefillStream]:
-        """Those that have lost what was published of them. They may be published anew."""
-        lost = [stream for stream in self._published.values() if _has_lost_blocks(stream)]
+    def take_preempted(self, slices: Iterable[ScheduledSlice], groups: Sequence[KVCacheGroup]) -> list[PrefillStream]:
+        """Those that have lost what was published of them, as their counts or this step's tables tell. They may be published anew."""
+        tables = {piece.request_id: piece for piece in slices if piece.request_id in self._published}
+        lost = []
+        for request, stream in self._published.items():
+            piece = tables.get(request)
+            if _has_lost_tokens(stream) or (piece is not None and self.has_let_go(stream, piece.block_ids, groups)):
+                lost.append(stream)
         for stream in lost:
             del self._published[RequestId(stream.request.request_id)]
         return lost
@@ -82,7 +87,8 @@ class PrefillStreams:
         self._published[RequestId(stream.request.request_id)] = stream
 
     def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]], groups: Sequence[KVCacheGroup]) -> bool:
-        """Whether the engine, at the end, no longer holds a block that was published and that the prompt's last token looks at."""
+        """Whether the engine no longer holds a block that was published and that the prompt's last token looks at.
+        A request that was preempted and taken up again at once may have as many tokens as before, but in other blocks."""
         last = stream.request.num_prompt_tokens - 1
         for group, before, after in zip(groups, stream.blocks, blocks, strict=True):
             seen = slice(group.first_seen(last) // self.block_size, stream.num_published // self.block_size)
@@ -95,5 +101,5 @@ class PrefillStreams:
         return tuple((*table[:ready], *[HOLE] * (total - ready)) for table in tables)
 
 
-def _has_lost_blocks(stream: PrefillStream) -> bool:
+def _has_lost_tokens(stream: PrefillStream) -> bool:
     return stream.request.status is RequestStatus.PREEMPTED or stream.request.num_computed_tokens < stream.num_published

@@ -42,6 +42,9 @@ LEVELS: Mapping[str, str] = {
 }
 """Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
 
+MODE_METRIC = "transfer_mode"
+MODE_HELP = "1 for the way in which this engine's connector hands KV over. Routers look at it."
+
 NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
     "num_failed_transfers": ("failed_transfers", "failed_handshakes"),
     "num_kv_expired_reqs": ("kv_expired_reqs",),
