@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, reply, sent, ticket
 
 from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
@@ -64,6 +65,15 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
     assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0), PullFinished(R1)]
     assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+
+
+def test_a_request_id_that_no_message_can_carry_is_left_to_the_handover() -> None:
+    consumer = make_consumer()
+    expect(consumer, RequestId("r" * 2000))
+    [registration] = sent(connect(consumer), PushRegistration)
+    assert isinstance(registration, PushRegistration)
+    assert (registration.request_id, registration.handover) == ("", "h1")
+    assert codec.decode(codec.encode(registration)) == registration
 
 
 def test_a_request_is_registered_and_attached_long_before_it_has_blocks() -> None:

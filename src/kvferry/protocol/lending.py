@@ -12,7 +12,7 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.events import PrefillCompleted, PullGivenUp
 from kvferry.protocol.actions import Lend, Send, TakeBack
 from kvferry.protocol.consumer_parts import ConsumerParts
-from kvferry.protocol.messages import Revoke, Revoked, WriteFailed, WriteLease, Written
+from kvferry.protocol.messages import MAX_NAME_CHARS, Revoke, Revoked, WriteFailed, WriteLease, Written
 from kvferry.protocol.peers import Peer
 from kvferry.protocol.planning import plan_placement
 from kvferry.protocol.pulls import Loan, Pull
@@ -42,6 +42,7 @@ class Lending:
             and not pull.is_offered
             and not pull.was_lent
             and sum(map(len, pull.to.blocks)) <= MAX_BLOCKS
+            and len(pull.request) <= MAX_NAME_CHARS
             and len(used) == 1
             and used <= self.parts.settings.lends_by
             and not any(peer.layouts[rank].is_staged for rank in peer.visits)

@@ -5,7 +5,17 @@ Messages are appended to the consumer's actions. Which of them to send, and when
 
 from kvferry.protocol.actions import Action, Send
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
-from kvferry.protocol.messages import MAX_LEASES_PER_BEAT, Attach, Confirm, Detach, Heartbeat, PushCancel, PushRegistration, WriteLease
+from kvferry.protocol.messages import (
+    MAX_LEASES_PER_BEAT,
+    MAX_NAME_CHARS,
+    Attach,
+    Confirm,
+    Detach,
+    Heartbeat,
+    PushCancel,
+    PushRegistration,
+    WriteLease,
+)
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook
 from kvferry.protocol.pulls import Pull, reader_name
 from kvferry.types import EngineLife, PeerId, RequestId
@@ -36,7 +46,7 @@ class ReaderTalk:
         message = PushRegistration(
             epoch=pull.life.epoch,
             reader=pull.reader,
-            request_id=pull.request,
+            request_id=_sent_name(pull),
             decode_engine_id=self._engine,
             decode_host=invitation.own_address.host,
             decode_port=invitation.own_address.port,
@@ -135,7 +145,7 @@ class ReaderTalk:
             return Detach(pull.life.epoch, pull.lease, pull.reader)
         invitation = pull.origin.invitation
         assert invitation is not None
-        return PushCancel(pull.life.epoch, pull.reader, pull.request, self._engine, invitation.handover, invitation.push_ticket)
+        return PushCancel(pull.life.epoch, pull.reader, _sent_name(pull), self._engine, invitation.handover, invitation.push_ticket)
 
     def _start_beats(self, pull: Pull, peer: Peer, lease_s: float, now: float) -> None:
         pull.is_attached = True
@@ -144,3 +154,8 @@ class ReaderTalk:
 
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel) -> None:
         self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
+
+
+def _sent_name(pull: Pull) -> str:
+    """Its request id; where that is too long for a message, none, and the handover alone decides."""
+    return pull.request if len(pull.request) <= MAX_NAME_CHARS else ""
