@@ -6,6 +6,7 @@ preempts loses its blocks: what was published is withdrawn, before anything else
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from kvferry.connectors.contract import KVCacheGroup, Request, RequestStatus, ScheduledSlice
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
@@ -35,12 +36,17 @@ class Advance:
     stream: PrefillStream
     num_tokens: int
     blocks: tuple[tuple[int, ...], ...]
-    """Tables of the whole prompt, with holes for what is yet to come."""
+    """Tables of the whole prompt, with holes for what is yet to come, and for what its last token does not look at."""
+
+    def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        first, end = self.stream.num_published // block_size, self.num_tokens // block_size
+        return tuple(table[first:end] for table in self.blocks)
 
 
 @dataclass(slots=True)
 class PrefillStreams:
     block_size: int
+    groups: Sequence[KVCacheGroup]
     _streams: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
     _published: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
 
@@ -81,18 +87,25 @@ class PrefillStreams:
         stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
         self._published[RequestId(stream.request.request_id)] = stream
 
-    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]], groups: Sequence[KVCacheGroup]) -> bool:
-        """Whether the engine, at the end, no longer holds a block that was published and that the prompt's last token looks at."""
-        last = stream.request.num_prompt_tokens - 1
-        for group, before, after in zip(groups, stream.blocks, blocks, strict=True):
-            seen = slice(group.first_seen(last) // self.block_size, stream.num_published // self.block_size)
-            if tuple(before[seen]) != tuple(after[seen]):
-                return True
-        return False
+    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
+        """Whether the engine, at the end, no longer holds a block that was published."""
+        return any(
+            any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
+            for before, after in zip(stream.blocks, blocks, strict=True)
+        )
+
+    def unpublished(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """What the engine holds at the end beyond that."""
+        return tuple(
+            tuple(now for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE) if now not in (HOLE, was))
+            for before, after in zip(stream.blocks, blocks, strict=True)
+        )
 
     def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """The engine lets go of what the last token does not look at, when it likes: whoever read that would not hear of it."""
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
-        return tuple((*table[:ready], *[HOLE] * (total - ready)) for table in tables)
+        firsts = [min(ready, group.first_seen(num_prompt_tokens - 1) // self.block_size) for group in self.groups]
+        return tuple((*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready)) for first, table in zip(firsts, tables, strict=True))
 
 
 def _has_lost_blocks(stream: PrefillStream) -> bool:

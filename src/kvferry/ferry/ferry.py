@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
@@ -53,7 +54,7 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.pulls import Destination, Invitation
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
 from kvferry.types import PeerId, RequestId
@@ -104,6 +105,9 @@ class Ferry:
         self._clock = clock
         self._reads: dict[tuple[str, Handle], _Read] = {}
         self._stored: dict[StoreHandle, Place | Expose] = {}
+        self._block_size = settings.consumer.peers.geometry.block_size
+        self._postponed: deque[OfConsumer] = deque()
+        """What the engine has said as a consumer since it gave blocks that are still being copied."""
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
@@ -135,6 +139,7 @@ class Ferry:
                 self._take_completion(plane.name, completion, now)
         for stored in self._store.poll():
             self._take_stored(self._stored.pop(stored.handle), stored.error, now)
+        self._obey_postponed(now)
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
@@ -200,8 +205,21 @@ class Ferry:
     def _obey(self, command: Command, now: float) -> None:
         if isinstance(command, OfProducer):
             self._obey_as_producer(command, now)
+        elif self._postponed or self._is_ahead_of_copies(command):
+            self._postponed.append(command)
         else:
             self._obey_as_consumer(command, now)
+
+    def _is_ahead_of_copies(self, command: OfConsumer) -> bool:
+        """Whether bytes would arrive where a copy of a preempted request's blocks, which these were, is still written."""
+        if not isinstance(command, Start):
+            return False
+        filled = Destination(command.blocks, range(command.first_token, command.end_token)).filled_blocks(self._block_size)
+        return self._producer.is_copying(list(chain.from_iterable(filled)))
+
+    def _obey_postponed(self, now: float) -> None:
+        while self._postponed and not self._is_ahead_of_copies(self._postponed[0]):
+            self._obey_as_consumer(self._postponed.popleft(), now)
 
     def _obey_as_producer(self, command: OfProducer, now: float) -> None:
         match command:
@@ -209,12 +227,12 @@ class Ferry:
                 self._producer.grant(request, serial, now, blocks)
             case Open(request, serial):
                 self._producer.open(request, serial, now)
-            case Close(request):
-                self._producer.close(request, now)
+            case Close(request, blocks):
+                self._producer.close(request, now, blocks)
             case Withdraw(request, serial):
                 self._producer.withdraw(request, serial, now)
-            case Publish(request, handover, ticket, ready_tokens):
-                self._producer.publish(request, handover, ticket, ready_tokens)
+            case Publish(request, handover, ticket, ready_tokens, blocks):
+                self._producer.publish(request, handover, ticket, ready_tokens, blocks)
             case Withhold(request, handover, reason):
                 self._producer.withhold(request, handover, reason, now)
             case Abandon(request):
@@ -251,7 +269,7 @@ class Ferry:
         if isinstance(action, Place):
             self._consumer.placed(action.request, error, now)
         else:
-            self._producer.exposed(action.request, error)
+            self._producer.exposed(action.copy, error, now)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 

@@ -169,6 +169,10 @@ class PushDesk:
         else:
             self._wait(message.reader, waiting, now)
 
+    def is_offered(self, request: RequestId, reader: str) -> bool:
+        """Whether this reader hears of what is published of this prefill."""
+        return self._listening.get(reader) == request
+
     def leave(self, reader: str) -> None:
         """It needs to hear no more, whether it waits or was offered something."""
         self._remove(reader)
