@@ -27,10 +27,11 @@ class Plan:
     slices: tuple[Slice, ...]
 
 
-@pytest.fixture
-def legs() -> Iterator[Legs]:
+@pytest.fixture(params=["", "p", "d", "pd"], ids=lambda sides: f"staged: {sides or 'neither'}")
+def legs(request: pytest.FixtureRequest) -> Iterator[Legs]:
+    """Whichever sides stage their cache in a host buffer, the same blocks move at the same time."""
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=600) for name in ("p", "d"))
+    p, d = (push_side(name, network, kv_lease_duration=600, force_host_buffer=name in request.param) for name in ("p", "d"))
     yield legs_between(p, d)
     closed(p, d)
 
