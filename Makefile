@@ -15,6 +15,8 @@ ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
+# Tests with real vLLM wait for its servers most of the time, so they run beside all others where there are two cores.
+TEST_JOBS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
 SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=
@@ -30,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-vllm chaos soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm test-vllm-aside chaos soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -57,19 +59,29 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 
 test: $(STAMP) $(TEST_EXTRAS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(TEST_JOBS) test-embedded test-vllm-aside
+
+# Where PYTEST_FLAGS leave nothing to run (5), nothing has failed.
+test-embedded: $(STAMP)  ## all tests but those with real vLLM
+	$(BIN)/python -m pytest -m 'not vllm' $(PYTEST_FLAGS) || test $$? -eq 5
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 
 test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
 	@$(COMPILE)
-	$(BIN)/python -m pytest tests/vllm $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m vllm $(PYTEST_FLAGS)
+
+# Beside the others: what it has to say is shown in one piece.
+test-vllm-aside: $(STAMP) $(TEST_EXTRAS)
+	@mkdir -p build
+	@$(BIN)/python -m pytest -m vllm $(PYTEST_FLAGS) > build/test-vllm.log 2>&1; found=$$?; cat build/test-vllm.log; \
+	  test $$found -eq 0 -o $$found -eq 5
 
 soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
 	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
 
-chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=
-	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED))
+chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=, MODE=
+	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
 
 docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py

@@ -79,11 +79,15 @@ class HandshakeFailed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCompleted:
-    """A producer that pushes has computed all of a prompt. So many of the tokens we wanted were not here nor on their way by then."""
+    """A producer that pushes has computed all of a prompt."""
 
     request: RequestId
     num_tokens: int
+    """That we wanted."""
     num_left: int
+    """Of these: not here yet."""
+    landed_bytes: int
+    """What was here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,30 +7,38 @@ import sys
 import pytest
 
 from kvferry.bench.handover import Samples, make_rows
-from kvferry.bench.handover_pair import CHUNK_TOKENS, Mode
+from kvferry.bench.handover_pair import CHUNK_TOKENS, Mode, Moved
+
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
+"""4 layers, 2 heads, K and V, 64 floats each."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("plane", ["shm", "nixl"])
-def test_while_p_computes_all_but_the_last_chunk_moves(plane: str) -> None:
-    prompt = 4 * CHUNK_TOKENS
+@pytest.mark.parametrize(("plane", "prompt_tokens"), [("shm", 8 * CHUNK_TOKENS), ("nixl", 4 * CHUNK_TOKENS)])
+def test_while_p_computes_all_but_the_last_chunk_moves(plane: str, prompt_tokens: int) -> None:
+    """In every handover, not only in most. Without streaming, and in pull, all is left: what is counted are bytes that moved."""
     command = [sys.executable, "-m", "kvferry", "bench", "handover", "--json", "--plane", plane, "--samples", "3"]
-    ran = subprocess.run([*command, "--prompt-tokens", str(prompt)], capture_output=True, text=True, timeout=280)
+    ran = subprocess.run([*command, "--prompt-tokens", str(prompt_tokens)], capture_output=True, text=True, timeout=280)
     assert ran.stdout, ran.stderr
-    rows = {row["mode"]: row for row in json.loads(ran.stdout)["rows"]}
-    assert [rows[mode]["tokens_left_max"] for mode in (Mode.PULL, Mode.PUSH)] == [prompt, prompt]
-    assert rows[Mode.STREAMED]["tokens_left_p50"] == CHUNK_TOKENS
+    told = json.loads(ran.stdout)
+    assert (told["prompt_tokens"], told["chunk_tokens"], told["bytes_per_token"]) == (prompt_tokens, 512, TOKEN_BYTES)
+    rows = {row["mode"]: row for row in told["rows"]}
+    everything, last_chunk = prompt_tokens * TOKEN_BYTES, CHUNK_TOKENS * TOKEN_BYTES
+    assert {row["bytes_total"] for row in rows.values()} == {everything}
+    left = {mode: (row["bytes_left_p50"], row["bytes_left_max"]) for mode, row in rows.items()}
+    assert left == {Mode.PULL: (everything,) * 2, Mode.PUSH: (everything,) * 2, Mode.STREAMED: (last_chunk,) * 2}
     assert all(row["handover_ms_p50"] > 0 for row in rows.values())
 
 
 def test_a_row_sums_up_one_mode_beside_pull() -> None:
     samples = {
-        Mode.PULL: Samples([0.02, 0.04, 0.03], [4096] * 3),
-        Mode.PUSH: Samples([0.03], [4096]),
-        Mode.STREAMED: Samples([0.015, 0.015], [512, 1024]),
+        Mode.PULL: Samples([0.02, 0.04, 0.03], [Moved(4096, 0)] * 3),
+        Mode.PUSH: Samples([0.03], [Moved(4096, 0)]),
+        Mode.STREAMED: Samples([0.015, 0.015], [Moved(4096, 3584), Moved(4096, 3072)]),
     }
     pull, push, streamed = make_rows(samples)
-    assert (pull["handover_ms_p50"], pull["ratio_to_pull"]) == (30.0, 1.0)
-    assert (push["mode"], push["ratio_to_pull"]) == ("push", 1.0)
-    assert (streamed["ratio_to_pull"], streamed["tokens_left_max"], streamed["tokens_left_p50"]) == (0.5, 1024, 768)
+    assert (pull["handover_ms_p50"], pull["handover_ms_max"], pull["ratio_to_pull"]) == (30.0, 40.0, 1.0)
+    assert (push["mode"], push["ratio_to_pull"], push["bytes_left_max"]) == ("push", 1.0, 4096)
+    assert (streamed["ratio_to_pull"], streamed["bytes_total"]) == (0.5, 4096)
+    assert (streamed["bytes_left_p50"], streamed["bytes_left_max"]) == (768, 1024)

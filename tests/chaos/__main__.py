@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from tests.chaos.mode import Mode
 from tests.chaos.run import Report, Settings, run
 
 from kvferry.engine.make_model import make_model
@@ -23,11 +24,12 @@ def main() -> int:
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--prompts", type=int, default=300, help="different ones")
+    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.BOTH, help="how KV is handed over (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the report")
     given = parser.parse_args()
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
-    settings = Settings(seed, given.duration_s, given.streams, given.prefill, given.decode, given.prompts)
+    settings = Settings(seed, given.duration_s, given.streams, given.prefill, given.decode, given.prompts, mode=given.mode)
     with tempfile.TemporaryDirectory(prefix="kvferry-chaos-") as directory:
         make_model(Path(directory) / "tiny")
         report = run(settings, Path(directory), Path(directory) / "tiny")
@@ -42,7 +44,9 @@ def main() -> int:
 def show(report: Report) -> None:
     console = Console(stderr=True)
     settings = report.settings
-    table = Table(title=f"chaos, seed {settings.seed}, {settings.duration_s:g} s, {settings.streams} streams, {report.hosts}")
+    table = Table(
+        title=f"chaos, seed {settings.seed}, {settings.duration_s:g} s, {settings.streams} streams, {settings.mode}, {report.hosts}"
+    )
     table.add_column("what")
     table.add_column("count", justify="right")
     for rows in (report.injected, report.outcomes):
@@ -52,7 +56,7 @@ def show(report: Report) -> None:
     console.print(table)
     for violation in report.violations:
         console.print(f"VIOLATION {violation}", style="bold red", markup=False)
-    again = f"make chaos SEED={settings.seed} DURATION_S={settings.duration_s:g}"
+    again = f"make chaos SEED={settings.seed} DURATION_S={settings.duration_s:g} MODE={settings.mode}"
     console.print(f"{'clean' if report.is_clean else 'BROKEN'}; again: {again}", markup=False)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from tests.chaos.judge import Outcome
 from tests.chaos.load import Load, Question
+from tests.chaos.mode import Mode
 from tests.chaos.plan import Injury, Kind, make_plan
 from tests.chaos.yard import ROUTER, Yard
 from tests.e2e.harness import QUIET, Cluster, Prompt, ask_all, is_alive, metrics, new_session, until
@@ -22,8 +23,10 @@ RESERVE = 40
 MOST_AT_ONCE = 2
 SETTLE_S = 60.0
 PROGRESS_S = 5.0
-LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls")
-SHOWN = ("kvferry:finished_pulls_total", "kvferry:failed_pulls_total", "kvferry:kv_expired_reqs_total", "kvferry:failed_handshakes_total")
+LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls", "kvferry:num_registrations")
+COUNTED = ("finished_pulls", "failed_pulls", "kv_expired_reqs", "failed_handshakes", "pushed_tokens")
+SHOWN = tuple(f"kvferry:{name}_total" for name in COUNTED)
+AT_ONCE = "kvferry:router_legs_at_once_total"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Settings:
     prompts: int = 300
     bound_s: float = 60.0
     """Above every deadline that a request can meet, the pauses included."""
+    mode: Mode = Mode.BOTH
 
 
 @dataclass
@@ -63,7 +67,7 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
     report = Report(settings)
     say(f"seed {settings.seed}: computing {settings.prompts} right answers")
     questions = asyncio.run(_questions(settings, directory / "reference", model))
-    with Yard.opened(directory / "yard", model, settings.prefill, settings.decode) as yard:
+    with Yard.opened(directory / "yard", model, settings.prefill, settings.decode, settings.mode) as yard:
         report.hosts = "network namespaces" if yard.hosts_are_namespaces else "fault proxies"
         say(f"{settings.prefill} prefill and {settings.decode} decode engines are up, hosts are {report.hosts}")
         asyncio.run(_Run(settings, yard, questions, report).whole())
@@ -156,7 +160,7 @@ class _Run:
             self._report.violations += await asyncio.to_thread(self._yard.replace_if_dead, name)
         say("load and injuries are over; waiting until every block is free")
         await self._expect("all blocks free, no lease, nothing waiting", self._is_quiet)
-        before = await self._pulled()
+        before, at_once = await self._pulled(), await self._at_once()
 
         async def is_working() -> bool:
             if not self._unasked:
@@ -164,15 +168,17 @@ class _Run:
             await self._load.ask_once(self._unasked.pop())
             await asyncio.sleep(0.3)  # a peer that was out of reach is tried again a little later
             after = await self._pulled()
-            return all(after[name] > before[name] for name in after)
+            has_pushed = self._settings.mode is not Mode.PUSH or await self._at_once() > at_once
+            return has_pushed and all(after[name] > before[name] for name in after)
 
-        await self._expect("every decode engine fetches KV again", is_working)
+        await self._expect("every decode engine fetches KV again, in push with both legs at once", is_working)
         await self._expect("all blocks free once more", self._is_quiet)
         async with new_session() as session:
             for name, engine in self._yard.engines.items():
                 found = await metrics(session, engine)
                 planes = {key: value for key, value in found.items() if key.startswith("kvferry:transfers_total/")}
                 self._report.engines[name] = {key: found.get(key, 0.0) for key in SHOWN} | planes
+        self._report.engines[ROUTER] = {AT_ONCE: await self._at_once()}
 
     async def _expect(self, what: str, condition: Any) -> None:
         try:
@@ -196,6 +202,11 @@ class _Run:
         async with new_session() as session:
             engines = {name: self._yard.engines[name] for name in self._yard.decode}
             return {name: (await metrics(session, engine))["kvferry:finished_pulls_total"] for name, engine in engines.items()}
+
+    async def _at_once(self) -> float:
+        """Requests whose legs this life of the router has started together."""
+        async with new_session() as session:
+            return (await metrics(session, self._yard.router))[AT_ONCE]
 
     async def _show_progress(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.chaos.judge import VIOLATIONS, Attempt, Outcome, judge
+from tests.chaos.mode import Mode
 from tests.chaos.plan import Kind, make_plan
 from tests.chaos.run import Report, Settings
 
@@ -29,6 +30,14 @@ def test_a_plan_has_injuries_of_every_kind_for_the_right_targets() -> None:
     assert {injury.target for injury in plan if injury.kind is Kind.KILL_PREFILL} <= {"prefill-0", "prefill-1"}
     assert all(injury.target == "router" for injury in plan if injury.kind is Kind.KILL_ROUTER)
     assert all(injury.at_s < 300 for injury in plan)
+
+
+def test_a_fleet_of_both_kinds_has_prefill_engines_of_both_and_decode_engines_that_do_both() -> None:
+    lives = [Mode.BOTH.prefill_connectors(index) for index in (0, 1)]
+    assert {first for first, *_ in lives} == {"NixlConnector", "NixlPushConnector"}
+    assert all(len(set(each)) == 2 for each in lives), "a restarted one comes back as the other kind"
+    assert Mode.BOTH.decode_connectors == Mode.PUSH.decode_connectors == Mode.PUSH.prefill_connectors(0) == ("NixlPushConnector",)
+    assert Mode.PULL.decode_connectors == Mode.PULL.prefill_connectors(1) == ("NixlConnector",)
 
 
 @pytest.mark.parametrize(

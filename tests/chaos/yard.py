@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.mode import Mode
 from tests.chaos.plan import LEASE_S
 from tests.e2e.behind import BEHIND, Channels
 from tests.e2e.harness import Cluster, Engine, Host, Starting
@@ -18,8 +19,10 @@ from kvferry.testing.fault_proxy import FaultProxy
 __all__ = ["ROUTER", "Yard"]
 
 ROUTER = "router"
-DEADLINES = {"handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10}
+DEADLINES = {"handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10, "push_registration_timeout": 10}
 EXTRA: dict[str, Any] = {"kv_lease_duration": LEASE_S, **DEADLINES}
+CHUNKED = ("--max-num-batched-tokens", "64")
+"""So that a prompt takes several steps, and push has something to send between them."""
 
 
 @dataclass
@@ -31,6 +34,9 @@ class Member:
     flags: tuple[str, ...]
     extra: Mapping[str, Any]
     at: Host
+    connectors: tuple[str, ...]
+    """Of one life after the other, over and over."""
+    num_lives: int = 0
     engine: Engine | None = None
     channels: ExitStack = field(default_factory=ExitStack)
     proxies: Channels | None = None
@@ -45,7 +51,7 @@ class Yard:
 
     @classmethod
     @contextmanager
-    def opened(cls, directory: Path, model: Path, prefill: int, decode: int) -> Iterator["Yard"]:
+    def opened(cls, directory: Path, model: Path, prefill: int, decode: int, mode: Mode) -> Iterator["Yard"]:
         """Policies take turns among D, planes among P; every second D has no prefix cache, so that it must fetch."""
         with ExitStack() as stack:
             hosts = None if why_impossible() else stack.enter_context(Hosts.opened(prefill + decode))
@@ -55,9 +61,10 @@ class Yard:
                 index = number if number < prefill else number - prefill
                 name = f"prefill-{index}" if number < prefill else f"decode-{index}"
                 extra = {**EXTRA, "planes": ["tcp"]} if number < prefill and index % 2 == 0 else EXTRA
-                flags = ("--no-enable-prefix-caching",) if number >= prefill and index % 2 == 0 else ()
+                flags = CHUNKED if number < prefill else ("--no-enable-prefix-caching",) if index % 2 == 0 else ()
                 at = BEHIND if hosts is None else hosts[number]
-                members[name] = Member(name, "fail" if index % 2 == 0 else "recompute", flags, extra, at)
+                connectors = mode.prefill_connectors(index) if number < prefill else mode.decode_connectors
+                members[name] = Member(name, "fail" if index % 2 == 0 else "recompute", flags, extra, at, connectors)
             yard = cls(cluster, hosts, members)
             stack.callback(yard.close)
             yard.start()
@@ -137,9 +144,17 @@ class Yard:
             member.channels.close()
 
     def _serve(self, member: Member) -> Starting:
-        port = member.engine.address.port if member.engine is not None else 0
+        connector = member.connectors[member.num_lives % len(member.connectors)]
+        member.num_lives += 1
         return self._cluster.serve(
-            member.name, *member.flags, extra=dict(member.extra), policy=member.policy, port=port, engine_id=member.name, at=member.at
+            member.name,
+            *member.flags,
+            extra=dict(member.extra),
+            policy=member.policy,
+            port=member.engine.address.port if member.engine is not None else 0,
+            engine_id=member.name,
+            at=member.at,
+            connector=connector,
         )
 
     def _take_in(self, member: Member, process: Starting) -> None:

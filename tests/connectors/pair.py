@@ -98,12 +98,13 @@ class Blocks:
 @dataclass(frozen=True)
 class MemoryKit:
     network: MemoryNetwork
+    fences_writes: bool = False
 
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return LocalMemory(size_bytes)
 
     def data_planes(self, memory: CacheMemory | None) -> list[DataPlane]:
-        return [MemoryDataPlane(self.network)]
+        return [MemoryDataPlane(self.network, self.fences_writes)]
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
@@ -133,6 +134,7 @@ class EngineSide:
         role: str = "kv_both",
         buffer_device: str = "auto",
         connector: str = "NixlConnector",
+        fences_writes: bool = False,
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
@@ -154,7 +156,7 @@ class EngineSide:
             SideChannelConfig(port=0),
             b"a secret of the cluster",
             f"epoch of {name}",
-            MemoryKit(network),
+            MemoryKit(network, fences_writes),
         )
         self.memory = {layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8) for group in groups for layer in group.layer_names}
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
@@ -176,6 +178,7 @@ class EngineSide:
             assert not getattr(self.seen, name) & getattr(news, name), "reported twice"
             getattr(self.seen, name).update(getattr(news, name))
         self.seen.failure_reasons.update(news.failure_reasons)
+        self.seen.given_up_recving.update(news.given_up_recving)
         self.scheduler.update_connector_output(KVConnectorOutput(news.finished_sending, news.finished_recving, news.failed_recving))
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Each value is its own, so a deadline that takes another's would show.
 
 import msgspec
 import pytest
+from tests.protocol.caches import no_writers
 
 from kvferry.config import KVTransferConfig, NixlExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
@@ -152,7 +153,7 @@ def test_an_engine_ttl_of_zero_forgets_nobody() -> None:
 
 
 def producer() -> Producer:
-    return Producer(settings().producer, TicketKey(SECRET), PushTicketKey(SECRET))
+    return Producer(settings().producer, TicketKey(SECRET), PushTicketKey(SECRET), no_writers())
 
 
 def test_kv_lease_duration_bounds_how_long_blocks_are_kept_for_nobody() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tests.connectors.pair import EngineRequest
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.prefill_streams import PrefillStreams
+from kvferry.connectors.prefill_streams import PrefillStream, PrefillStreams
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
 
@@ -20,6 +20,11 @@ class Slice:
 
 
 FULL, WINDOW = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)
+
+
+def preempted(streams: PrefillStreams, *tables: tuple[int, ...]) -> list[PrefillStream]:
+    """Found in a step that goes on with it, having these tables; or in one that does not."""
+    return streams.take_preempted([Slice(R, 8, tables)] if tables else [])
 
 
 def streams_of(num_tokens: int = 10, groups: tuple[KVCacheGroup, ...] = (FULL,)) -> tuple[PrefillStreams, EngineRequest]:
@@ -80,12 +85,30 @@ def test_a_preempted_prefill_is_withdrawn_once_and_published_anew() -> None:
     streams, request = streams_of()
     request.num_computed_tokens = 8
     advance(streams, 8, (5, 6, 7))
-    assert streams.take_preempted() == []
+    assert preempted(streams) == []
     request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-    [lost] = streams.take_preempted()
+    [lost] = preempted(streams)
     lost.num_published = lost.serial = 0
-    assert streams.take_preempted() == []
+    assert preempted(streams) == []
     assert advance(streams, 4, (1, 2, 3)) == [(4, ((1, HOLE, HOLE),))]
+
+
+def test_a_prefill_taken_up_again_with_other_blocks_is_withdrawn_though_it_has_as_many_tokens() -> None:
+    streams, request = streams_of()
+    advance(streams, 8, (5, 6, 7))
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
+    assert preempted(streams, (5, 6, 7)) == []
+    assert preempted(streams, (5, 6, 1)) == [], "block 7 was not published yet"
+    assert preempted(streams, (5, 1, 7)) == [streams.get(R)]
+    assert preempted(streams, (5, 1, 7)) == []
+
+
+def test_a_prefill_that_has_outrun_its_window_is_not_withdrawn() -> None:
+    streams, request = streams_of(groups=(FULL, WINDOW))
+    advance(streams, 8, (5, 6, 7), (8, 9, 10))
+    request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
+    assert preempted(streams, (5, 6, 7), (HOLE, 9, 10)) == []
+    assert preempted(streams, (5, 6, 7), (HOLE, 1, 10)) == [streams.get(R)]
 
 
 def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
@@ -103,4 +126,4 @@ def test_an_ended_prefill_is_forgotten() -> None:
     streams, _ = streams_of()
     advance(streams, 8, (5, 6, 7))
     assert streams.end(R) is not None
-    assert (streams.end(R), len(streams), advance(streams, 8, (5, 6, 7)), streams.take_preempted()) == (None, 0, [], [])
+    assert (streams.end(R), len(streams), advance(streams, 8, (5, 6, 7)), preempted(streams)) == (None, 0, [], [])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, step_until
-from tests.connectors.test_push import D_ID, P_ID, TOKENS, Legs, closed, legs_between, push_side
+from tests.connectors.test_push import D_ID, P_ID, TOKENS, WAYS, Legs, closed, legs_between, push_side
 
 from kvferry.connectors.contract import RequestStatus, SupportsHMA
 from kvferry.planes.memory import MemoryNetwork
@@ -27,11 +27,12 @@ class Plan:
     slices: tuple[Slice, ...]
 
 
-@pytest.fixture(params=["", "p", "d", "pd"], ids=lambda sides: f"staged: {sides or 'neither'}")
+@pytest.fixture(params=[*((way, "") for way in WAYS), ("read", "p"), ("read", "d"), ("read", "pd"), ("written", "d")], ids=str)
 def legs(request: pytest.FixtureRequest) -> Iterator[Legs]:
-    """Whichever sides stage their cache in a host buffer, the same blocks move at the same time."""
+    """However bytes move, and whichever sides stage their cache in a host buffer."""
+    way, staged = request.param
     network = MemoryNetwork()
-    p, d = (push_side(name, network, kv_lease_duration=600, force_host_buffer=name in request.param) for name in ("p", "d"))
+    p, d = (push_side(name, network, kv_lease_duration=600, force_host_buffer=name in staged, **WAYS[way]) for name in ("p", "d"))
     yield legs_between(p, d)
     closed(p, d)
 
@@ -66,18 +67,19 @@ class Prefill:
 
 
 class Counted:
-    """How many bytes have come to D, as its metrics tell."""
+    """How many bytes have come to D, as the metrics of whoever moved them tell."""
 
     def __init__(self, legs: Legs) -> None:
         self.legs, self.moved = legs, 0
 
     def look(self) -> int:
-        stats = self.legs.d.worker.get_kv_connector_stats()
-        self.moved += 0 if stats is None else sum(row["bytes"] for row in stats.data.get("planes", {}).values())
+        for side in (self.legs.d, self.legs.p):
+            stats = side.worker.get_kv_connector_stats()
+            self.moved += 0 if stats is None else sum(row["bytes"] for row in stats.data.get("planes", {}).values())
         return self.moved
 
     def until(self, blocks: int) -> None:
-        step_until(lambda: self.look() == blocks * BLOCK_BYTES, self.legs.d)
+        step_until(lambda: self.look() == blocks * BLOCK_BYTES, self.legs.d, self.legs.p)
 
 
 def test_each_full_block_moves_while_the_next_is_computed_and_only_the_last_is_left(legs: Legs) -> None:
@@ -141,6 +143,26 @@ def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_fir
     prefill.blocks = (10, 11, 12)
     prefill.goes_on(4)
     counted.until(blocks=3)
+    prefill.ends()
+    legs.end()
+    assert counted.look() == 5 * BLOCK_BYTES
+    assert legs.d.seen.failed_recving == set()
+    assert legs.has_arrived([1, 2, 3], [10, 11, 12])
+
+
+def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(legs: Legs) -> None:
+    """Its engine found all it had computed in its prefix cache, so nothing but the block ids tells."""
+    ticket, counted = legs.ticket(), Counted(legs)
+    legs.begin(ticket)
+    legs.registered()
+    prefill = Prefill(legs, ticket)
+    prefill.goes_on(8)
+    counted.until(blocks=2)
+    for array in legs.p.memory.values():
+        array[[5, 6, 7]] = 255
+    prefill.blocks = (10, 11, 12)
+    prefill.goes_on(8)
+    counted.until(blocks=4)
     prefill.ends()
     legs.end()
     assert counted.look() == 5 * BLOCK_BYTES

@@ -6,7 +6,7 @@ The embedded engine's cache is host memory itself, so staging is forced: the sam
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 GREEDY = random_prompts(40, seed=41, longest=500)
 STAGED = {"force_host_buffer": True}
-SIDES = {"prefill": (STAGED, {}), "decode": ({}, STAGED), "both": (STAGED, STAGED)}
+SIDES = {"prefill": ("staged", "direct"), "decode": ("direct", "staged"), "both": ("staged", "staged too")}
+"""Which of three engines prefills and which decodes; each does both, in turn."""
 
 
 @dataclass(frozen=True)
 class Trio:
     plane: str
+    sides: str
     p: Engine
     d: Engine
     router: Engine
@@ -33,30 +35,50 @@ def expected(plain: Engine) -> list[Answer]:
     return asyncio.run(ask_all(plain, GREEDY))
 
 
-@pytest.fixture(scope="module", params=[(staged, plane) for staged in SIDES for plane in ("shm", "nixl")], ids="-".join)
-def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
-    staged, plane = request.param
+@dataclass(frozen=True)
+class Three:
+    cluster: Cluster
+    plane: str
+    engines: dict[str, Engine]
+    _pairs: dict[str, Trio] = field(default_factory=dict)
+
+    def pair(self, sides: str) -> Trio:
+        if sides not in self._pairs:
+            p, d = (self.engines[name] for name in SIDES[sides])
+            self._pairs[sides] = Trio(self.plane, sides, p, d, self.cluster.proxy([p], [d]).ready())
+        return self._pairs[sides]
+
+
+@pytest.fixture(scope="module", params=["shm", "nixl"])
+def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Three]:
+    plane: str = request.param
     with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
-        starting = [
-            cluster.serve(name, extra={"planes": [plane], **PATIENT, **extra})
-            for name, extra in zip(("prefill", "decode"), SIDES[staged], strict=True)
-        ]
-        p, d = (process.ready() for process in starting)
-        for engine, extra in zip((p, d), SIDES[staged], strict=True):
-            assert any("host buffer allocated" in line for line in engine.process.tail(1000)) == bool(extra)
-        yield Trio(plane, p, d, cluster.proxy([p], [d]).ready())
+        ways = {"direct": {}, "staged": STAGED, "staged too": STAGED}
+        starting = {name: cluster.serve(name, extra={"planes": [plane], **PATIENT, **extra}) for name, extra in ways.items()}
+        engines = {name: process.ready() for name, process in starting.items()}
+        for name, engine in engines.items():
+            assert any("host buffer allocated" in line for line in engine.process.tail(1000)) == bool(ways[name])
+        yield Three(cluster, plane, engines)
+
+
+@pytest.fixture(params=SIDES)
+def trio(request: pytest.FixtureRequest, three: Three) -> Trio:
+    return three.pair(request.param)
 
 
 def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(trio: Trio, expected: list[Answer]) -> None:
     async def check() -> None:
-        answers = await ask_all(trio.router, GREEDY)
-        assert [answer.status for answer in answers] == [200] * len(GREEDY)
-        assert answers == expected
         async with new_session() as session:
-            seen = await metrics(session, trio.d)
-            assert seen[f"kvferry:transfer_bytes_total/{trio.plane}"] > 0
-            assert seen["kvferry:finished_pulls_total"] >= 20
-            assert seen["kvferry:failed_pulls_total"] == 0
+            before = await metrics(session, trio.d)
+            # Salted: nothing that these engines have computed or received before is used.
+            answers = await ask_all(trio.router, GREEDY, cache_salt=trio.sides)
+            assert [answer.status for answer in answers] == [200] * len(GREEDY)
+            assert answers == expected
+            after = await metrics(session, trio.d)
+            moved, pulled = (f"kvferry:transfer_bytes_total/{trio.plane}", "kvferry:finished_pulls_total")
+            assert after[moved] > before.get(moved, 0)
+            assert after[pulled] - before.get(pulled, 0) >= 20
+            assert after["kvferry:failed_pulls_total"] == before.get("kvferry:failed_pulls_total", 0)
             await assert_quiescent(session, trio.p, trio.d)
 
     asyncio.run(check())
@@ -70,7 +92,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> No
         async with new_session() as session:
 
             async def leave(prompt: Prompt) -> None:
-                asking = asyncio.create_task(ask(session, trio.router, prompt))
+                asking = asyncio.create_task(ask(session, trio.router, prompt, cache_salt=trio.sides))
                 await asyncio.sleep(rng.random() * 0.6)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
@@ -87,7 +109,7 @@ def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
 
     async def check() -> None:
         async with new_session() as session:
-            answer = await ask(session, trio.router, prompt)
+            answer = await ask(session, trio.router, prompt, cache_salt=trio.sides)
             assert answer == await ask(session, plain, prompt)
             await assert_quiescent(session, trio.p, trio.d)
 

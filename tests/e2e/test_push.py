@@ -2,46 +2,65 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.conftest import PATIENT, random_prompts
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
+from tests.e2e.harness import Answer, Cluster, Engine, Prompt, Starting, ask, ask_all, assert_quiescent, metrics, new_session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GREEDY = random_prompts(200, seed=51, longest=600)
-PAIRS = [*(((p, d), plane) for p in (1, 2) for d in (1, 2) for plane in ("shm", "nixl")), ((1, 1), "tcp")]
+SIZES = [(p, d) for p in (1, 2) for d in (1, 2)]
 
 
 @dataclass(frozen=True)
 class Pushing:
     plane: str
+    sizes: tuple[int, int]
     p: Engine
     d: Engine
     router: Engine
+
+    async def moved(self, session: Any) -> tuple[float, float, float]:
+        """Bytes by the plane, transfers that ended well, and those that did not. Over tcp P writes, elsewhere D reads."""
+        seen, mover = await metrics(session, self.d), await metrics(session, self.p if self.plane == "tcp" else self.d)
+        ended = seen.get("kvferry:finished_pulls_total", 0), seen.get("kvferry:failed_pulls_total", 0)
+        return mover.get(f"kvferry:transfer_bytes_total/{self.plane}", 0), *ended
 
     async def at_once(self, session: Any) -> float:
         """Requests whose legs the router started together."""
         return (await metrics(session, self.router))["kvferry:router_legs_at_once_total"]
 
+    @property
+    def salt(self) -> str:
+        """Nothing that these engines have computed or received for another pair is used."""
+        return f"{self.sizes}"
 
-def start(cluster: Cluster, sizes: tuple[int, int], plane: str, faults: str = "") -> Pushing:
-    starting = [
-        cluster.serve(
-            name,
-            "--tensor-parallel-size",
-            str(size),
-            extra={"planes": [plane], **PATIENT},
-            environment={"KVFERRY_FAULTS": spec} if spec else None,
-            connector="NixlPushConnector",
-        )
-        for name, size, spec in (("prefill", sizes[0], ""), ("decode", sizes[1], faults))
-    ]
-    p, d = (process.ready() for process in starting)
-    return Pushing(plane, p, d, cluster.proxy([p], [d]).ready())
+
+@dataclass(frozen=True)
+class Four:
+    """Two prefill engines and two decode engines, one of each tensor-parallel size, and a router for each pair that was asked for."""
+
+    cluster: Cluster
+    plane: str
+    prefill: dict[int, Engine]
+    decode: dict[int, Engine]
+    _pairs: dict[tuple[int, int], Pushing] = field(default_factory=dict)
+
+    def pair(self, sizes: tuple[int, int]) -> Pushing:
+        if sizes not in self._pairs:
+            p, d = self.prefill[sizes[0]], self.decode[sizes[1]]
+            self._pairs[sizes] = Pushing(self.plane, sizes, p, d, self.cluster.proxy([p], [d]).ready())
+        return self._pairs[sizes]
+
+
+def start(cluster: Cluster, name: str, size: int, plane: str, environment: dict[str, str] | None = None) -> Starting:
+    extra = {"planes": [plane], **PATIENT}
+    flags = ("--tensor-parallel-size", str(size))
+    return cluster.serve(name, *flags, extra=extra, environment=environment, connector="NixlPushConnector")
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +68,32 @@ def expected(plain: Engine) -> list[Answer]:
     return asyncio.run(ask_all(plain, GREEDY))
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=str)
-def pushing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Pushing]:
-    sizes, plane = request.param
+@pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Four]:
+    plane: str = request.param
     with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
-        yield start(cluster, sizes, plane)
+        starting = {(name, size): start(cluster, f"{name} {size}", size, plane) for name in ("prefill", "decode") for size in (1, 2)}
+        engines = {key: process.ready() for key, process in starting.items()}
+        prefill, decode = ({size: engines[name, size] for size in (1, 2)} for name in ("prefill", "decode"))
+        yield Four(cluster, plane, prefill, decode)
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def pushing(request: pytest.FixtureRequest, four: Four) -> Pushing:
+    return four.pair(request.param)
 
 
 def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(
     pushing: Pushing, expected: list[Answer]
 ) -> None:
     async def check() -> None:
-        answers = await ask_all(pushing.router, GREEDY)
-        assert [answer.status for answer in answers] == [200] * len(GREEDY)
-        assert answers == expected
         async with new_session() as session:
-            seen = await metrics(session, pushing.d)
-            assert seen[f"kvferry:transfer_bytes_total/{pushing.plane}"] > 0
-            assert seen["kvferry:finished_pulls_total"] >= 100
-            assert seen["kvferry:failed_pulls_total"] == 0
+            before = await pushing.moved(session)
+            answers = await ask_all(pushing.router, GREEDY, cache_salt=pushing.salt)
+            assert [answer.status for answer in answers] == [200] * len(GREEDY)
+            assert answers == expected
+            moved, finished, failed = (now - then for now, then in zip(await pushing.moved(session), before, strict=True))
+            assert (moved > 0, finished >= 100, failed) == (True, True, 0)
             assert await pushing.at_once(session) >= 150
             await assert_quiescent(session, pushing.p, pushing.d)
 
@@ -79,7 +105,7 @@ def test_several_choices_share_one_prefill(pushing: Pushing, plain: Engine) -> N
 
     async def check() -> None:
         async with new_session() as session:
-            answer = await ask(session, pushing.router, prompt)
+            answer = await ask(session, pushing.router, prompt, cache_salt=pushing.salt)
             assert answer == await ask(session, plain, prompt)
             assert len(set(answer.token_ids)) == 4
             await assert_quiescent(session, pushing.p, pushing.d)
@@ -87,10 +113,10 @@ def test_several_choices_share_one_prefill(pushing: Pushing, plain: Engine) -> N
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("plane", ["shm", "nixl"])
-def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, plane: str) -> None:
+def test_one_corrupted_block_in_transit_changes_the_tokens(four: Four) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
-    made = start(cluster, (1, 1), plane, "corrupt:every=1")
+    d = start(four.cluster, "corrupted decode", 1, four.plane, {"KVFERRY_FAULTS": "corrupt:every=1"}).ready()
+    made = Pushing(four.plane, (1, 1), four.prefill[1], d, four.cluster.proxy([four.prefill[1]], [d]).ready())
     prompts = [Prompt(prompt.token_ids + tuple(range(100, 120))) for prompt in random_prompts(8, seed=3, longest=200)[2:]]
 
     async def check() -> None:

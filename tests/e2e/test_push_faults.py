@@ -1,121 +1,297 @@
-"""Push when something is late, leaves or dies: right tokens or a clear error, and every block comes back."""
+"""Push when something is late, leaves, stops or dies: right tokens or a clear error, every block comes back, no other's tokens are wrong.
+
+Right after whatever happens in the middle of a transfer, canaries take every block of both D, and hold them while P, where it still lives,
+comes back. Both failure policies at once: two D, one of each, share one prefill.
+"""
 
 import asyncio
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import aiohttp
 import pytest
-from tests.e2e.conftest import PATIENT, SHORT, random_prompts
-from tests.e2e.handovers import FINISHED, assert_ended_well, count, fresh, is_free, is_loading
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session, prefill, until
+from tests.e2e.canaries import SMALL, Canaries, disturb
+from tests.e2e.conftest import PATIENT, random_prompts
+from tests.e2e.handovers import FINISHED, count, fresh, is_free
+from tests.e2e.harness import Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session, until
+from tests.e2e.push_legs import EXPIRED, Legs, Shape, assert_all_ended_well, count_now
+from tests.e2e.push_stage import EXTRA, LONG, Stage
 
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+SILENCE = "no longer answers heartbeats", "was lost"
 
-REGISTERED = "kvferry:num_registrations"
-LATE = {**SHORT, "kv_lease_duration": 6, "push_registration_timeout": 8}
-"""Leases that outlive a leg that is two seconds late."""
-
-
-@dataclass
-class Legs:
-    """P and two D, one of either policy. Tests take both legs by hand, as a router does, but when they like."""
-
-    cluster: Cluster
-    p: Engine
-    decoders: dict[str, Engine]
-    coordinates: dict[str, Any]
-
-    def ticket(self) -> str:
-        told = self.coordinates
-        address = (told["remote_host"], told["remote_port"])
-        ticket = PushTicket(uuid4().hex, told["remote_engine_id"], told["remote_epoch"], *address, told["tp_size"])
-        return PushTicketKey(self.cluster.secret).sign(ticket)
-
-    async def prefill_leg(self, session: aiohttp.ClientSession, prompt: Prompt, ticket: str) -> Answer:
-        return await ask(session, self.p, prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True, "push_ticket": ticket})
-
-    async def decode_leg(self, session: aiohttp.ClientSession, d: Engine, prompt: Prompt, ticket: str) -> Answer:
-        return await ask(session, d, prompt, kv_transfer_params={"do_remote_prefill": True, "push_ticket": ticket})
+Story = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 
-async def coordinates(p: Engine) -> dict[str, Any]:
-    """What a router learns from P's first answer. Its blocks are left to their lease."""
-    async with new_session() as session:
-        return await prefill(session, p, Prompt((7, 8, 9)))
+@pytest.fixture(scope="module")
+def canaries(plain: Engine) -> Canaries:
+    return Canaries.hatch(plain)
 
 
-def start(cluster: Cluster, extra: dict[str, Any], *flags: str) -> Legs:
-    started = cluster.serve("prefill", *flags, extra=extra, connector="NixlPushConnector", engine_id="p")
-    decoders = {
-        policy: cluster.serve(f"decode {policy}", *flags, extra=extra, policy=policy, connector="NixlPushConnector")
-        for policy in ("fail", "recompute")
-    }
-    p = started.ready()
-    return Legs(cluster, p, {policy: d.ready() for policy, d in decoders.items()}, asyncio.run(coordinates(p)))
+@pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stage]:
+    open_stage = Stage.between_hosts if request.param == "tcp" else Stage.opened
+    with open_stage(request.param, tmp_path_factory.mktemp("stage"), model) as made:
+        yield made
 
 
-@pytest.fixture(scope="module", params=["shm", "nixl"])
-def legs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Legs]:
-    with Cluster(tmp_path_factory.mktemp("push"), model) as cluster:
-        yield start(cluster, {**LATE, "planes": [request.param]})
+def play(story: Story, stage: Stage, plain: Engine) -> None:
+    """A story, then: every block is free, P and both D work together, with nothing restarted, and again every block is free."""
+
+    async def whole() -> None:
+        async with new_session() as session:
+            await story(session)
+            await stage.settle(session)
+            for d in stage.legs.decoders.values():
+                await stage.legs.assert_recovers(session, d, plain)
+            await stage.settle(session)
+
+    try:
+        asyncio.run(whole())
+    except BaseException:
+        for engine in stage.legs.engines:
+            print("\n".join([f"last words of {engine.process.name}:", *engine.process.tail(30)]))
+        raise
 
 
 @pytest.mark.parametrize("is_p_first", [True, False])
-def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(legs: Legs, plain: Engine, is_p_first: bool) -> None:
-    d, prompt, ticket = legs.decoders["fail"], fresh(300), legs.ticket()
+def test_a_leg_that_is_two_seconds_late_gets_the_right_tokens(stage: Stage, plain: Engine, is_p_first: bool) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        legs, prompt, ticket = stage.legs, fresh(300), stage.legs.ticket()
+        before = {policy: await count(session, d, FINISHED) for policy, d in legs.decoders.items()}
+        if is_p_first:
+            assert (await legs.prefill_leg(session, prompt, ticket)).is_ok
+        decoding = {} if is_p_first else legs.decode_legs(session, prompt, ticket)
+        await asyncio.sleep(2)
+        if is_p_first:
+            decoding = legs.decode_legs(session, prompt, ticket)
+        else:
+            assert (await legs.prefill_leg(session, prompt, ticket)).is_ok
+        right = await ask(session, plain, prompt)
+        for policy, task in decoding.items():
+            assert await task == right
+            assert await count(session, legs.decoders[policy], FINISHED) == before[policy] + 1, "it was fetched, not computed"
+
+    play(story, stage, plain)
+
+
+def test_a_p_that_never_comes_ends_d_by_its_deadline(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        prompt = fresh(LONG)
+        decoding = stage.legs.decode_legs(session, prompt, stage.legs.ticket())
+        timeout_s = EXTRA["push_registration_timeout"]
+        await assert_all_ended_well(decoding, await ask(session, plain, prompt), f"nothing to hand over within {timeout_s} s")
+        await canaries.check(session, *stage.legs.decoders.values())
+
+    play(story, stage, plain)
+
+
+def test_a_d_that_comes_after_the_lease_has_run_out_is_told(stage: Stage, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        legs, prompt, ticket = stage.legs, fresh(), stage.legs.ticket()
+        await stage.settle(session)
+        expired = await count_now(session, legs.p, EXPIRED)
+        assert (await legs.prefill_leg(session, prompt, ticket)).is_ok
+        await until("P's lease has run out", lambda: is_free(session, legs.p))
+        assert await count_now(session, legs.p, EXPIRED) == expired + 1
+        await assert_all_ended_well(legs.decode_legs(session, prompt, ticket), await ask(session, plain, prompt), "lease ran out before")
+
+    play(story, stage, plain)
+
+
+def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        prompt = fresh(LONG)
+        decoding = stage.legs.decode_legs(session, prompt, stage.legs.ticket())
+        await stage.legs.until_registered(session, len(decoding))
+        stage.kill_p()
+        await assert_all_ended_well(decoding, await ask(session, plain, prompt), "handshake", *SILENCE)
+        await canaries.check(session, *stage.legs.decoders.values())
+        await stage.legs.replace_p()
+
+    play(story, stage, plain)
+
+
+def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(stage: Stage, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        legs, prompt, ticket = stage.legs, fresh(), stage.legs.ticket()
+        waiting = asyncio.create_task(legs.decode_leg(session, legs.decoders["fail"], prompt, ticket))
+        await legs.until_registered(session, 1)
+        legs.decoders["fail"].kill()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert (await legs.prefill_leg(session, prompt, ticket)).is_ok
+        await until("P is free", lambda: is_free(session, legs.p))
+        await legs.until_registered(session, 0)
+        legs.replace_d("fail")
+
+    play(story, stage, plain)
+
+
+def test_clients_that_leave_before_the_transfer_leave_nothing_behind(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        await stage.settle(session)
+        expired = await count_now(session, stage.legs.p, EXPIRED)
+        prompt, ticket = fresh(LONG), stage.legs.ticket()
+        decoding = stage.legs.decode_legs(session, prompt, ticket)
+        await stage.legs.until_registered(session, len(decoding))
+        for task in decoding.values():
+            task.cancel()
+        async with canaries.fill(session, *stage.legs.decoders.values()):
+            assert (await stage.legs.prefill_leg(session, prompt, ticket)).is_ok
+        await stage.settle(session)
+        assert await count_now(session, stage.legs.p, EXPIRED) == expired, "P was told, and did not wait for its lease"
+
+    play(story, stage, plain)
+
+
+def test_clients_that_leave_during_the_transfer_leave_nothing_behind(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    """P stands still: D has its blocks back without P's help."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        async with stage.midway(session) as begun:
+            for task in begun.decoding.values():
+                task.cancel()
+            async with canaries.fill(session, *stage.legs.decoders.values()):
+                stage.continue_p()
+                assert (await begun.prefilling).is_ok
+
+    play(story, stage, plain)
+
+
+def test_clients_that_leave_after_the_transfer_leave_nothing_behind(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        await stage.settle(session)
+        expired = await count_now(session, stage.legs.p, EXPIRED)
+        before = {policy: await count(session, d, FINISHED) for policy, d in stage.legs.decoders.items()}
+        prompt, ticket = fresh(200, max_tokens=400), stage.legs.ticket()
+        decoding = stage.legs.decode_legs(session, prompt, ticket)
+        assert (await stage.legs.prefill_leg(session, prompt, ticket)).is_ok
+
+        async def is_over() -> bool:
+            return all([await count(session, d, FINISHED) > before[policy] for policy, d in stage.legs.decoders.items()])
+
+        await until("the KV is there", is_over)
+        for task in decoding.values():
+            assert not task.done()
+            task.cancel()
+        await canaries.check(session, *stage.legs.decoders.values())
+        await stage.settle(session)
+        assert await count_now(session, stage.legs.p, EXPIRED) == expired
+
+    play(story, stage, plain)
+
+
+def test_a_p_that_stops_for_a_moment_costs_nothing(stage: Stage, plain: Engine) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        async with stage.midway(session) as begun:
+            right = await ask(session, plain, begun.prompt)
+            stage.continue_p()
+            for task in begun.decoding.values():
+                assert await task == right
+
+    play(story, stage, plain)
+
+
+def test_a_p_that_stops_for_long_writes_into_nobodys_blocks_when_it_goes_on(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    play(lambda session: stop_for_long(session, stage, plain, canaries), stage, plain)
+
+
+async def stop_for_long(session: aiohttp.ClientSession, stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async with stage.midway(session) as begun:
+        await assert_all_ended_well(begun.decoding, await ask(session, plain, begun.prompt), *SILENCE)
+        async with canaries.fill(session, *stage.legs.decoders.values()):
+            stage.continue_p()
+            await asyncio.gather(begun.prefilling, return_exceptions=True)
+
+
+def test_what_nixl_still_sends_between_hosts_when_p_goes_on_reaches_nobodys_blocks(
+    tmp_path: Path, model: Path, plain: Engine, canaries: Canaries
+) -> None:
+    """UCX may end P when it goes on (docs/faults.md). It is then started again."""
+    with Stage.between_hosts("nixl", tmp_path, model) as stage:
+
+        async def story(session: aiohttp.ClientSession) -> None:
+            await stop_for_long(session, stage, plain, canaries)
+            await stage.legs.replace_p_if_dead()
+
+        play(story, stage, plain)
+
+
+def test_a_p_that_is_killed_is_replaced_by_its_next_life(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        async with stage.midway(session) as begun:
+            right = await ask(session, plain, begun.prompt)
+            stage.kill_p()
+            await assert_all_ended_well(begun.decoding, right, "reading from the producer failed", *SILENCE)
+            await canaries.check(session, *stage.legs.decoders.values())
+        await stage.legs.replace_p()
+
+    play(story, stage, plain)
+
+
+def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    async def story(session: aiohttp.ClientSession) -> None:
+        async with stage.midway(session) as begun:
+            stage.legs.decoders["fail"].kill()
+            stage.continue_p()
+            assert await begun.decoding["recompute"] == await ask(session, plain, begun.prompt)
+            await until("P is free", lambda: is_free(session, stage.legs.p))
+            await canaries.check(session, stage.legs.decoders["recompute"])
+        stage.legs.replace_d("fail")
+
+    play(story, stage, plain)
+
+
+def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(stage: Stage, plain: Engine, canaries: Canaries) -> None:
+    """Both D stand still until P has computed the rest, waited for them, and given the blocks to others. Then they go on."""
+
+    async def story(session: aiohttp.ClientSession) -> None:
+        async with stage.midway(session) as begun:
+            right, decoders = await ask(session, plain, begun.prompt), stage.legs.decoders
+            for d in decoders.values():
+                d.pause()
+            stage.continue_p()
+            try:
+                expired = await count_now(session, stage.legs.p, EXPIRED)
+                assert (await begun.prefilling).is_ok
+                await until("the lease has run out", lambda: is_free(session, stage.legs.p))
+                assert await count_now(session, stage.legs.p, EXPIRED) == expired + 1
+                for _ in range(4):
+                    assert (await ask(session, stage.legs.p, fresh(LONG))).is_ok
+            finally:
+                for d in decoders.values():
+                    d.resume()
+            await assert_all_ended_well(begun.decoding, right, "lease", "heartbeats", "was lost", "read did not end")
+            for d in decoders.values():
+                assert await ask(session, d, begun.prompt) == right, "D's prefix cache is not poisoned either"
+            await canaries.check(session, *decoders.values())
+
+    play(story, stage, plain)
+
+
+def test_blocks_that_are_written_from_outside_kill_a_canary(cluster: Cluster, canaries: Canaries) -> None:
+    """The negative control of everything above. Three blocks of 48: one may happen to be between two owners."""
+    d = cluster.serve("decode", *SMALL, extra={"planes": ["shm"], "enable_cross_layers_blocks": True}).ready()
+
+    async def disturbed(session: aiohttp.ClientSession) -> None:
+        async with canaries.fill(session, d):
+            disturb(d, 10, 20, 30)
 
     async def check() -> None:
         async with new_session() as session:
-            before = await count(session, d, FINISHED)
-            early, late = legs.prefill_leg(session, prompt, ticket), legs.decode_leg(session, d, prompt, ticket)
-            first = asyncio.create_task(early if is_p_first else late)
-            await asyncio.sleep(2)
-            second = asyncio.create_task(late if is_p_first else early)
-            answers = await asyncio.gather(first, second)
-            decoded = answers[1] if is_p_first else answers[0]
-            assert decoded == await ask(session, plain, prompt)
-            assert await count(session, d, FINISHED) == before + 1
-            await assert_quiescent(session, legs.p, d)
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_p_that_never_comes_ends_d_by_its_deadline(legs: Legs, plain: Engine, policy: str) -> None:
-    d, prompt = legs.decoders[policy], fresh()
-
-    async def check() -> None:
-        async with new_session() as session:
-            answer = await legs.decode_leg(session, d, prompt, legs.ticket())
-            assert_ended_well(answer, await ask(session, plain, prompt), policy, "nothing to hand over within 8 s")
-            await assert_quiescent(session, legs.p, d)
-
-    asyncio.run(check())
-
-
-def test_a_d_that_comes_after_the_lease_has_run_out_is_told(legs: Legs) -> None:
-    d, prompt, ticket = legs.decoders["fail"], fresh(), legs.ticket()
-
-    async def check() -> None:
-        async with new_session() as session:
-            await legs.prefill_leg(session, prompt, ticket)
-            await until("P's lease has run out", lambda: is_free(session, legs.p))
-            answer = await legs.decode_leg(session, d, prompt, ticket)
-            assert (answer.status, "lease ran out before" in answer.message) == (502, True)
+            await canaries.check(session, d)
+            with pytest.raises(AssertionError, match="a canary died"):
+                await disturbed(session)
 
     asyncio.run(check())
 
 
 def test_clients_that_leave_before_during_and_after_leave_nothing_behind(cluster: Cluster, plain: Engine) -> None:
     """With leases of ten minutes: what is free was released. Between them others go on, in the blocks that were given back."""
-    legs = start(cluster, {**PATIENT, "planes": ["shm"]}, "--num-gpu-blocks-override", "80", "--max-num-batched-tokens", "64")
+    small = ("--num-gpu-blocks-override", "80", "--max-num-batched-tokens", "64")
+    legs = Legs.start(cluster, Shape({**PATIENT, "planes": ["shm"]}, small, small))
     rng = random.Random(11)
     prompts = random_prompts(40, seed=61, longest=300)
 
@@ -130,19 +306,13 @@ def test_clients_that_leave_before_during_and_after_leave_nothing_behind(cluster
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def stay(session: aiohttp.ClientSession, prompt: Prompt) -> Answer:
-        ticket = legs.ticket()
-        _, answer = await asyncio.gather(
-            legs.prefill_leg(session, prompt, ticket), legs.decode_leg(session, legs.decoders["fail"], prompt, ticket)
-        )
-        return answer
-
     async def check() -> None:
         right = await ask_all(plain, prompts)
         async with new_session() as session:
             for first in range(0, len(prompts), 4):
                 leaving = asyncio.gather(*(leave(session) for _ in range(3)))
-                assert await asyncio.gather(*(stay(session, prompt) for prompt in prompts[first : first + 4])) == right[first : first + 4]
+                staying = (legs.hand_over(session, legs.decoders["fail"], prompt) for prompt in prompts[first : first + 4])
+                assert await asyncio.gather(*staying) == right[first : first + 4]
                 await leaving
             assert await count(session, legs.p, "kvferry:kv_expired_reqs_total") == 0
             # But for the blocks of the first answer, that the test itself has left to their lease.
@@ -154,51 +324,6 @@ def test_clients_that_leave_before_during_and_after_leave_nothing_behind(cluster
 
 async def _has_used(session: aiohttp.ClientSession, engine: Engine, blocks: int) -> bool:
     return (await metrics(session, engine))["kvferry:num_used_blocks"] == blocks
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_p_that_is_killed_while_d_waits_ends_d_and_its_next_life_serves(cluster: Cluster, plain: Engine, policy: str) -> None:
-    legs, prompt = start(cluster, {**LATE, "planes": ["nixl"]}), fresh()
-    d = legs.decoders[policy]
-
-    async def check() -> None:
-        async with new_session() as session:
-            waiting = asyncio.create_task(legs.decode_leg(session, d, prompt, legs.ticket()))
-            await until("D waits, registered", lambda: _is_registered(session, legs.p))
-            assert await is_loading(session, [d])
-            legs.p.kill()
-            assert_ended_well(await waiting, await ask(session, plain, prompt), policy, "lost", "heartbeats", "handshake")
-            await assert_quiescent(session, d)
-        cluster.dismiss(legs.p.process)
-        legs.p = cluster.serve("prefill", extra=LATE | {"planes": ["nixl"]}, connector="NixlPushConnector", engine_id="p").ready()
-        legs.coordinates = await coordinates(legs.p)
-        async with new_session() as session:
-            ticket, again = legs.ticket(), fresh()
-            _, answer = await asyncio.gather(legs.prefill_leg(session, again, ticket), legs.decode_leg(session, d, again, ticket))
-            assert answer == await ask(session, plain, again)
-
-    asyncio.run(check())
-
-
-async def _is_registered(session: aiohttp.ClientSession, p: Engine) -> bool:
-    return await count(session, p, REGISTERED) > 0
-
-
-def test_a_d_that_is_killed_after_it_registered_costs_p_one_lease(cluster: Cluster) -> None:
-    legs, prompt = start(cluster, {**LATE, "planes": ["shm"]}), fresh()
-    ticket, d = legs.ticket(), legs.decoders["fail"]
-
-    async def check() -> None:
-        async with new_session() as session:
-            waiting = asyncio.create_task(legs.decode_leg(session, d, prompt, ticket))
-            await until("D waits, registered", lambda: _is_registered(session, legs.p))
-            d.kill()
-            await asyncio.gather(waiting, return_exceptions=True)
-            assert (await legs.prefill_leg(session, prompt, ticket)).is_ok
-            await until("P is free", lambda: is_free(session, legs.p))
-            assert not await _is_registered(session, legs.p)
-
-    asyncio.run(check())
 
 
 def test_prefills_that_are_cut_into_chunks_and_preempted_give_the_right_tokens(cluster: Cluster, plain: Engine) -> None:

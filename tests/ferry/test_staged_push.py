@@ -7,8 +7,8 @@ import pytest
 from tests.ferry.world import LAYERS, Place, World
 
 from kvferry.ferry.commands import Abort, Close, Command, Open, Publish, Withdraw, Withhold
+from kvferry.ferry.postponed import Postponed
 from kvferry.planes import mirror
-from kvferry.protocol.producer import Producer
 from kvferry.types import RequestId
 
 A = RequestId("a")
@@ -70,7 +70,7 @@ def test_a_load_into_blocks_that_are_still_copied_for_a_preempted_prefill_waits_
 
 def test_without_the_wait_the_copy_would_overwrite_what_was_loaded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison above."""
-    monkeypatch.setattr(Producer, "is_copying", lambda producer, blocks: False)
+    monkeypatch.setattr(Postponed, "keeps", lambda postponed, command: False)
     content = known_to(world)
     copying(world)
     preempt_and_load(world)

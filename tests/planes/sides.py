@@ -12,13 +12,27 @@ from kvferry.planes.tcp import TcpDataPlane
 from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Side, layout
 
-__all__ = ["corrupting_side", "delaying_side", "memory_side", "nixl_side", "shm_side", "shm_side_without_compiler", "tcp_side"]
+__all__ = [
+    "corrupting_side",
+    "delaying_side",
+    "failing_side",
+    "fenced_memory_side",
+    "memory_side",
+    "nixl_side",
+    "shm_side",
+    "shm_side_without_compiler",
+    "tcp_side",
+]
 
 NETWORK = MemoryNetwork()
 
 
 def memory_side() -> Side:
     return _over_numpy(MemoryDataPlane(NETWORK))
+
+
+def fenced_memory_side() -> Side:
+    return _over_numpy(MemoryDataPlane(NETWORK, fences_writes=True))
 
 
 def delaying_side() -> Side:

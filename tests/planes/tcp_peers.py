@@ -118,9 +118,9 @@ def rest_of(connection: socket.socket) -> bytes:
     return received
 
 
-def request(operation: wire.Operation, *runs: tuple[int, int]) -> bytes:
+def request(operation: wire.Operation, *runs: tuple[int, int], number: int = 0) -> bytes:
     rows = np.array(runs, np.int64)
-    return wire.pack_header(operation, rows) + rows.tobytes()
+    return wire.pack_header(operation, rows, number) + rows.tobytes()
 
 
 def assert_still_serves(near: Memory, far: Memory) -> None:

@@ -11,6 +11,7 @@ from tests.planes.sides import (
     corrupting_side,
     delaying_side,
     failing_side,
+    fenced_memory_side,
     memory_side,
     nixl_side,
     shm_side,
@@ -19,9 +20,11 @@ from tests.planes.sides import (
 )
 
 from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SideMaker, SpawnedFar
+from kvferry.testing.plane_fence_conformance import FENCE_CASES
 
 SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
     "memory": (memory_side, LocalFar),
+    "fenced-memory": (fenced_memory_side, LocalFar),
     "faulty": (delaying_side, LocalFar),
     "shm-one-process": (shm_side, LocalFar),
     "shm": (shm_side, SpawnedFar),
@@ -30,6 +33,7 @@ SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
     "tcp": (tcp_side, SpawnedFar),
     "nixl": (nixl_side, SpawnedFar),
 }
+FENCED = ("fenced-memory", "tcp-one-process", "tcp")
 IMMORTAL = ("shm-one-process",)
 """There the far side cannot be killed without us."""
 
@@ -51,6 +55,16 @@ def test_the_plane_keeps_its_contract(source_name: str, source: PairSource, case
     if case.needs_death and source_name in IMMORTAL:
         pytest.skip("the far side is this process")
     case.run(source)
+
+
+@pytest.mark.parametrize("name", FENCED)
+@pytest.mark.parametrize("case", FENCE_CASES, ids=lambda case: case.name)
+def test_the_plane_admits_only_what_was_lent(name: str, case: Case) -> None:
+    source = PairSource(*SOURCES[name])
+    try:
+        case.run(source)
+    finally:
+        source.close()
 
 
 def test_nixl_keeps_its_contract_over_an_emulated_transport() -> None:

@@ -38,7 +38,11 @@ def test_runs_are_allowed_exactly_when_every_byte_of_them_is_registered(runs: li
 def test_a_header_says_what_is_asked_for() -> None:
     header = wire.pack_header(wire.Operation.WRITE, rows_of((1000, 10), (1200, 30)))
     assert len(header) == wire.HEADER_BYTES
-    assert wire.unpack_header(header) == wire.Header(wire.Operation.WRITE, 2, 40)
+    assert wire.unpack_header(header) == wire.Header(wire.Operation.WRITE, 2, 40, 0)
+    numbered = wire.pack_header(wire.Operation.WRITE, rows_of((1000, 10)), 2**64 - 1)
+    assert wire.unpack_header(numbered) == wire.Header(wire.Operation.WRITE, 1, 10, 2**64 - 1)
+    with pytest.raises(RemoteProtocolError, match="only writes"):
+        wire.unpack_header(wire.pack_header(wire.Operation.READ, rows_of((1000, 10)), 1))
 
 
 @given(st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES))

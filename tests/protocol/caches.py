@@ -7,11 +7,13 @@ import numpy.typing as npt
 
 from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.peers import PeerBook, PeerSettings
 from kvferry.protocol.placement import Placement
 from kvferry.protocol.planning import plan_placement, plan_read
 from kvferry.protocol.ranks import heads_of, visits
 from kvferry.protocol.tickets import HOLE
-from kvferry.types import AxisKind, KVLayout, MemoryKind, Region
+from kvferry.protocol.writers import Writers
+from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -140,3 +142,10 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _flat(block: Bytes) -> Bytes:
     """[heads, parts, tokens, item] to [heads, tokens, item]."""
     return block.reshape(block.shape[0], -1, block.shape[-1])
+
+
+def no_writers() -> Writers:
+    """Of a producer nobody lends blocks to."""
+    geometry = Cache(Model(), Form(), 0).geometry
+    settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
+    return Writers(EngineId("p"), PeerBook(settings, []), write_timeout_s=30, max_lease_s=120)

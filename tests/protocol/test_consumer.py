@@ -1,5 +1,7 @@
 """The consumer's whole life against a scripted world: what it asks for, and what it reports."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import strategies as st
@@ -40,10 +42,13 @@ R1, R2 = RequestId("r1"), RequestId("r2")
 FACTORS = {"dtype": "float32"}
 
 
-def make_consumer(idle_ttl_s: float = 3600) -> Consumer:
+def make_consumer(
+    idle_ttl_s: float = 3600, offer_timeout_s: float = 480, lends_by: frozenset[str] = frozenset(), fenced: frozenset[str] = frozenset()
+) -> Consumer:
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
     peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
-    return Consumer(ConsumerSettings(EngineId("d"), peers, read_timeout_s=30, confirm_timeout_s=5, receive_timeout_s=100))
+    settings = ConsumerSettings(EngineId("d"), peers, 30, confirm_timeout_s=5, receive_timeout_s=100, offer_timeout_s=offer_timeout_s)
+    return Consumer(replace(settings, lends_by=lends_by, fenced=fenced))
 
 
 def ticket(request: str = "a", serial: int = 1, epoch: str = "e1", blocks: int = 2) -> Ticket:

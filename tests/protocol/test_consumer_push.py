@@ -1,9 +1,10 @@
 """A consumer whose ticket comes later: it registers, waits for the offer, and from then on it is a reader like any other."""
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, sent, ticket
+from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, reply, sent, ticket
 
 from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol.actions import Action, StartRead, StopRead
@@ -14,6 +15,7 @@ from kvferry.protocol.messages import (
     Confirm,
     Confirmed,
     Detach,
+    HandshakeRequest,
     Heartbeat,
     HeartbeatReply,
     PushCancel,
@@ -21,6 +23,7 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Refused,
 )
+from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.pulls import Invitation
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import Address, EngineLife, RequestId
@@ -59,7 +62,7 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     consumer.read_ended(R1, PEER, None, now=3)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4), PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0), PullFinished(R1)]
     assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
 
 
@@ -195,6 +198,68 @@ def test_an_offer_of_another_life_or_to_somebody_else_changes_nothing() -> None:
     assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
 
 
+# -- behind a router that signs nothing --------------------------------------------------------------------------------
+
+UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
+
+
+def expect_from(consumer: Consumer, request: RequestId = R1, now: float = 0) -> None:
+    """Of a producer that is known by its address only."""
+    invitation = Invitation("", fingerprint(range(8), 4, ""), OWN, "")
+    consumer.expect(request, EngineLife(PEER.engine, UNKNOWN_EPOCH), Address("p-host", 5600), 1, invitation, now)
+
+
+def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
+    consumer = make_consumer()
+    expect_from(consumer)
+    assert sent(connect(consumer), PushRegistration) == [UNSIGNED]
+    offer(consumer, ticket(), "T1", now=2)
+    assert sent(consumer.take_actions(), Attach) == [Attach("T1", READER, "memory")]
+    expect_from(consumer, R2, now=3)
+    [second] = sent(consumer.take_actions(), PushRegistration)
+    assert isinstance(second, PushRegistration)
+    assert (second.epoch, second.request_id, consumer.num_peers) == ("e1", "r2", 1), "nobody shakes hands twice"
+
+
+def test_a_producer_known_by_its_address_may_turn_out_to_be_one_that_is_known_well() -> None:
+    consumer = make_consumer()
+    expect_from(consumer)
+    [asked] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(asked, HandshakeRequest)
+    consumer.track(R2, ticket("b"), "T2", now=0)
+    [other] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(other, HandshakeRequest)
+    consumer.receive("tcp://p-host:5600", reply(other.nonce), now=0)
+    consumer.peer_opened(PEER, "memory", now=0)
+    assert sent(consumer.take_actions(), PushRegistration) == []
+    consumer.receive("tcp://p-host:5600", reply(asked.nonce), now=1)
+    assert sent(consumer.take_actions(), PushRegistration) == [UNSIGNED]
+    assert consumer.num_peers == 1
+
+
+def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_farewell_to_that() -> None:
+    consumer = make_consumer()
+    expect_from(consumer)
+    consumer.settle(R1, now=0)
+    assert sent(connect(consumer), PushCancel) == [PushCancel("e1", READER, "r1", "d")]
+    assert consumer.num_pulls == 0
+
+
+@pytest.mark.parametrize("changes", [{"engine": "q"}, {"epoch": ""}])
+def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again_at_once(changes: dict[str, str]) -> None:
+    consumer = make_consumer()
+    expect_from(consumer)
+    [asked] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(asked, HandshakeRequest)
+    consumer.receive("tcp://p-host:5600", msgspec.structs.replace(reply(asked.nonce), **changes), now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=0)
+    assert "answers at this address, the router has named engine p" in failures(consumer)[0]
+    consumer.take_actions()
+    expect_from(consumer, R2, now=0.1)
+    assert sent(consumer.take_actions(), HandshakeRequest) == []
+    assert (consumer.num_peers, consumer.num_pulls) == (0, 1)
+
+
 class PushMachine(RuleBasedStateMachine):
     """Whatever comes in whatever order: every request with blocks ends exactly once, and never while a read may write into them."""
 
@@ -279,6 +344,7 @@ class PushMachine(RuleBasedStateMachine):
         self.ends_are_right()
         for request in (R1, R2):
             self.consumer.abort(request, self.now)
+            self.ends_are_right()
             if request in self.open_reads:
                 self.open_reads.discard(request)
                 self.consumer.read_ended(request, PEER, "cancelled", self.now)

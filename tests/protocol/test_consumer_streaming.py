@@ -77,7 +77,7 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     ended(consumer)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=2)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=12), PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=12, landed_bytes=64), PullFinished(R1)]
 
 
 def test_late_blocks_catch_up_in_one_read() -> None:
@@ -298,10 +298,10 @@ def test_what_is_left_when_the_prefill_is_over_is_what_has_not_landed() -> None:
     consumer = waiting()
     offer(consumer, 12)
     offer(consumer, 16)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)]
     consumer = make_consumer()
     expect(consumer, tokens=WHOLE)
     connect(consumer)
     offer(consumer, 16)
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16)], "also when the blocks come last"
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=16, landed_bytes=0)], "also when the blocks come last"

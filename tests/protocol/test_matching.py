@@ -37,15 +37,6 @@ def test_a_handover_decides_whatever_the_ids_are() -> None:
     assert shelf.find(MatchName("b")) == ["without"]
 
 
-def test_what_has_a_handover_meets_what_has_none_where_they_may_be_mixed() -> None:
-    shelf: Shelf[str] = Shelf(mixes=True)
-    for key, name in {"mine": MatchName("a", "h1"), "same_id": MatchName("b", "h2"), "without": MatchName("b")}.items():
-        shelf.add(key, name)
-    assert shelf.find(MatchName("b", "h1")) == ["mine"]
-    assert shelf.find(MatchName("b", "h3")) == ["without"], "another handover's request is ruled out"
-    assert shelf.find(MatchName("b")) == ["same_id", "without"]
-
-
 def test_endings_are_not_found_by_ids_without_their_tails() -> None:
     shelf = shelf_of(a=MatchName("x-00000000"))
     assert shelf.find_exactly(MatchName("x-11111111")) == []

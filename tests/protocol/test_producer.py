@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.protocol.caches import no_writers
 
 from kvferry.protocol import producer as producer_module
 from kvferry.protocol.fingerprints import fingerprint
@@ -20,7 +21,7 @@ A = RequestId("a")
 
 def make_producer() -> Producer:
     settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5)
-    return Producer(settings, KEY, PushTicketKey(b"secret"))
+    return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
 def ticket(request: str = "a", serial: int = 1, engine: str = "p", epoch: str = "e1") -> str:

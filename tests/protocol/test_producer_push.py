@@ -1,5 +1,7 @@
 """A producer whose readers register before there is a ticket: whom it tells, whom its lease waits for, and when it ends."""
 
+from tests.protocol.caches import no_writers
+
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.leases import EndedLease
 from kvferry.protocol.messages import (
@@ -27,7 +29,7 @@ TICKET = KEY.sign(Ticket("p", "e1", "a", 1, "host", 5600, 1, 4, [[(3, 2)]], fing
 
 
 def make_producer() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY)
+    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers())
 
 
 def push_ticket(handover: str = "h1", engine: str = "p", epoch: str = "e1") -> str:
@@ -45,7 +47,7 @@ def cancel(request: str = "r", rank: int = 0, engine: str = "d") -> PushCancel:
 
 def granted(producer: Producer, now: float = 0) -> Producer:
     producer.grant(A, 1, now)
-    producer.publish(A, "h1", TICKET, 8)
+    producer.publish(A, "h1", TICKET, 8, now=0)
     return producer
 
 
@@ -153,7 +155,7 @@ def opened(ready: int = 4) -> Producer:
     producer = make_producer()
     producer.receive(ROUTE, registration(), now=0)
     producer.open(A, 1, now=0)
-    producer.publish(A, "h1", TICKET, ready)
+    producer.publish(A, "h1", TICKET, ready, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, ready)]
     producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=0)
     return producer
@@ -161,7 +163,7 @@ def opened(ready: int = 4) -> Producer:
 
 def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_when_it_is_closed() -> None:
     producer = opened()
-    producer.publish(A, "h1", TICKET, 8)
+    producer.publish(A, "h1", TICKET, 8, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
     producer.advance(now=1000)
     assert producer.take_ended() == [], "it has no end while it is computed"
@@ -174,7 +176,7 @@ def test_readers_of_an_open_prefill_hear_of_all_that_comes_and_are_confirmed_whe
 def test_an_open_prefill_that_nobody_needs_ends_when_it_is_closed() -> None:
     producer = opened()
     producer.receive(ROUTE, Detach("e1", "a", "d/r/0"), now=1)
-    producer.publish(A, "h1", TICKET, 8)
+    producer.publish(A, "h1", TICKET, 8, now=0)
     assert (said(producer), producer.take_ended()) == ([], [])
     producer.close(A, now=2)
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
@@ -188,7 +190,7 @@ def test_nobody_is_confirmed_who_has_read_what_was_withdrawn() -> None:
     assert [type(message) for message in said(producer)] == [Refused]
     assert producer.take_ended() == [], "the engine did not keep its blocks, so none are to be given back"
     producer.open(A, 2, now=2)
-    producer.publish(A, "h1", TICKET, 4)
+    producer.publish(A, "h1", TICKET, 4, now=0)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 4)]
 
 

@@ -44,7 +44,7 @@ def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None
     producer.receive(ROUTE, registration(), now=0)
     if is_offered:
         producer.open(A, 1, now=0)
-        producer.publish(A, "h1", TICKET, 4)
+        producer.publish(A, "h1", TICKET, 4, now=0)
         producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
         producer.receive(ROUTE, Detach("e1", "a", "d/r/0"), now=1)
     else:
@@ -53,7 +53,7 @@ def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None
     producer.receive(ROUTE, OTHER, now=2)
     if is_offered:
         producer.close(A, now=3)
-        producer.publish(A, "h1", TICKET, 8)
+        producer.publish(A, "h1", TICKET, 8, now=0)
     else:
         granted(producer, now=3)
     assert said(producer)[-1] == PushOffer("d2/s/0", TICKET, 8)
@@ -91,7 +91,7 @@ def test_one_that_has_all_it_wants_before_the_prefill_is_through_is_offered_no_m
         assert (said(producer), producer.num_registrations) == ([], 0)
     else:
         producer.close(A, now=2)
-        producer.publish(A, "h1", TICKET, 8)
+        producer.publish(A, "h1", TICKET, 8, now=0)
         assert (said(producer), producer.take_ended()) == ([], [EndedLease(A, LeaseEnd.CONFIRMED)])
 
 
@@ -101,7 +101,7 @@ def test_one_that_left_because_of_another_ranks_offer_is_not_waited_for_here() -
     producer.receive(ROUTE, Attach(TICKET, "d/r/0"), now=1)
     producer.receive(ROUTE, Detach("e1", "a", "d/r/0"), now=1)
     producer.open(A, 1, now=2)
-    producer.publish(A, "h1", TICKET, 4)
+    producer.publish(A, "h1", TICKET, 4, now=0)
     producer.close(A, now=3)
     assert (said(producer), producer.take_ended()) == ([], [EndedLease(A, LeaseEnd.RELEASED)])
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
+from tests.protocol.caches import no_writers
 from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make_producer, ticket
 
 from kvferry.protocol.actions import Expose
@@ -17,7 +18,7 @@ BLOCKS = ((3, 4), (7,))
 
 def make_staged() -> Producer:
     settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=True)
-    return Producer(settings, KEY, PushTicketKey(b"secret"))
+    return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
 def granted() -> Producer:

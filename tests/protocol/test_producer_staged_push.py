@@ -2,6 +2,7 @@
 nobody."""
 
 import pytest
+from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, A, registration, said
 
 from kvferry.protocol.actions import Expose
@@ -22,11 +23,11 @@ def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> 
 
 
 def make_staged() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, is_staged=True), KEY, PUSH_KEY)
+    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, is_staged=True), KEY, PUSH_KEY, no_writers())
 
 
 def publish(producer: Producer, ready: int, *blocks: int, serial: int = 1) -> None:
-    producer.publish(A, "h1", ticket(ready, serial), ready, (blocks,) if blocks else ())
+    producer.publish(A, "h1", ticket(ready, serial), ready, 0, (blocks,) if blocks else ())
 
 
 def begun(*requests: str) -> Producer:

@@ -188,7 +188,7 @@ def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten(
     desk.register(route(), registration("r0"), now=0)
     assert (answers(desk), desk.num_waiting) == ([], push_desk.MAX_READERS)
     for number in range(push_endings.MAX_REMEMBERED + 100):
-        desk.fail(RequestId(f"f{number}"), "", "aborted", now=0)
+        desk.fail(RequestId(f"f{number}"), f"h{number}", "aborted", now=0)
     assert desk.num_remembered == push_desk.MAX_READERS + push_endings.MAX_REMEMBERED
 
 

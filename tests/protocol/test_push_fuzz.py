@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 from tests.protocol import test_consumer_ranks as ranks
+from tests.protocol.caches import no_writers
 from tests.protocol.test_consumer import R1, SIDE, sent
 from tests.protocol.test_consumer_push import OWN, READER
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
@@ -65,11 +66,13 @@ class ProducerLife:
 
     def __post_init__(self) -> None:
         settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5)
-        self.producer = Producer(replace(settings, matches_ids=not self.is_honest), KEY, PUSH_KEY)
+        self.producer = Producer(
+            replace(settings, peers=frozenset() if self.is_honest else frozenset({"h:1"})), KEY, PUSH_KEY, no_writers()
+        )
 
     def publish(self, request: RequestId, ready: int) -> None:
         prefill = self.prefills[request]
-        self.producer.publish(request, prefill.handover, KEY.sign(ticket(request, prefill.serial, ready)), ready)
+        self.producer.publish(request, prefill.handover, KEY.sign(ticket(request, prefill.serial, ready)), ready, now=0)
 
     def begin(self) -> None:
         self.serial += 1

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import (
     KEY,
     PUSH_KEY,
@@ -52,14 +53,30 @@ def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(ha
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
 
 
-@pytest.mark.parametrize(("matches_ids", "shown", "count"), [(True, push_ticket(), 1), (False, push_ticket(), 0), (True, "", 0)])
-def test_a_request_id_is_worth_something_only_where_that_is_allowed_and_with_a_ticket(matches_ids: bool, shown: str, count: int) -> None:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, matches_ids=matches_ids)
-    producer = Producer(settings, KEY, PUSH_KEY)
+def believing(*peers: str) -> Producer:
+    producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, peers=frozenset(peers)), KEY, PUSH_KEY, no_writers())
     producer.grant(A, 1, 0)
-    producer.publish(A, "", TICKET, 8)
-    producer.receive(ROUTE, evil("d/a/0", "a", "h1" if shown else "", shown), now=0)
+    producer.publish(A, "", TICKET, 8, now=0)
+    return producer
+
+
+@pytest.mark.parametrize(
+    ("peers", "handover", "shown", "count"),
+    [(["h:1"], "", "", 1), (["h:2"], "", "", 0), ([], "", "", 0), (["h:1"], "h1", push_ticket(), 0), (["h:1"], "h1", "", 0)],
+)
+def test_a_request_id_is_worth_something_only_to_those_who_are_believed(peers: list[str], handover: str, shown: str, count: int) -> None:
+    producer = believing(*peers)
+    producer.receive(ROUTE, evil("d/a/0", "a", handover, shown), now=0)
     assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
+
+
+def test_what_was_registered_without_a_ticket_is_cancelled_without_one_and_nothing_else_is() -> None:
+    producer = believing("h:1")
+    producer.receive(EVIL, PushCancel("e1", "other", "a", "evil"), now=0)
+    assert producer.take_ended() == []
+    producer.receive(ROUTE, evil("d/a/0", "a"), now=0)
+    producer.receive(ROUTE, PushCancel("e1", "d/a/0", "a", "evil"), now=1)
+    assert [ended.request for ended in producer.take_ended()] == [A]
 
 
 def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> None:
@@ -97,7 +114,7 @@ def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(monk
         producer.receive(ROUTE, registration(f"x{number}"), now=0)
     refused = [message for message in said(producer) if isinstance(message, Refused)]
     assert (len(refused), refused[0].reason) == (51, "more than 50 readers are registered here")
-    producer.publish(A, "h1", TICKET, 8)
+    producer.publish(A, "h1", TICKET, 8, now=0)
     assert len(said(producer)) == 50
     producer.withdraw(A, 1, now=1)
     assert producer.num_registrations == 50

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
+from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.protocol.actions import Expose
@@ -48,7 +49,7 @@ class Reader:
 class Memory:
     def __init__(self, seed: int, *, waits_for_copies: bool = True) -> None:
         self.chance = random.Random(seed)
-        self.producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, is_staged=True), KEY, PUSH_KEY)
+        self.producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, is_staged=True), KEY, PUSH_KEY, no_writers())
         self.waits_for_copies = waits_for_copies
         self.engine: list[Content] = [("", 0, 0)] * NUM_BLOCKS
         self.mirror: list[Content] = [("", 0, 0)] * NUM_BLOCKS
@@ -95,7 +96,7 @@ class Memory:
             for index, block in enumerate(prefill.blocks):
                 self.engine[block] = (prefill.name, prefill.serial, index)
         new, prefill.num_published = prefill.blocks[prefill.num_published :], len(prefill.blocks)
-        self.producer.publish(RequestId(prefill.name), prefill.name, self.ticket(prefill), 4 * len(prefill.blocks), (tuple(new),))
+        self.producer.publish(RequestId(prefill.name), prefill.name, self.ticket(prefill), 4 * len(prefill.blocks), 0, (tuple(new),))
 
     def finish(self, prefill: Prefill) -> None:
         request = RequestId(prefill.name)
@@ -106,7 +107,7 @@ class Memory:
             return
         prefill.is_closed = True
         self.producer.close(request, 0, (tuple(prefill.blocks[prefill.num_published :]),))
-        self.producer.publish(request, prefill.name, self.ticket(prefill), 4 * PROMPT_BLOCKS)
+        self.producer.publish(request, prefill.name, self.ticket(prefill), 4 * PROMPT_BLOCKS, 0)
 
     def preempt(self) -> None:
         running = [prefill for prefill in self.prefills.values() if prefill.num_published and not prefill.is_closed]

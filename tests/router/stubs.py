@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,15 +33,21 @@ class Call:
 
 @dataclass
 class StubEngine:
-    """Answers as `behaviour` says and remembers what it was asked."""
+    """Answers as `behaviour` says and remembers what it was asked. Its `/metrics` advertise a mode, as engines' do."""
 
     behaviour: Behaviour
+    mode: str = "push"
+    """Empty: there is no such page."""
+    num_looks: int = 0
+    """At that page."""
     calls: list[Call] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/metrics":
+            return self.show_mode()
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.calls.append(Call(request.path, request.headers.copy(), raw, body))
@@ -51,6 +57,11 @@ class StubEngine:
         except (asyncio.CancelledError, ConnectionError):
             self.cancelled.set()
             raise
+
+    def show_mode(self) -> web.Response:
+        self.num_looks += 1
+        page = f'# TYPE kvferry:transfer_mode gauge\nkvferry:transfer_mode{{model_name="m",mode="{self.mode}"}} 1.0\n'
+        return web.Response(text=page) if self.mode else web.Response(status=404)
 
 
 @dataclass
@@ -126,12 +137,15 @@ async def stage(
     prefill: list[Behaviour] | Behaviour,
     decode: list[Behaviour] | Behaviour,
     push_key: PushTicketKey | None = None,
+    modes: Sequence[str] = (),
     **settings: float,
 ) -> AsyncIterator[Stage]:
-    """A router before stub engines. Everything inside must be over within DEADLINE_S."""
+    """A router before stub engines; `modes` of the decode side, if not all push. Everything inside must be over within DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         prefillers = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(prefill)]
         decoders = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(decode)]
+        for engine, mode in zip(decoders, modes, strict=False):
+            engine.mode = mode
         options = RouterOptions(
             tuple(instance(Role.PREFILL, engine.port) for engine in prefillers),
             tuple(instance(Role.DECODE, engine.port) for engine in decoders),

@@ -10,24 +10,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
-from tests.vllm.fleet import ROOT, Fleet, ready
+from tests.vllm.conftest import Trio
+from tests.vllm.fleet import ROOT, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
+from tests.vllm.yard import SOON_S
 
 from kvferry.bench.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PATIENT = {"kv_lease_duration": 600}
-"""With such a lease, blocks that are free soon were released, not expired."""
 BLOCK_TOKENS = 32
 VLLM_ROUTER = ROOT / ".venv-router" / "bin" / "vllm-router"
-
-
-@dataclass(frozen=True)
-class Pair:
-    fleet: Fleet
-    p: Engine
-    d: Engine
 
 
 @dataclass(frozen=True)
@@ -45,40 +38,32 @@ class Routed:
         return Prompt(tuple(rng.randrange(10, 500) for _ in range(length)), **changes)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Pair]:
-    with Fleet(tmp_path_factory.mktemp("pair"), model) as fleet:
-        p, d = fleet.vllm("prefill", extra=PATIENT, cores="0"), fleet.vllm("decode", extra=PATIENT, cores="1")
-        ready(p, d)
-        yield Pair(fleet, p, d)
-
-
 @pytest.fixture(scope="module", params=["kvferry", "toy", "vllm-router"])
-def routed(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Routed]:
+def routed(request: pytest.FixtureRequest, trio: Trio) -> Iterator[Routed]:
     start = {"kvferry": _start_kvferry, "toy": _start_toy, "vllm-router": _start_vllm_router}[request.param]
-    router = start(pair)
+    router = start(trio)
     ready(router)
-    yield Routed(request.param, pair.p, pair.d, router)
-    pair.fleet.stop(router)
+    yield Routed(request.param, trio.p, trio.d, router)
+    trio.fleet.stop(router)
 
 
-def _start_kvferry(pair: Pair) -> Engine:
-    return pair.fleet.kvferry_router([pair.p], [pair.d])
+def _start_kvferry(trio: Trio) -> Engine:
+    return trio.fleet.kvferry_router([trio.p], [trio.d])
 
 
-def _start_toy(pair: Pair) -> Engine:
+def _start_toy(trio: Trio) -> Engine:
     (port,) = free_ports(1)
     program = str(Path(__file__).parent / "toy_proxy.py")
-    return pair.fleet.router("toy", [sys.executable, program, "--port", str(port), "--prefill", pair.p.url, "--decode", pair.d.url], port)
+    return trio.fleet.router("toy", [sys.executable, program, "--port", str(port), "--prefill", trio.p.url, "--decode", trio.d.url], port)
 
 
-def _start_vllm_router(pair: Pair) -> Engine:
+def _start_vllm_router(trio: Trio) -> Engine:
     if not VLLM_ROUTER.exists():
         pytest.skip("vllm-router is not installed here; make setup-vllm does it")
     port, prometheus = free_ports(2)
     command = [str(VLLM_ROUTER), "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(prometheus)]
-    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", pair.p.url, "--decode", pair.d.url]
-    return pair.fleet.router("vllm-router", [*command, "--policy", "round_robin", "--worker-startup-check-interval", "1"], port)
+    command += ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--prefill", trio.p.url, "--decode", trio.d.url]
+    return trio.fleet.router("vllm-router", [*command, "--policy", "round_robin", "--worker-startup-check-interval", "1"], port)
 
 
 async def moved_bytes(session: aiohttp.ClientSession, engine: Engine) -> float:
@@ -98,7 +83,7 @@ def test_prompts_of_every_length_give_the_tokens_of_one_engine(routed: Routed, l
             answer = await ask(session, routed.router, prompt)
             assert answer.is_ok, answer.body
             assert answer == await ask(session, routed.p, prompt)
-            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             # Not because D computed it all by itself.
             assert await moved_bytes(session, routed.d) - before == -(-length // BLOCK_TOKENS) * BLOCK_BYTES
 
@@ -118,7 +103,7 @@ def test_what_the_decode_side_has_already_is_not_fetched_again(routed: Routed) -
             for length in (65, 70, 96, 200):
                 longer = Prompt(whole.token_ids[:length])
                 assert await ask(session, routed.router, longer) == await ask(session, routed.p, longer), length
-            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             fetched = (await moved_bytes(session, routed.d) - before) / BLOCK_BYTES
             # Only what D lacks: a block for 64 (no engine takes a whole prompt from its cache), for 65, for 70 and for 96, four for 200.
             assert fetched == 8
@@ -138,7 +123,7 @@ def test_streams_and_chats_give_the_answers_of_one_engine(routed: Routed) -> Non
             through, direct = [await post(session, engine, chat, "/v1/chat/completions") for engine in (routed.router, routed.p)]
             assert through.body["choices"] == direct.body["choices"]
             assert through.body["choices"][0]["message"]["content"]
-            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
 
     asyncio.run(check())
 
@@ -154,7 +139,7 @@ def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Route
             assert answer.token_ids == (await ask(session, routed.p, prompt)).token_ids * 4
             warm = await ask(session, routed.router, routed.prompt(210, "warm choices"), n=4, temperature=1.0)
             assert [len(choice) for choice in warm.token_ids] == [16] * 4
-            await assert_free(session, routed.p, routed.d, timeout_s=30)
+            await assert_free(session, routed.p, routed.d, timeout_s=SOON_S)
             assert (await metrics(session, routed.d))[pulls] - before == 2
 
     asyncio.run(check())

@@ -22,7 +22,7 @@ from kvferry.engine.step import SamplingParams
 from kvferry.errors import KVFerryError
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 
-__all__ = ["CHUNK_TOKENS", "ROOM_TOKENS", "HandoverPair", "Mode", "start_pair"]
+__all__ = ["CHUNK_TOKENS", "ROOM_TOKENS", "HandoverPair", "Mode", "Moved", "start_pair"]
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 512
@@ -36,6 +36,22 @@ class Mode(StrEnum):
     PULL = "pull"
     PUSH = "push"
     STREAMED = "push streamed"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of KV, as the planes count them: of one handover, or of all so far."""
+
+    total: int
+    early: int
+    """Those that D had when P had computed the prompt."""
+
+    @property
+    def left(self) -> int:
+        return self.total - self.early
+
+    def since(self, before: "Moved") -> "Moved":
+        return Moved(self.total - before.total, self.early - before.early)
 
 
 @dataclass(slots=True)
@@ -66,9 +82,11 @@ class HandoverPair:
             raise KVFerryError(f"P's first token is {first}, D's is {second}: the KV that was handed over is wrong")
         return done - at
 
-    async def tokens_left(self) -> int:
-        """How many, so far, were still to be moved when P had computed their prompt."""
-        return int((await self.decode.status()).connector_stats.get("pushed_tokens_left", 0))
+    async def moved(self) -> Moved:
+        """So far. Whoever moves them, D by reading or P by writing, has counted them when D has its first token."""
+        prefill, decode = await self.prefill.status(), await self.decode.status()
+        total = sum(carried.total_bytes for status in (prefill, decode) for carried in status.transfers)
+        return Moved(total, int(decode.connector_stats.get("pushed_bytes_early", 0)))
 
     def _push_ticket(self, handover: str) -> str:
         assert self._source is not None

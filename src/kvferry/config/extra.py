@@ -3,7 +3,7 @@
 Field names are the keys of the JSON, so they keep the spelling users know; every duration is in seconds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ __all__ = [
     "register_extra_config",
 ]
 
+PUSH_WRITES = ("fenced", "always", "never")
 KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
 
 
@@ -93,12 +94,13 @@ class NixlExtraConfig(ExtraConfig):
     """In push: how long a request of D that has blocks waits for P to have something for it; null: as `decoder_kv_blocks_ttl`."""
     push_streaming: Flag = True
     """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at the end."""
-    push_match_by_id: Flag = False
-    """In push: a request of D may have, by its request id, a prefill that came to P without a push ticket; clients choose request ids."""
+    push_write: Text = "fenced"
+    """In push: when P writes into D's blocks, instead of D reading P's: fenced (where D itself can end it: over tcp), always, never."""
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, nixl, tcp; empty: all that work here."""
     peers: Texts = ()
-    """No effect yet: addresses (host:port) that may be dialled without a ticket of ours, for push behind a foreign router."""
+    """In push behind a router that signs nothing: side channels (host:port) of engines that are believed without a ticket (on D of its P's,
+    on P of its D's); the two legs then meet by their request id."""
     force_host_buffer: Flag = False
     """Stage KV in host memory as with `kv_buffer_device: cpu`, also where the cache is host memory itself; for tests."""
     handshake_timeout: Seconds = 5.0
@@ -119,6 +121,8 @@ class NixlExtraConfig(ExtraConfig):
         for plane in self.planes:
             if plane not in KNOWN_PLANES:
                 raise ConfigError(f"planes names {shown(plane)}, which is no data plane; {nearest(plane, KNOWN_PLANES)}")
+        if self.push_write not in PUSH_WRITES:
+            raise ConfigError(f"push_write is {shown(self.push_write)}; {nearest(self.push_write, PUSH_WRITES)}")
         for peer in self.peers:
             _check_peer(peer)
 
@@ -126,6 +130,10 @@ class NixlExtraConfig(ExtraConfig):
     def lease_extension_s(self) -> float:
         """What one heartbeat adds: two thirds of the lease, in whole seconds where there are whole seconds to count."""
         return self.kv_lease_duration * 2 // 3 if self.kv_lease_duration >= 3 else self.kv_lease_duration * 2 / 3
+
+    def lends_by(self, planes: Iterable[str], fenced: Iterable[str]) -> frozenset[str]:
+        """In push: of these planes, those by which P may write into our blocks."""
+        return frozenset({"always": planes, "fenced": fenced}.get(self.push_write, ()))
 
     @property
     def push_registration_timeout_s(self) -> float:

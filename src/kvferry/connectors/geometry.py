@@ -38,8 +38,9 @@ def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mappin
     )
 
 
-def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig, transfer_mode: str) -> dict[str, Factor]:
-    """What must be equal on both sides. Sizes that planning can bridge (TP, block size, layout) are not here."""
+def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig) -> dict[str, Factor]:
+    """What must be equal on both sides. Sizes that planning can bridge (TP, block size, layout) are not here,
+    nor whether a side pushes: it takes ordinary tickets too, and issues them."""
     model = config.model
     return {
         "architecture": model.architecture,
@@ -50,7 +51,6 @@ def compatibility_factors(config: ConnectorConfig, cache: KVCacheConfig, transfe
         "dtype": model.dtype,
         "cache_dtype": cache.cache_dtype,
         "cache_format": model.cache_format,
-        "transfer_mode": transfer_mode,
     }
 
 

@@ -1,13 +1,18 @@
 """`kv_transfer_params` as they come from outside: read once here, typed from then on. Pure.
 
-Anything a client may have typed is possible; only a genuine ticket names a peer, so the other keys are not even looked at.
+Anything a client may have typed is possible. A genuine ticket names a peer; without one, the keys by which vLLM's routers name the prefill
+side are good for those engines only that this one was told to believe (`peers`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BadParams", "NoTransfer", "PrefillForPeer", "PullFromPeer", "TransferRole", "read_params"]
+from kvferry.protocol.push_tickets import MAX_TP_SIZE
+from kvferry.protocol.tickets import MAX_NAME_CHARS
+from kvferry.types import Address
+
+__all__ = ["BadParams", "NamedPeer", "NoTransfer", "PrefillForPeer", "PullFromPeer", "TransferRole", "read_params"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +28,23 @@ class PrefillForPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedPeer:
+    """A prefill side as routers name it that sign nothing."""
+
+    engine: str
+    address: Address
+    """Of its side channel."""
+    tp_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class PullFromPeer:
     """Its KV waits at a producer, or is about to be computed there. `ticket` and `push_ticket` are whatever came under these keys."""
 
     ticket: object
     push_ticket: object = None
+    named: NamedPeer | None = None
+    """Whom the other keys name, if they name anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,5 +69,21 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if flags["do_remote_prefill"] and flags["do_remote_decode"]:
         return BadParams("kv_transfer_params ask for do_remote_prefill and do_remote_decode at once")
     if flags["do_remote_prefill"]:
-        return PullFromPeer(params.get("ticket"), params.get("push_ticket"))
+        return PullFromPeer(params.get("ticket"), params.get("push_ticket"), _named(params))
     return PrefillForPeer(params.get("push_ticket")) if flags["do_remote_decode"] else NoTransfer()
+
+
+def _named(params: Mapping[str, Any]) -> NamedPeer | None:
+    engine, host = _name(params.get("remote_engine_id")), _name(params.get("remote_host"))
+    port, tp_size = _count(params.get("remote_port"), 65535), _count(params.get("tp_size", 1), MAX_TP_SIZE)
+    return NamedPeer(engine, Address(host, port), tp_size) if engine and host and port and tp_size else None
+
+
+def _name(value: object) -> str:
+    """Empty for what is none."""
+    return value if isinstance(value, str) and len(value) <= MAX_NAME_CHARS else ""
+
+
+def _count(value: object, most: int) -> int:
+    """0 for what is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most else 0

@@ -65,9 +65,14 @@ class PrefillStreams:
         self._published.pop(request, None)
         return self._streams.pop(request, None)
 
-    def take_preempted(self) -> list[PrefillStream]:
-        """Those that have lost what was published of them. They may be published anew."""
-        lost = [stream for stream in self._published.values() if _has_lost_blocks(stream)]
+    def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
+        """Those that have lost what was published of them, as their counts or this step's tables tell. They may be published anew."""
+        tables = {piece.request_id: piece for piece in slices if piece.request_id in self._published}
+        lost = []
+        for request, stream in self._published.items():
+            piece = tables.get(request)
+            if _has_lost_tokens(stream) or (piece is not None and self.has_let_go(stream, piece.block_ids)):
+                lost.append(stream)
         for stream in lost:
             del self._published[RequestId(stream.request.request_id)]
         return lost
@@ -88,7 +93,8 @@ class PrefillStreams:
         self._published[RequestId(stream.request.request_id)] = stream
 
     def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether the engine, at the end, no longer holds a block that was published."""
+        """Whether the engine no longer holds a block that was published.
+        A request that was preempted and taken up again at once may have as many tokens as before, but in other blocks."""
         return any(
             any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
             for before, after in zip(stream.blocks, blocks, strict=True)
@@ -108,5 +114,5 @@ class PrefillStreams:
         return tuple((*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready)) for first, table in zip(firsts, tables, strict=True))
 
 
-def _has_lost_blocks(stream: PrefillStream) -> bool:
+def _has_lost_tokens(stream: PrefillStream) -> bool:
     return stream.request.status is RequestStatus.PREEMPTED or stream.request.num_computed_tokens < stream.num_published

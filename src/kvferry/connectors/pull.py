@@ -29,7 +29,7 @@ __all__ = ["NixlConnector"]
 
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     transfer_mode = "pull"
-    """Only engines of one mode shake hands."""
+    """What engines advertise on their `/metrics`: a router starts both legs together where both sides push."""
     scheduler_class: type[PullScheduler] = PullScheduler
 
     def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -38,7 +38,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(extra, NixlExtraConfig)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
-        self._worker_half = None if is_scheduler else PullWorker(config, kv_cache_config, extra, self.transfer_mode)
+        self._worker_half = None if is_scheduler else PullWorker(config, kv_cache_config, extra)
 
     @property
     def _scheduler(self) -> PullScheduler:

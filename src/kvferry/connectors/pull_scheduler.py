@@ -262,7 +262,12 @@ class PullScheduler:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _take(self, request: Request, asked: PullFromPeer) -> None:
-        self._take_ticket(request, asked.ticket)
+        if asked.ticket is None and asked.push_ticket is not None:
+            self._refuse(
+                request, "this engine pulls and was given a push ticket; ask the prefill side first, or use NixlPushConnector here"
+            )
+        else:
+            self._take_ticket(request, asked.ticket)
 
     def _take_ticket(self, request: Request, text: object) -> None:
         request_id = RequestId(request.request_id)

@@ -47,11 +47,10 @@ _log = logging.getLogger(__name__)
 
 
 class PullWorker:
-    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig, transfer_mode: str = "pull") -> None:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
         self._config = config
         self._cache = cache
         self._extra = extra
-        self._transfer_mode = transfer_mode
         self._thread: FerryThread | None = None
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
@@ -66,14 +65,14 @@ class PullWorker:
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
         offers = tuple(OfferInfo(o.plane, o.reach, o.blob, o.near) for o in (plane.offer() for plane in planes))
-        factors = compatibility_factors(self._config, self._cache, self._transfer_mode)
+        factors = compatibility_factors(self._config, self._cache)
         is_staged = self._mirror is not None
         layout = encode_layout(_layout(geometry, control, offers, is_staged))
         self._handshake = PullHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, is_staged)
         store = self._block_store(own, geometry)
-        ferry = Ferry(
-            ferry_settings(self._config, self._extra, geometry, offers, factors, is_staged), planes, control, store, time.monotonic
-        )
+        fenced = frozenset(plane.name for plane in planes if plane.fences_writes)
+        settings = ferry_settings(self._config, self._extra, geometry, offers, factors, is_staged, fenced)
+        ferry = Ferry(settings, planes, control, store, time.monotonic)
         self._thread = FerryThread(ferry, control.wake, f"kvferry-tp{geometry.tp_rank}")
         if self._wake_engine is not None:
             self._thread.set_wakeup(self._wake_engine)
@@ -178,7 +177,8 @@ class PullWorker:
             case HandshakeFailed(engine, reason):
                 self._stats.count("failed_handshakes")
                 _log.warning("peer lost peer=%s reason=%s", engine, reason)
-            case PrefillCompleted(_, num_tokens, num_left):
+            case PrefillCompleted(_, num_tokens, num_left, landed_bytes):
+                self._stats.count("pushed_bytes_early", landed_bytes)
                 if self._config.parallel.tp_rank == 0:
                     self._stats.count("pushed_tokens", num_tokens)
                     self._stats.count("pushed_tokens_left", num_left)
@@ -196,19 +196,20 @@ def ferry_settings(
     offers: tuple[OfferInfo, ...],
     factors: Mapping[str, Factor],
     is_staged: bool = False,
+    fenced: frozenset[str] = frozenset(),
 ) -> FerrySettings:
-    engine = EngineId(config.kv_transfer.engine_id)
+    engine, epoch = EngineId(config.kv_transfer.engine_id), Epoch(config.epoch)
     demanded = factors if extra.enforce_handshake_compat else None
     peers = PeerSettings(demanded, geometry, offers, tuple(extra.planes), extra.handshake_timeout, extra.engine_ttl)
     return FerrySettings(
         ProducerSettings(
             engine,
-            Epoch(config.epoch),
+            epoch,
             extra.kv_lease_duration,
             extra.lease_extension_s,
             extra.grant_wait,
             is_staged,
-            extra.push_match_by_id,
+            frozenset(extra.peers),
         ),
         ConsumerSettings(
             engine,
@@ -219,6 +220,9 @@ def ferry_settings(
             is_staged,
             extra.push_registration_timeout_s,
             extra.kv_lease_duration,
+            epoch,
+            extra.lends_by((offer.plane for offer in offers), fenced),
+            fenced,
         ),
         config.secret,
     )

@@ -1,9 +1,9 @@
 """The push connector in the process that schedules: as pull's, but a request may come before there is anything to fetch for it.
 
-As a consumer it takes a router's push ticket for a promise of the whole prompt: the ferries register for it, and compare what they are
-offered with the prompt before they read. As a producer it has the ferries offer every prefill to whoever registers for it, block by
-block while it computes, beside returning its ticket in the end, so that a router that asks the prefill side first is served as in pull.
-Runs on the engine's main thread.
+As a consumer it takes a router's push ticket, or the name of a prefill side that it believes, for a promise of the whole prompt: the
+ferries register for it, and compare what they are offered with the prompt before they read. As a producer it has the ferries offer every
+prefill to whoever registers for it, block by block while it computes, beside returning its ticket in the end, so that a router that asks
+the prefill side first is served as in pull. Runs on the engine's main thread.
 """
 
 from collections import OrderedDict
@@ -12,16 +12,17 @@ from typing import Any
 
 from kvferry.config import NixlExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorOutput, Request, ScheduledSlice
-from kvferry.connectors.params import PrefillForPeer, PullFromPeer, read_params
+from kvferry.connectors.params import NamedPeer, PrefillForPeer, PullFromPeer, read_params
 from kvferry.connectors.prefill_streams import Advance, PrefillStreams
 from kvferry.connectors.pull_metadata import PullMetadata
 from kvferry.connectors.pull_scheduler import PullOffer, PullScheduler
+from kvferry.connectors.shared_tickets import TicketName
 from kvferry.errors import InvalidTicket
-from kvferry.ferry.commands import Abandon, Close, Expect, Open, Publish, Settle, Withdraw, Withhold
-from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+from kvferry.ferry.commands import Abandon, Close, Expect, ExpectFrom, Open, Publish, Settle, Withdraw, Withhold
+from kvferry.protocol.fingerprints import Fingerprint, fingerprint
+from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import MAX_NAME_CHARS, Ticket
-from kvferry.types import RequestId
+from kvferry.types import Address, RequestId
 
 __all__ = ["PushScheduler"]
 
@@ -50,7 +51,10 @@ class PushScheduler(PullScheduler):
 
     def _take(self, request: Request, asked: PullFromPeer) -> None:
         if asked.push_ticket is None:
-            super()._take(request, asked)
+            if asked.ticket is None and asked.named is not None and self._extra.peers:
+                self._take_named(request, asked.named)
+            else:
+                self._take_ticket(request, asked.ticket)
             return
         try:
             ticket = self._push_key.open(asked.push_ticket)
@@ -60,21 +64,43 @@ class PushScheduler(PullScheduler):
         if ticket.engine == self._config.kv_transfer.engine_id:
             self._decline(ticket.handover)
             return
-        self._expect(request, ticket, str(asked.push_ticket))
+        command = Expect(RequestId(request.request_id), str(asked.push_ticket), self._fingerprint(request), self._own_address)
+        self._expect(request, command, (ticket.engine, ticket.epoch, ticket.handover))
 
-    def _expect(self, request: Request, ticket: PushTicket, text: str) -> None:
+    def _take_named(self, request: Request, named: NamedPeer) -> None:
+        """A router that signs nothing has named the prefill side. It is believed if it names one of those that we were told of."""
+        if named.engine == self._config.kv_transfer.engine_id or named.address == self._address:
+            # Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself.
+            return
+        if str(named.address) not in self._extra.peers:
+            self._refuse(request, f"there is no ticket, and {named.address} is not among this engine's `peers`")
+        elif len(request.request_id) > MAX_NAME_CHARS:
+            self._refuse(request, f"there is no ticket, and the request's id is longer than {MAX_NAME_CHARS} characters")
+        else:
+            request_id, tokens = RequestId(request.request_id), self._fingerprint(request)
+            command = ExpectFrom(request_id, named.engine, named.address, named.tp_size, tokens, self._own_address)
+            self._expect(request, command, None)
+
+    @property
+    def _own_address(self) -> Address:
         assert self._address is not None
+        return self._address
+
+    def _fingerprint(self, request: Request) -> Fingerprint:
+        return fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
+
+    def _expect(self, request: Request, command: Expect | ExpectFrom, shared: TicketName | None) -> None:
+        """`shared`: by what other requests that wait for the same prefill know it."""
         request_id = RequestId(request.request_id)
         # An engine whose attention forgets computes the last token itself and must be told so: see `PullScheduler._usable`.
         forgets = any(group.forgets for group in self._cache.groups)
         num_tokens = request.num_prompt_tokens - forgets
-        tokens = fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
-        self._commands.append(Expect(request_id, text, tokens, self._address))
+        self._commands.append(command)
         if self._will_be_gone(num_tokens):
             # We compute it, and the prefill side shall know.
             self._commands.append(Settle(request_id))
         else:
-            self._offers[request_id] = PullOffer(num_tokens, (ticket.engine, ticket.epoch, ticket.handover))
+            self._offers[request_id] = PullOffer(num_tokens, shared)
 
     def _will_be_gone(self, num_tokens: int) -> bool:
         """Whether an engine like ours lets go, at the end of the prompt, of a block that the token after these looks at."""
@@ -98,7 +124,8 @@ class PushScheduler(PullScheduler):
     # -- producer --------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> PullMetadata:
-        for stream in self._streams.take_preempted():
+        slices = tuple(slices)
+        for stream in self._streams.take_preempted(slices):
             self._commands.append(Withdraw(RequestId(stream.request.request_id), stream.serial))
             stream.serial = stream.num_published = 0
         for advance in self._streams.advances(slices):

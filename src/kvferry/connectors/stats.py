@@ -26,7 +26,8 @@ COUNTERS: Mapping[str, str] = {
     "finished_pulls": "Requests whose KV arrived and was confirmed.",
     "failed_pulls": "Requests whose KV did not arrive or was not confirmed.",
     "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited with their blocks.",
-    "pushed_tokens_left": "Of these, tokens whose KV was not here nor on its way when the last one was computed.",
+    "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was computed.",
+    "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was computed.",
     "kv_expired_reqs": "Leases that ran out before anybody confirmed a read.",
     "dropped_messages": "Messages from peers that were malformed or out of place.",
     "rejected_params": "Requests whose kv_transfer_params could not be honoured.",
@@ -40,6 +41,9 @@ LEVELS: Mapping[str, str] = {
     "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
 """Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
+
+MODE_METRIC = "transfer_mode"
+MODE_HELP = "1 for the way in which this engine's connector hands KV over. Routers look at it."
 
 NIXL_COUNTERS: Mapping[str, tuple[str, ...]] = {
     "num_failed_transfers": ("failed_transfers", "failed_handshakes"),

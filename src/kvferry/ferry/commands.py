@@ -11,6 +11,7 @@ __all__ = [
     "Close",
     "Command",
     "Expect",
+    "ExpectFrom",
     "Grant",
     "HandBack",
     "OfConsumer",
@@ -44,6 +45,20 @@ class Expect:
     """Of its prompt."""
     own_address: Address
     """Of our side channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectFrom:
+    """The same without a push ticket: a router that signs nothing has named a producer that we believe. Its life is asked for first, and
+    the two legs meet by their request id."""
+
+    request: RequestId
+    engine: str
+    address: Address
+    """Of its side channel."""
+    tp_size: int
+    tokens: Fingerprint
+    own_address: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +167,6 @@ class HandBack:
     serial: int
 
 
-OfConsumer = Track | Expect | Start | Settle | Abort | Reject
+OfConsumer = Track | Expect | ExpectFrom | Start | Settle | Abort | Reject
 OfProducer = Grant | Open | Close | Withdraw | Publish | Withhold | Abandon | HandBack
 Command = OfConsumer | OfProducer

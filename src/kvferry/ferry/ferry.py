@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
@@ -17,6 +16,7 @@ from kvferry.ferry.commands import (
     Close,
     Command,
     Expect,
+    ExpectFrom,
     Grant,
     HandBack,
     OfConsumer,
@@ -30,11 +30,26 @@ from kvferry.ferry.commands import (
     Withdraw,
     Withhold,
 )
+from kvferry.ferry.postponed import Postponed
 from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
 from kvferry.protocol import codec
-from kvferry.protocol.actions import Action, ClosePeer, Expose, HangUp, OpenPeer, Place, Send, StartRead, StopRead
+from kvferry.protocol.actions import (
+    Action,
+    ClosePeer,
+    Expose,
+    HangUp,
+    Lend,
+    OpenPeer,
+    Place,
+    Send,
+    StartRead,
+    StartWrite,
+    StopRead,
+    StopWrite,
+    TakeBack,
+)
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.messages import (
@@ -52,12 +67,19 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Ready,
     Refused,
+    Revoke,
+    Revoked,
+    WriteFailed,
+    Written,
 )
+from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import Destination, Invitation
+from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.push_desk import MAX_LEASES_WAITED
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
-from kvferry.types import PeerId, RequestId
+from kvferry.protocol.writers import Writers
+from kvferry.types import EngineId, EngineLife
 
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
@@ -97,22 +119,22 @@ class Ferry:
     ) -> None:
         self._key = TicketKey(settings.secret)
         self._push_key = PushTicketKey(settings.secret)
-        self._producer = Producer(settings.producer, self._key, self._push_key)
         self._consumer = Consumer(settings.consumer)
+        self._writers = _writers(settings, self._consumer)
+        self._producer = Producer(settings.producer, self._key, self._push_key, self._writers)
         self._planes = {plane.name: plane for plane in planes}
         self._control = control
         self._store = store
         self._clock = clock
-        self._reads: dict[tuple[str, Handle], _Read] = {}
+        self._moves: dict[tuple[str, Handle], StartRead | StartWrite | TakeBack] = {}
+        """By plane: what its handles are about."""
         self._stored: dict[StoreHandle, Place | Expose] = {}
-        self._block_size = settings.consumer.peers.geometry.block_size
-        self._postponed: deque[OfConsumer] = deque()
-        """What the engine has said as a consumer since it gave blocks that are still being copied."""
+        self._postponed = Postponed(settings.consumer.peers.geometry.block_size, self._producer.is_copying)
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
         producer, consumer = self._producer, self._consumer
-        return FerrySnapshot(producer.num_leases, consumer.num_pulls, len(self._reads), consumer.num_peers, producer.num_registrations)
+        return FerrySnapshot(producer.num_leases, consumer.num_pulls, len(self._moves), consumer.num_peers, producer.num_registrations)
 
     def step(
         self,
@@ -130,6 +152,8 @@ class Ferry:
         now = self._clock()
         for command in (*commands, *late_commands()):
             self._obey(command, now)
+        # What was written before the engine said this is right only if the engine did not take its blocks back.
+        self._producer.settle_writes(now)
         for news in received:
             self._take_news(news, now)
         # Before the planes are asked: a read that begins now may be over at once.
@@ -139,7 +163,8 @@ class Ferry:
                 self._take_completion(plane.name, completion, now)
         for stored in self._store.poll():
             self._take_stored(self._stored.pop(stored.handle), stored.error, now)
-        self._obey_postponed(now)
+        for command in self._postponed.take_due():
+            self._obey_as_consumer(command, now)
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
@@ -150,6 +175,8 @@ class Ferry:
     def idle_s(self) -> float:
         """How long nothing needs to be done, unless news comes in."""
         now = self._clock()
+        if self._writers.has_landed:
+            return 0.0
         producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
         waits = [] if consumer_at is None else [consumer_at - now]
         if producer_at is not None:
@@ -185,11 +212,11 @@ class Ferry:
             return
         is_inbound = not news.route.dialled
         match message:
-            case Attach() | Heartbeat() | Confirm() | Detach() | PushRegistration() | PushCancel() if is_inbound:
+            case Attach() | Heartbeat() | Confirm() | Detach() | PushRegistration() | PushCancel() | Revoke() if is_inbound:
                 self._producer.receive(news.route, message, now)
-            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() | PushWithdrawal() if (
-                not is_inbound
-            ):
+            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
+                self._consumer.receive(news.route.dialled, message, now)
+            case PushWithdrawal() | Written() | WriteFailed() | Revoked() if not is_inbound:
                 self._consumer.receive(news.route.dialled, message, now)
             case PushOffer() if not is_inbound:
                 self._take_offer(news.route.dialled, message, now)
@@ -205,21 +232,8 @@ class Ferry:
     def _obey(self, command: Command, now: float) -> None:
         if isinstance(command, OfProducer):
             self._obey_as_producer(command, now)
-        elif self._postponed or self._is_ahead_of_copies(command):
-            self._postponed.append(command)
-        else:
+        elif not self._postponed.keeps(command):
             self._obey_as_consumer(command, now)
-
-    def _is_ahead_of_copies(self, command: OfConsumer) -> bool:
-        """Whether bytes would arrive where a copy of a preempted request's blocks, which these were, is still written."""
-        if not isinstance(command, Start):
-            return False
-        filled = Destination(command.blocks, range(command.first_token, command.end_token)).filled_blocks(self._block_size)
-        return self._producer.is_copying(list(chain.from_iterable(filled)))
-
-    def _obey_postponed(self, now: float) -> None:
-        while self._postponed and not self._is_ahead_of_copies(self._postponed[0]):
-            self._obey_as_consumer(self._postponed.popleft(), now)
 
     def _obey_as_producer(self, command: OfProducer, now: float) -> None:
         match command:
@@ -232,7 +246,7 @@ class Ferry:
             case Withdraw(request, serial):
                 self._producer.withdraw(request, serial, now)
             case Publish(request, handover, ticket, ready_tokens, blocks):
-                self._producer.publish(request, handover, ticket, ready_tokens, blocks)
+                self._producer.publish(request, handover, ticket, ready_tokens, now, blocks)
             case Withhold(request, handover, reason):
                 self._producer.withhold(request, handover, reason, now)
             case Abandon(request):
@@ -248,6 +262,9 @@ class Ferry:
                 invited = self._push_key.open(text)
                 invitation = Invitation(invited.handover, tokens, own_address, text)
                 self._consumer.expect(request, invited.life, invited.address, invited.tp_size, invitation, now)
+            case ExpectFrom(request, engine, address, tp_size, tokens, own_address):
+                life = EngineLife(EngineId(engine), UNKNOWN_EPOCH)
+                self._consumer.expect(request, life, address, tp_size, Invitation("", tokens, own_address, ""), now)
             case Start(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
             case Settle(request):
@@ -258,12 +275,21 @@ class Ferry:
                 self._events.append(PullFailed(request, reason))
 
     def _take_completion(self, plane: str, completion: Completion, now: float) -> None:
-        read = self._reads.pop((plane, completion.handle), None)
+        move = self._moves.pop((plane, completion.handle), None)
+        if isinstance(move, TakeBack):
+            self._consumer.taken_back(move.request, move.number, now)
+            return
         moved, used = completion.total_bytes, completion.pieces
-        planned = used if read is None else read.planned_pieces
+        planned = used if move is None else sum(len(part.local_offsets) for part in move.pieces)
         self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok))
-        if read is not None:
-            self._consumer.read_ended(read.request, read.peer, completion.error, now)
+        if move is not None:
+            self._tell_end(move, completion.error, now)
+
+    def _tell_end(self, move: StartRead | StartWrite, error: str | None, now: float) -> None:
+        if isinstance(move, StartRead):
+            self._consumer.read_ended(move.request, move.peer, error, now)
+        else:
+            self._writers.write_ended(move.write, error, now)
 
     def _take_stored(self, action: Place | Expose, error: str | None, now: float) -> None:
         if isinstance(action, Place):
@@ -274,7 +300,7 @@ class Ferry:
     # -- effects ---------------------------------------------------------------------------------------------------
 
     def _perform(self, now: float) -> None:
-        while actions := [*self._consumer.take_actions(), *self._producer.take_actions()]:
+        while actions := [*self._consumer.take_actions(), *self._producer.take_actions(), *self._writers.take_actions()]:
             for action in actions:
                 self._perform_one(action, now)
         for reply in self._producer.take_replies():
@@ -294,12 +320,16 @@ class Ferry:
                 for plane in self._planes.values():
                     plane.disconnect(peer)
                 self._control.forget(control_address)
-            case StartRead():
-                self._start_read(action, now)
+            case StartRead() | StartWrite():
+                self._start_move(action, now)
             case StopRead(request, peer):
-                for (name, handle), read in self._reads.items():
-                    if (read.request, read.peer) == (request, peer):
-                        self._planes[name].cancel(handle)
+                self._cancel(lambda move: isinstance(move, StartRead) and (move.request, move.peer) == (request, peer))
+            case StopWrite(write):
+                self._cancel(lambda move: isinstance(move, StartWrite) and move.write == write)
+            case Lend(plane, number, blocks):
+                self._planes[plane].lend(number, blocks)
+            case TakeBack(_, plane, number):
+                self._moves[plane, self._planes[plane].take_back(number)] = action
             case Place() | Expose():
                 self._store_blocks(action, now)
 
@@ -326,17 +356,25 @@ class Ferry:
             return
         self._consumer.peer_unreachable(action.peer, f"no plane reaches the producer ({'; '.join(problems)})", now)
 
-    def _start_read(self, action: StartRead, now: float) -> None:
+    def _start_move(self, action: StartRead | StartWrite, now: float) -> None:
         if not action.pieces:
-            self._consumer.read_ended(action.request, action.peer, None, now)
+            self._tell_end(action, None, now)
             return
+        plane = self._planes[action.plane]
         try:
-            handle = self._planes[action.plane].read(action.peer, action.pieces)
+            if isinstance(action, StartRead):
+                handle = plane.read(action.peer, action.pieces)
+            else:
+                handle = plane.write(action.peer, action.pieces, action.number)
         except Exception as error:  # top of a transfer, likewise
-            self._consumer.read_ended(action.request, action.peer, _described(error), now)
+            self._tell_end(action, _described(error), now)
             return
-        planned = sum(len(part.local_offsets) for part in action.pieces)
-        self._reads[action.plane, handle] = _Read(action.request, action.peer, planned)
+        self._moves[action.plane, handle] = action
+
+    def _cancel(self, is_meant: Callable[[StartRead | StartWrite | TakeBack], bool]) -> None:
+        for (name, handle), move in self._moves.items():
+            if is_meant(move):
+                self._planes[name].cancel(handle)
 
     def _store_blocks(self, action: Place | Expose, now: float) -> None:
         store = self._store
@@ -348,13 +386,17 @@ class Ferry:
         self._stored[handle] = action
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Who wants a read that is under way, and of how many pieces it is."""
-
-    request: RequestId
-    peer: PeerId
-    planned_pieces: int
+def _writers(settings: FerrySettings, consumer: Consumer) -> Writers:
+    producer = settings.producer
+    writers = Writers(
+        producer.engine,
+        consumer.peers,
+        write_timeout_s=settings.consumer.read_timeout_s,
+        max_lease_s=MAX_LEASES_WAITED * producer.lease_ttl_s,
+        can_write=not producer.is_staged,
+    )
+    consumer.share_peers(writers)
+    return writers
 
 
 def _described(error: Exception) -> str:

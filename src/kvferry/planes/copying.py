@@ -8,13 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.errors import TransportError
 from kvferry.planes.copiers import Copier, fastest_copier
 from kvferry.planes.gather import SLICE_BYTES, SLICE_COST, Direction, RegionCopy, copy_in_slices
 from kvferry.planes.runs import Bytes
 from kvferry.ports.data import Completion, Handle, Pieces
 from kvferry.types import PeerId
 
-__all__ = ["CopyQueue", "CopyTransfer"]
+__all__ = ["CopyQueue", "CopyTransfer", "Slices"]
+
+Slices = Iterator[tuple[int, int]]
+"""Each is copied when it is asked for; its bytes, and how many copies it took."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +28,7 @@ class CopyTransfer:
     handle: Handle
     peer: PeerId
     started: float
-    slices: Iterator[tuple[int, int]]
+    slices: Slices
     post_s: float
     total_bytes: int = 0
     copies: int = 0
@@ -46,13 +50,26 @@ class CopyQueue:
         return len(self._active) + len(self._ended)
 
     def start(
-        self, peer: PeerId, pieces: Sequence[Pieces], local: Sequence[Bytes], remote: Sequence[Bytes], direction: Direction
+        self,
+        peer: PeerId,
+        pieces: Sequence[Pieces],
+        local: Sequence[Bytes],
+        remote: Sequence[Bytes],
+        direction: Direction,
+        admit: Callable[[Slices], Slices] = iter,
     ) -> Handle:
+        """`admit` may stand between the slices and whoever asks for them: a TransportError from there fails the transfer."""
         started = time.perf_counter()
-        self._last_handle += 1
         copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction) for part in pieces]
-        handle = Handle(self._last_handle)
-        self._active.append(CopyTransfer(handle, peer, started, copy_in_slices(copies, self.copier), time.perf_counter() - started))
+        slices = admit(copy_in_slices(copies, self.copier))
+        handle = self._next_handle()
+        self._active.append(CopyTransfer(handle, peer, started, slices, time.perf_counter() - started))
+        return handle
+
+    def end_at_once(self) -> Handle:
+        """A handle for what has ended already: told with the others."""
+        handle = self._next_handle()
+        self._ended.append(Completion(handle, None, 0, 0, 0.0, 0.0))
         return handle
 
     def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
@@ -62,10 +79,15 @@ class CopyQueue:
             return
         transfer = self._active[0]
         cost = 0
-        while cost < SLICE_BYTES and (moved := next(transfer.slices, None)) is not None:
-            transfer.total_bytes += moved[0]
-            transfer.copies += moved[1]
-            cost += moved[0] + SLICE_COST
+        try:
+            while cost < SLICE_BYTES and (moved := next(transfer.slices, None)) is not None:
+                transfer.total_bytes += moved[0]
+                transfer.copies += moved[1]
+                cost += moved[0] + SLICE_COST
+        except TransportError as refusal:
+            self._active.popleft()
+            self._end(transfer, str(refusal))
+            return
         if not is_alive(transfer.peer):
             return
         self._active.popleft()
@@ -87,6 +109,10 @@ class CopyQueue:
     def clear(self) -> None:
         self._active.clear()
         self._ended.clear()
+
+    def _next_handle(self) -> Handle:
+        self._last_handle += 1
+        return Handle(self._last_handle)
 
     def _end_where(self, matches: Callable[[CopyTransfer], bool], error: str) -> None:
         for transfer in [each for each in self._active if matches(each)]:

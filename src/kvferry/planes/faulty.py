@@ -51,6 +51,7 @@ class FaultyDataPlane:
         self._faults = faults
         self._regions: tuple[Region, ...] = ()
         self._reads: dict[Handle, tuple[Pieces, ...]] = {}
+        self._fences: set[Handle] = set()
         self._late: list[tuple[int, Completion]] = []
         self._polls = 0
         self._ended = 0
@@ -80,8 +81,20 @@ class FaultyDataPlane:
         self._reads[handle] = tuple(pieces)
         return handle
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._inner.write(peer, pieces)
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
+        return self._inner.write(peer, pieces, number)
+
+    @property
+    def fences_writes(self) -> bool:
+        return self._inner.fences_writes
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._inner.lend(number, blocks)
+
+    def take_back(self, number: int) -> Handle:
+        handle = self._inner.take_back(number)
+        self._fences.add(handle)
+        return handle
 
     def poll(self) -> list[Completion]:
         self._polls += 1
@@ -101,10 +114,14 @@ class FaultyDataPlane:
 
     def close(self) -> None:
         self._reads.clear()
+        self._fences.clear()
         self._late.clear()
         self._inner.close()
 
     def _spoilt(self, completion: Completion) -> Completion:
+        if completion.handle in self._fences:  # no transfer: it may come late, and that is all
+            self._fences.remove(completion.handle)
+            return completion
         self._ended += 1
         pieces = self._reads.pop(completion.handle, None)
         if not completion.ok:

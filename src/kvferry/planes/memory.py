@@ -1,18 +1,22 @@
 """The `memory` planes: peers in one process, joined by a network object. For tests and the simulator.
 
-Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. The data plane belongs to one thread each; the control
-planes of one network may belong to different threads.
+Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. Each plane belongs to one thread; those of one network
+may belong to different ones.
 """
 
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
 
 from kvferry.errors import ConfigError, TransportError
 from kvferry.planes.bounds import check_pieces
-from kvferry.planes.copying import CopyQueue
+from kvferry.planes.copying import CopyQueue, Slices
 from kvferry.planes.gather import Direction
+from kvferry.planes.lending import LentBlocks, LentTable, Numbers, check_number, leaves_lent, no_fence, not_lent
 from kvferry.planes.runs import Bytes
 from kvferry.planes.views import view_of
 from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
@@ -40,11 +44,16 @@ class MemoryNetwork:
 
 
 class MemoryDataPlane:
-    """Implements `ports.data.DataPlane` for regions of this process."""
+    """Implements `ports.data.DataPlane` for regions of this process. With `fences_writes` peers copy into them only what was lent, a slice
+    at a time under this side's lock: between two slices a number can be taken back, by whichever thread."""
 
-    def __init__(self, network: MemoryNetwork) -> None:
+    def __init__(self, network: MemoryNetwork, fences_writes: bool = False) -> None:
         self._network = network
         self._number = network.next_number()
+        self._fences_writes = fences_writes
+        self._lent = LentTable(())
+        self._lock = threading.Lock()
+        """For what is lent, and for the bytes that peers copy."""
         self._regions: tuple[Region, ...] = ()
         self._views: list[Bytes] = []
         self._peers: dict[PeerId, MemoryDataPlane] = {}
@@ -62,10 +71,15 @@ class MemoryDataPlane:
     def views(self) -> list[Bytes]:
         return self._views
 
+    @property
+    def is_on_network(self) -> bool:
+        return self._number in self._network.data
+
     def register(self, regions: Sequence[Region]) -> bool:
         if any(region.memory is not MemoryKind.DRAM for region in regions):
             return False
         self._regions = tuple(regions)
+        self._lent = LentTable(self._regions)
         self._views = [view_of(region) for region in regions]
         self._network.data[self._number] = self
         return True
@@ -88,8 +102,42 @@ class MemoryDataPlane:
     def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
         return self._start(peer, pieces, Direction.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, Direction.WRITE)
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
+        check_number(number)
+        return self._start(peer, pieces, Direction.WRITE, number)
+
+    @property
+    def fences_writes(self) -> bool:
+        return self._fences_writes
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        if not self._fences_writes:
+            raise no_fence(self.name)
+        with self._lock:
+            self._lent.lend(number, blocks)
+
+    def take_back(self, number: int) -> Handle:
+        if not self._fences_writes:
+            raise no_fence(self.name)
+        with self._lock:
+            self._lent.remove(number)
+        return self._queue.end_at_once()
+
+    def admit(self, number: int, addresses: Numbers, sizes: Numbers, slices: Slices) -> Slices:
+        """What a peer copies here, as long as it may. Called by the peer's thread."""
+        checked: LentBlocks | None = None
+        while len(addresses):
+            with self._lock:
+                lent = self._lent.get(number)
+                if lent is None:
+                    raise TransportError(f"a write was refused: {not_lent(number)}")
+                if lent is not checked and not lent.covers(addresses, sizes):
+                    raise TransportError(f"a write was refused: {leaves_lent(number)}")
+                checked = lent
+                moved = next(slices, None)
+            if moved is None:
+                return
+            yield moved
 
     def poll(self) -> list[Completion]:
         self._queue.advance(self._is_alive)
@@ -106,20 +154,28 @@ class MemoryDataPlane:
 
     def close(self) -> None:
         self._network.data.pop(self._number, None)
+        with self._lock:
+            self._lent.clear()
         self._queue.clear()
         self._peers.clear()
         self._views = []
         self._regions = ()
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction) -> Handle:
+    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction, number: int = 0) -> Handle:
         other = self._peers.get(peer)
         if other is None or not self._is_alive(peer):
             raise TransportError(f"peer {peer} is not connected over memory")
-        check_pieces(pieces, self._regions, other.regions, peer)
-        return self._queue.start(peer, pieces, self._views, other.views, direction)
+        remote, views = other.regions, other.views
+        check_pieces(pieces, self._regions, remote, peer)
+        if direction is Direction.READ or not other.fences_writes:
+            return self._queue.start(peer, pieces, self._views, views, direction)
+        empty = np.empty(0, np.int64)
+        addresses = np.concatenate([empty, *(remote[part.remote_region].address + part.remote_offsets for part in pieces)])
+        sizes = np.concatenate([empty, *(np.full(len(part.remote_offsets), part.piece_bytes, np.int64) for part in pieces)])
+        return self._queue.start(peer, pieces, self._views, views, direction, partial(other.admit, number, addresses, sizes))
 
     def _is_alive(self, peer: PeerId) -> bool:
-        if self._peers[peer] in self._network.data.values():
+        if self._peers[peer].is_on_network:
             return True
         self._queue.fail_peer(peer, f"peer {peer} has left the memory network")
         self._peers.pop(peer)

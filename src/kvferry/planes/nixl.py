@@ -22,6 +22,7 @@ import msgspec
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes.bounds import check_pieces, check_regions
 from kvferry.planes.fabric import where_nixl_is_near
+from kvferry.planes.lending import no_fence
 from kvferry.planes.nixl_agent import NixlAgent, load_nixl
 from kvferry.planes.nixl_generations import Generations
 from kvferry.planes.nixl_transfer import Agent, Link, NixlTransfer
@@ -124,8 +125,18 @@ class NixlDataPlane:
     def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
         return self._start(peer, pieces, "READ")
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
         return self._start(peer, pieces, "WRITE")
+
+    @property
+    def fences_writes(self) -> bool:
+        return False
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise no_fence(self.name)
+
+    def take_back(self, number: int) -> Handle:
+        raise no_fence(self.name)
 
     def poll(self) -> list[Completion]:
         if self._serving is None:

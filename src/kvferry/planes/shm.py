@@ -20,6 +20,7 @@ from kvferry.planes.copiers import Copier, fastest_copier
 from kvferry.planes.copying import CopyQueue
 from kvferry.planes.fabric import host_reach
 from kvferry.planes.gather import Direction
+from kvferry.planes.lending import no_fence
 from kvferry.planes.process import ProcessLife, start_ticks
 from kvferry.planes.runs import Bytes
 from kvferry.planes.shared_memory import SharedMemory, SharedMemoryAllocator
@@ -90,8 +91,18 @@ class ShmDataPlane:
     def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
         return self._start(peer, pieces, Direction.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
         return self._start(peer, pieces, Direction.WRITE)
+
+    @property
+    def fences_writes(self) -> bool:
+        return False
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise no_fence(self.name)
+
+    def take_back(self, number: int) -> Handle:
+        raise no_fence(self.name)
 
     def poll(self) -> list[Completion]:
         self._queue.advance(self._is_alive)

@@ -17,8 +17,10 @@ import numpy as np
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes import tcp_wire as wire
 from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.lending import check_number
 from kvferry.planes.runs import batches, coalesce, concatenate
 from kvferry.planes.tcp_client import Batch, Dialler, Link, TcpTransfer, numeric_addresses
+from kvferry.planes.tcp_fence import WriteFence
 from kvferry.planes.tcp_loop import Loop
 from kvferry.planes.tcp_server import Server
 from kvferry.planes.views import AddressedMemory
@@ -47,7 +49,9 @@ class TcpDataPlane:
         self._ended: deque[Completion] = deque()
         """Filled by the loop's thread, emptied by ours."""
         self._last_handle = 0
-        self._parts: tuple[Loop, Dialler] | None = None
+        self._parts: tuple[Loop, Dialler, WriteFence] | None = None
+        self._taken_back: set[Handle] = set()
+        """Numbers that were, until that is told."""
 
     @property
     def name(self) -> str:
@@ -62,8 +66,9 @@ class TcpDataPlane:
         self._memory = AddressedMemory(ranges.first, ranges.size_bytes)
         self._regions = tuple(regions)
         loop = Loop("kvferry-tcp")
-        self._parts = loop, Dialler(loop, self._ended.append)
-        loop.start(listener, Server(loop, self._token, ranges, self._memory).accept)
+        fence = WriteFence(loop, self._regions, self._ended.append)
+        self._parts = loop, Dialler(loop, self._ended.append), fence
+        loop.start(listener, Server(loop, self._token, ranges, self._memory, fence).accept)
         return True
 
     def offer(self) -> PlaneOffer:
@@ -71,7 +76,7 @@ class TcpDataPlane:
         return PlaneOffer(self.name, "", msgspec.msgpack.encode(wire.Offer(self._advertised_host, self._port, self._token)))
 
     def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
-        loop, dialler = self._running()
+        loop, dialler, _ = self._running()
         check_regions(regions, peer)
         decoded = _decoded(peer, offer)
         self.disconnect(peer)
@@ -85,8 +90,23 @@ class TcpDataPlane:
     def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
         return self._start(peer, pieces, wire.Operation.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, wire.Operation.WRITE)
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
+        check_number(number)
+        return self._start(peer, pieces, wire.Operation.WRITE, number)
+
+    @property
+    def fences_writes(self) -> bool:
+        return True
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._running()[2].lend(number, blocks)
+
+    def take_back(self, number: int) -> Handle:
+        _, _, fence = self._running()
+        handle = self._next_handle()
+        self._taken_back.add(handle)
+        fence.take_back(number, handle)
+        return handle
 
     def poll(self) -> list[Completion]:
         failure = self._parts[0].failure if self._parts else None
@@ -94,8 +114,13 @@ class TcpDataPlane:
         if failure is not None and not ended:
             # Its thread had ended all it knew of before it said so; the rest had not come to it yet.
             ended = [transfer.completion(f"the tcp plane has stopped: {failure}") for transfer in self._transfers.values()]
+            # Whatever was received under a number was received by that thread.
+            ended += [Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._taken_back]
         for completion in ended:
-            transfer = self._transfers.pop(completion.handle)
+            self._taken_back.discard(completion.handle)
+            transfer = self._transfers.pop(completion.handle, None)
+            if transfer is None or transfer.is_not_lent:
+                continue
             link, _ = self._links.get(transfer.link.peer, (None, ()))
             if completion.error not in (None, CANCELLED) and link is transfer.link:
                 # Its next transfer wants a new handshake: the peer may have been restarted.
@@ -105,11 +130,13 @@ class TcpDataPlane:
     def cancel(self, handle: Handle) -> None:
         transfer = self._transfers.get(handle)
         if transfer is not None and self._parts is not None:
-            loop, dialler = self._parts
+            loop, dialler, _ = self._parts
             loop.call(partial(dialler.cancel, transfer.link, handle))
 
     def poll_interval_s(self) -> float | None:
-        return POLL_INTERVAL_S if self._transfers else None
+        if self._ended:
+            return 0.0
+        return POLL_INTERVAL_S if self._transfers or self._taken_back else None
 
     def serving_interval_s(self) -> float | None:
         return None
@@ -120,25 +147,29 @@ class TcpDataPlane:
         self._parts = self._memory = None
         self._links.clear()
         self._transfers.clear()
+        self._taken_back.clear()
         self._ended.clear()
 
-    def _running(self) -> tuple[Loop, Dialler]:
+    def _running(self) -> tuple[Loop, Dialler, WriteFence]:
         if self._parts is None:
             raise LocalProtocolError("the tcp plane is used before its memory is registered, or after it is closed")
         return self._parts
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], operation: wire.Operation) -> Handle:
+    def _start(self, peer: PeerId, pieces: Sequence[Pieces], operation: wire.Operation, number: int = 0) -> Handle:
         link, regions = self._links.get(peer, (None, ()))
         if link is None or self._parts is None or self._memory is None:
             raise TransportError(f"peer {peer} is not connected over tcp")
         check_pieces(pieces, self._regions, regions, peer)
-        self._last_handle += 1
-        handle = Handle(self._last_handle)
-        transfer = TcpTransfer(handle, link, operation, self._batches(pieces, regions, self._memory), time.perf_counter())
+        handle = self._next_handle()
+        transfer = TcpTransfer(handle, link, operation, self._batches(pieces, regions, self._memory), time.perf_counter(), number)
         self._transfers[handle] = transfer
-        loop, dialler = self._parts
+        loop, dialler, _ = self._parts
         loop.call(partial(dialler.start, transfer))
         return handle
+
+    def _next_handle(self) -> Handle:
+        self._last_handle += 1
+        return Handle(self._last_handle)
 
     def _batches(self, pieces: Sequence[Pieces], remote: Sequence[Region], memory: AddressedMemory) -> Iterator[Batch]:
         """Made on the loop's thread, when the peer is about to be asked for them."""
@@ -150,7 +181,7 @@ class TcpDataPlane:
     def _drop(self, peer: PeerId, why: str) -> None:
         link, _ = self._links.pop(peer, (None, ()))
         if link is not None:
-            loop, dialler = self._running()
+            loop, dialler, _ = self._running()
             loop.call(partial(dialler.drop, link, why))
 
 

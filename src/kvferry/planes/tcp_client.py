@@ -57,6 +57,9 @@ class TcpTransfer:
     operation: wire.Operation
     batches: Iterator[Batch]
     started: float
+    number: int = 0
+    is_not_lent: bool = False
+    """The peer has refused its number, and nothing else is wrong with the peer."""
     post_s: float = 0.0
     total_bytes: int = 0
     pieces: int = 0
@@ -231,6 +234,8 @@ class _Dialled(Connection):
             text = bytearray(wire.text_bytes_in(bytes(reply)))
             if text:
                 yield Span([memoryview(text)])
+                if self.transfer is not None and self.transfer.operation is wire.Operation.WRITE:
+                    self.transfer.is_not_lent = wire.is_not_lent(bytes(reply))
                 raise TransportError(f"{self.link.peer} refuses a transfer: {text.decode(errors='replace')}")
             yield from self._take_reply()
 
@@ -275,7 +280,7 @@ class _Dialled(Connection):
             if batch is not None:
                 self._posted.append(batch)
                 payload = batch.views if transfer.operation is wire.Operation.WRITE else []
-                self.stream.send(wire.pack_header(transfer.operation, batch.rows), batch.rows.data.cast("B"), *payload)
+                self.stream.send(wire.pack_header(transfer.operation, batch.rows, transfer.number), batch.rows.data.cast("B"), *payload)
             elif self._posted:
                 return
             else:

@@ -72,14 +72,29 @@ class Connection:
 
     def turn(self) -> None:
         """Send and receive what is possible, for a bounded time."""
-        moved = self.stream.flush(TURN_BYTES)
+        moved = self._send()
         while moved < TURN_BYTES and not self._has_said_all and self.may_receive() and (received := self.stream.fill(self._span)):
             moved += received
             if not self._span.left_bytes:
                 self._say()
-                moved += self.stream.flush(TURN_BYTES)
+                moved += self._send()
         if moved:
             self.last_moved = time.monotonic()
+
+    def go_over_to(self, talk: Talk) -> None:
+        """Break off what is being said, and say this. Not from within a talk. What was being filled is filled no further."""
+        self._talk.close()
+        self._talk, self._span = talk, next(talk)
+
+    def _send(self) -> int:
+        try:
+            return self.stream.flush(TURN_BYTES)
+        except OSError:
+            # Why nobody takes our bytes may have been said before the connection was closed.
+            while not self._has_said_all and self.stream.fill(self._span):
+                if not self._span.left_bytes:
+                    self._say()
+            raise
 
     def _say(self) -> None:
         following = next(self._talk, None)

@@ -1,18 +1,20 @@
 """The side of the `tcp` plane that is dialled: it checks every request and serves it from registered memory.
 
 Owned by the plane's own thread. Whoever does not prove within seconds that it has seen the offer is sent away; what a known peer asks for
-must lie in registered memory.
+must lie in registered memory, and what it writes in blocks that were lent (`tcp_fence`).
 """
 
 import secrets
 import socket
 import time
+from collections.abc import Generator
 
 import numpy as np
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.tcp_loop import Connection, Loop, Talk
+from kvferry.planes.tcp_fence import WriteFence, Writer
+from kvferry.planes.tcp_loop import Loop, Talk
 from kvferry.planes.tcp_stream import Span, Stream, tune
 from kvferry.planes.views import AddressedMemory
 
@@ -27,14 +29,21 @@ STALL_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 600.0
 MAX_OUTGOING = 4
 """Replies waiting to be sent; no further request is read before."""
+SINK_BYTES = 1024 * 1024
+MAX_SINKS = 4 * wire.MAX_BATCH_BYTES // SINK_BYTES + 4
+"""What is read of a writer that was turned away: all it can have under way. Were it closed at once, the reset would reach it before the
+reason does."""
 
 
 class Server:
-    def __init__(self, loop: Loop, token: bytes, ranges: wire.Ranges, memory: AddressedMemory) -> None:
+    def __init__(self, loop: Loop, token: bytes, ranges: wire.Ranges, memory: AddressedMemory, fence: WriteFence) -> None:
         self._loop = loop
         self._token = token
         self._ranges = ranges
         self._memory = memory
+        self.fence = fence
+        self.sink = memoryview(bytearray(SINK_BYTES))
+        """For all who were turned away: nobody reads it."""
         self._known: set[_Served] = set()
         self._strangers: dict[_Served, None] = {}
         """In the order they came."""
@@ -62,6 +71,7 @@ class Server:
     def forget(self, served: "_Served") -> None:
         self._strangers.pop(served, None)
         self._known.discard(served)
+        self.fence.release(served)
 
     def views(self, rows: wire.Rows, total_bytes: int) -> list[memoryview]:
         """RemoteProtocolError unless all of it is registered."""
@@ -69,7 +79,7 @@ class Server:
         return self._memory.views(rows[:, 0].tolist(), rows[:, 1].tolist())
 
 
-class _Served(Connection):
+class _Served(Writer):
     """One dialler and what it asks for."""
 
     def __init__(self, stream: Stream, server: Server, token: bytes) -> None:
@@ -92,10 +102,15 @@ class _Served(Connection):
         self.is_known = True
         self._server.known(self)
         try:
-            while True:
-                yield from self._serve_one()
+            while not (why := (yield from self._serve_one())):
+                pass
         except RemoteProtocolError as error:
             self.stream.send(wire.pack_reply(str(error)))
+        else:
+            yield from self._refuse_all(why)
+
+    def turn_away(self, why: str) -> None:
+        self.go_over_to(self._refuse_all(why))
 
     def may_receive(self) -> bool:
         return self.stream.num_outgoing < MAX_OUTGOING
@@ -110,7 +125,13 @@ class _Served(Connection):
     def ended(self, why: str) -> None:
         self._server.forget(self)
 
-    def _serve_one(self) -> Talk:
+    def _refuse_all(self, why: str) -> Talk:
+        self.stream.send(wire.pack_reply(why, wire.Status.NOT_LENT))
+        for _ in range(MAX_SINKS):
+            yield Span([self._server.sink])
+
+    def _serve_one(self) -> Generator[Span, None, str]:
+        """Why nothing more is received of this dialler; empty when it may go on."""
         header = bytearray(wire.HEADER_BYTES)
         yield Span([memoryview(header)])
         self._is_amid_request = True
@@ -120,7 +141,11 @@ class _Served(Connection):
         views = self._server.views(rows, request.total_bytes)
         if request.operation is wire.Operation.READ:
             self.stream.send(wire.pack_reply(), *views)
+        elif why := self._server.fence.admit(self, request.number, rows):
+            return why
         else:
             yield Span(views)
+            self._server.fence.release(self)
             self.stream.send(wire.pack_reply())
         self._is_amid_request = False
+        return ""

@@ -6,10 +6,13 @@ neither. Then requests, answered in their order:
     greeting   MAGIC, 16 bytes nonce                                    producer
     proof      16 bytes nonce; HMAC-SHA256 of its role and both nonces   dialler
     proof      HMAC-SHA256 of its role and both nonces                   producer
-    request    operation, number of runs, bytes of all; then for each run its address in the producer and its size
-               (a write is followed by its bytes)                        dialler
+    request    operation, number of runs, bytes of all, the number that a write is made under (0 for a read); then for each run
+               its address in the producer and its size (a write is followed by its bytes)    dialler
     reply      status, length of a text (0 when all is well)             producer
                (the reply to a read is followed by its bytes)
+
+A write under a number that is not lent is refused at once, before its bytes have come; a write whose number is taken back, amid its bytes.
+Either way the producer reads on for a while, for the refusal to arrive, and then closes; the dialler closes when it has seen it.
 
 Numbers are little-endian.
 """
@@ -44,7 +47,9 @@ __all__ = [
     "Ranges",
     "Role",
     "Rows",
+    "Status",
     "greeting",
+    "is_not_lent",
     "is_proof",
     "nonce_in",
     "pack_header",
@@ -54,7 +59,7 @@ __all__ = [
     "unpack_header",
 ]
 
-MAGIC = b"kvferry\x01"
+MAGIC = b"kvferry\x02"
 NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
 """A proof alone; a dialler's comes after its nonce."""
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
@@ -63,7 +68,7 @@ MAX_BATCH_RUNS = 1024
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 MAX_TEXT_BYTES = 1024
 
-_HEADER = struct.Struct("<BxxxIQ")
+_HEADER = struct.Struct("<BxxxIQQ")
 _REPLY = struct.Struct("<BxxxI")
 HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
 
@@ -74,6 +79,13 @@ Rows = npt.NDArray[np.int64]
 class Operation(IntEnum):
     READ = 1
     WRITE = 2
+
+
+class Status(IntEnum):
+    WELL = 0
+    REFUSED = 1
+    NOT_LENT = 2
+    """Of the write alone: its peer is as good as before."""
 
 
 class Role(Enum):
@@ -94,6 +106,7 @@ class Header:
     operation: Operation
     num_runs: int
     total_bytes: int
+    number: int
 
 
 class Ranges:
@@ -144,26 +157,33 @@ def is_proof(received: bytes, token: bytes, role: Role, nonces: bytes) -> bool:
     return hmac.compare_digest(received, prove(token, role, nonces))
 
 
-def pack_header(operation: Operation, rows: Rows) -> bytes:
-    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()))
+def pack_header(operation: Operation, rows: Rows, number: int = 0) -> bytes:
+    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()), number)
 
 
 def unpack_header(received: bytes) -> Header:
-    operation, num_runs, total_bytes = _HEADER.unpack(received)
+    operation, num_runs, total_bytes, number = _HEADER.unpack(received)
     if operation not in list(Operation) or not 0 < num_runs <= MAX_BATCH_RUNS or not 0 < total_bytes <= MAX_BATCH_BYTES:
         raise RemoteProtocolError(f"a request of kind {operation} for {num_runs} runs and {total_bytes} bytes is not possible")
-    return Header(Operation(operation), num_runs, total_bytes)
+    if number and operation == Operation.READ:
+        raise RemoteProtocolError(f"a read under number {number} is not possible: only writes have one")
+    return Header(Operation(operation), num_runs, total_bytes, number)
 
 
-def pack_reply(refusal: str = "") -> bytes:
+def pack_reply(refusal: str = "", status: Status = Status.REFUSED) -> bytes:
     """All is well, unless there is a reason to refuse."""
     text = refusal.encode(errors="replace")[:MAX_TEXT_BYTES]
-    return _REPLY.pack(1 if text else 0, len(text)) + text
+    return _REPLY.pack(status if text else Status.WELL, len(text)) + text
 
 
 def text_bytes_in(received: bytes) -> int:
     """How long the text of a refusal is that follows; 0 when all is well."""
     status, length = _REPLY.unpack(received)
-    if length > MAX_TEXT_BYTES or bool(status) != bool(length):
+    if status not in list(Status) or length > MAX_TEXT_BYTES or bool(status) != bool(length):
         raise RemoteProtocolError(f"a reply with status {status} and {length} bytes of text is not possible")
     return int(length)
+
+
+def is_not_lent(received: bytes) -> bool:
+    """Of a reply that refuses: whether for the number alone."""
+    return bool(_REPLY.unpack(received)[0] == Status.NOT_LENT)

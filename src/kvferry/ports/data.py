@@ -11,6 +11,11 @@ Contract, checked by `kvferry.testing.plane_conformance` on every implementation
   TransportError for the peer's.
 - `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`, once its memory here is no longer
   touched. What a failed write has sent may still arrive in the peer's memory: its owner must not use that before it knows better.
+- A plane that fences writes (`fences_writes`) is how an owner knows better. Peers write there only under a number that its owner has lent
+  with the blocks it is for; any other write ends at the writer as failed, with the reason, and nothing lands outside those blocks. That
+  costs the writer none of its other transfers. The owner takes the number back, and once `poll` has yielded that handle no byte lands
+  under it, whatever the writer does and whether it lives. A number is lent once: a late write under a number that was lent again would
+  be let in.
 - A peer that has died yields failed completions, never a crash or a hang. `disconnect` drops all that is held for it,
   and fails its transfers.
 - `close` is complete and idempotent: no mapping, handle, thread or file is left.
@@ -75,8 +80,21 @@ class DataPlane(Protocol):
     def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
         """Start copying the peer's bytes here. TransportError when the peer is not connected."""
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        """Start copying our bytes to the peer. TransportError when the peer is not connected."""
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
+        """Start copying our bytes to the peer, under a number that it has lent (0: none; peers without a fence ignore it).
+        TransportError when the peer is not connected."""
+
+    @property
+    def fences_writes(self) -> bool:
+        """Whether peers write here only under a number that was lent to them, and `take_back` certainly ends it."""
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Peers may write under this number (1 to 2**64 - 1) into these blocks (ids, by group: `Region.group`) from now on, and nowhere
+        else. Only where writes are fenced: LocalProtocolError elsewhere, for a number that is lent, and for blocks that there are not."""
+
+    def take_back(self, number: int) -> Handle:
+        """End it; `poll` yields the handle once no byte of a peer lands under this number any more (in the very next poll when nothing is
+        being received under it). Unknown numbers too. Only where writes are fenced."""
 
     def poll(self) -> list[Completion]:
         """Make progress for a bounded time and return what has ended since the last call."""

@@ -13,18 +13,33 @@ from kvferry.protocol.messages import (
     OfferInfo,
     PushCancel,
     PushRegistration,
+    Revoke,
 )
 from kvferry.protocol.placement import Placement
 from kvferry.protocol.planning import Pieces
 from kvferry.types import PeerId, RequestId
 
-__all__ = ["Action", "ClosePeer", "Expose", "HangUp", "OpenPeer", "Place", "Send", "StartRead", "StopRead"]
+__all__ = [
+    "Action",
+    "ClosePeer",
+    "Expose",
+    "HangUp",
+    "Lend",
+    "OpenPeer",
+    "Place",
+    "Send",
+    "StartRead",
+    "StartWrite",
+    "StopRead",
+    "StopWrite",
+    "TakeBack",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
     address: str
-    message: HandshakeRequest | Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel
+    message: HandshakeRequest | Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,40 @@ class StopRead:
     peer: PeerId
 
 
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Let a peer write into these blocks (by group) under this number."""
+
+    plane: str
+    number: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """End what was lent, then tell `taken_back` when nothing of it lands any more."""
+
+    request: RequestId
+    plane: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartWrite:
+    """Begin one write into what the peer has lent under this number, then tell `write_ended` when it has ended."""
+
+    write: int
+    peer: PeerId
+    plane: str
+    pieces: tuple[Pieces, ...]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWrite:
+    write: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """Put blocks whose bytes are confirmed into our own order and into the engine's memory, then tell `placed`. It is never stopped
@@ -87,4 +136,4 @@ class Expose:
     """Its number: of one request there are several, and not all of them count."""
 
 
-Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Place | Expose
+Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Lend | TakeBack | StartWrite | StopWrite | Place | Expose

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 __all__ = ["Deadlines"]
 
-K = TypeVar("K", bound=str)
+K = TypeVar("K", bound=str | int)
 _SPARE = 64
 """So many stale entries are always let be."""
 

@@ -73,6 +73,10 @@ class LeaseTable:
     def __contains__(self, request: RequestId) -> bool:
         return request in self._leases
 
+    def is_open(self, request: RequestId) -> bool:
+        lease = self._leases.get(request)
+        return lease is not None and lease.is_open
+
     @property
     def num_entries(self) -> int:
         """What is remembered of deadlines: never much more than twice the leases."""

@@ -1,9 +1,9 @@
 """Which registration and which finished prefill belong to one request, whichever comes first. Pure.
 
-By the handover name of their push ticket: it is nobody else's, so what has one matches only what has the same. Where neither has one, or
-where that is allowed only one of them, by equal request ids; else by request ids without the random tail that each engine appends, because
-a router hands the same X-Request-Id to both legs. But clients choose those, and choose the same again. What matches more than one thing is
-the caller's to refuse: a guess would hand one request's KV to another.
+By the handover name of their push ticket: it is nobody else's, so what has one matches only what has the same. Where neither has one
+(behind a router that signs nothing) by equal request ids; else by request ids without the random tail that each engine appends, because
+a router hands the same X-Request-Id to both legs. But clients choose those, and choose the same again. What matches more than one thing
+is the caller's to refuse: a guess would hand one request's KV to another.
 """
 
 import re
@@ -35,8 +35,6 @@ class MatchName:
 class Shelf(Generic[K]):
     """Things that wait for their counterpart, found by its name without looking at all of them."""
 
-    mixes: bool = False
-    """What has a handover may also meet, by its id, what has none."""
     _names: dict[K, MatchName] = field(default_factory=dict, init=False)
     _by_handover: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
     _by_request: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
@@ -71,21 +69,13 @@ class Shelf(Generic[K]):
 
     def find(self, name: MatchName) -> list[K]:
         """All that match at the first step at which any does."""
-        return self.find_exactly(name) or self._without_handover(self._by_base.get(name.base, {}), name)
+        return self.find_exactly(name) or ([] if name.handover else list(self._by_base.get(name.base, ())))
 
     def find_exactly(self, name: MatchName) -> list[K]:
         """The same without the step that ignores tails."""
-        found = list(self._by_handover.get(name.handover, ())) if name.handover else []
-        return found or self._without_handover(self._by_request.get(name.request, {}), name)
-
-    def _without_handover(self, keys: dict[K, None], name: MatchName) -> list[K]:
-        """At most one of the two has one, and only where they may be mixed."""
-        if name.handover and not self.mixes:
-            return []
-        return [key for key in keys if not (name.handover and self._names[key].handover)]
+        return list(self._by_handover.get(name.handover, ()) if name.handover else self._by_request.get(name.request, ()))
 
     def _entries(self, name: MatchName) -> list[tuple[dict[str, dict[K, None]], str]]:
-        by_id = [(self._by_request, name.request), (self._by_base, name.base)]
-        if not name.handover:
-            return by_id
-        return [(self._by_handover, name.handover), *(by_id if self.mixes else ())]
+        if name.handover:
+            return [(self._by_handover, name.handover)]
+        return [(self._by_request, name.request), (self._by_base, name.base)]

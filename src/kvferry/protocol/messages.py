@@ -6,11 +6,14 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
     3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
     4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and Refused
+    5  push by writing: WriteLease and `decode_epoch` in PushRegistration; Written, WriteFailed, Revoke, Revoked
 """
 
 from typing import Annotated
 
 import msgspec
+
+from kvferry.protocol.fingerprints import Fingerprint
 
 __all__ = [
     "MAX_LEASES_PER_BEAT",
@@ -37,9 +40,14 @@ __all__ = [
     "Refused",
     "RegionInfo",
     "Release",
+    "Revoke",
+    "Revoked",
+    "WriteFailed",
+    "WriteLease",
+    "Written",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -53,6 +61,11 @@ MAX_LEASES_PER_BEAT = 1000
 MAX_COMPANIONS = 1000
 MAX_AXES = 8
 MAX_REGISTRATION_S = 1e6
+MAX_GROUPS = 1000
+MAX_TOKENS = 1 << 40
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+BlockNumber = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+"""-1: there is no block for these tokens."""
 
 
 class HandshakeRequest(msgspec.Struct, frozen=True, tag=True):
@@ -154,8 +167,27 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     ticket: str
 
 
+class WriteLease(msgspec.Struct, frozen=True):
+    """Part of a registration: the producer may write this request's KV into these blocks of the consumer's, for as long as the
+    registration is renewed, until it is revoked."""
+
+    number: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+    """The consumer's own, one for each lease it gives: its plane lets in what is written under it."""
+    plane: Name
+    tp_rank: Count
+    """Of the consumer's worker whose blocks they are."""
+    local_block_ids: Annotated[list[list[BlockNumber]], msgspec.Meta(max_length=MAX_GROUPS)]
+    """The consumer's: each group's table from token 0."""
+    first_token: Count
+    end_token: Count
+    needed_from: Annotated[list[Count], msgspec.Meta(max_length=MAX_GROUPS)]
+    """By group: no token before this one is ever looked at; empty: all are."""
+    tokens: Fingerprint
+    """Of the consumer's prompt: no other prompt's KV is written."""
+
+
 class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
-    """Consumer to producer, before there is anything to hand over: tell me when this request's KV is there."""
+    """Consumer to producer, before there is anything to hand over: tell me when this request's KV is there, or write it."""
 
     epoch: Name
     reader: Name
@@ -172,6 +204,9 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
     """Of the push ticket that both legs carry."""
     push_ticket: str = ""
     """Shows that whoever registers was sent here for this handover."""
+    decode_epoch: Name = ""
+    write: WriteLease | None = None
+    """None: the consumer has no blocks yet, or will read them itself."""
 
 
 class PushOffer(msgspec.Struct, frozen=True, tag=True):
@@ -201,6 +236,43 @@ class PushCancel(msgspec.Struct, frozen=True, tag=True):
     handover: Name = ""
     push_ticket: str = ""
     """As in PushRegistration."""
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """Producer to consumer: the KV of so many tokens is in your blocks. When it is the last, all of it is, and it was right: the blocks it
+    was copied from were held all the time."""
+
+    reader: Name
+    number: int
+    tokens: Count
+    is_last: bool
+    left_tokens: Count = 0
+    """Of the last: so many had not been written when the prefill was over."""
+    early_bytes: Count = 0
+    """Of the last: so many bytes had been."""
+
+
+class WriteFailed(msgspec.Struct, frozen=True, tag=True):
+    """The producer writes no more under this lease. What it has may still be read."""
+
+    reader: Name
+    number: int
+    reason: str
+
+
+class Revoke(msgspec.Struct, frozen=True, tag=True):
+    """Consumer to producer: write no more under this lease, and say so when nothing of it is on its way."""
+
+    epoch: Name
+    reader: Name
+    number: int
+
+
+class Revoked(msgspec.Struct, frozen=True, tag=True):
+    """Nothing that was written under this lease lands any more."""
+
+    reader: Name
+    number: int
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
@@ -262,4 +334,8 @@ Message = (
     | PushOffer
     | PushWithdrawal
     | PushCancel
+    | Written
+    | WriteFailed
+    | Revoke
+    | Revoked
 )

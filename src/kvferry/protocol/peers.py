@@ -7,7 +7,7 @@ What is asked of the book once per turn looks only at those it concerns: with 20
 
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Send
@@ -15,13 +15,15 @@ from kvferry.protocol.geometry import Geometry, check_geometry, geometry_from_la
 from kvferry.protocol.handshake import candidate_planes, check_reply
 from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
 from kvferry.protocol.ranks import Visit, visits
-from kvferry.types import Address, EngineLife, PeerId
+from kvferry.types import Address, EngineLife, Epoch, PeerId
 
-__all__ = ["LostPeer", "Peer", "PeerBook", "PeerSettings"]
+__all__ = ["UNKNOWN_EPOCH", "LostPeer", "Peer", "PeerBook", "PeerSettings"]
 
 FIRST_BACKOFF_S = 0.5
 LAST_BACKOFF_S = 10.0
 MAX_REJECTIONS = 1000
+UNKNOWN_EPOCH = Epoch("")
+"""Of an engine that is known by its address only. Its first answer to the handshake tells the true one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,16 @@ class Peer:
     geometries: dict[int, Geometry] = field(default_factory=dict)
     planes: dict[int, str] = field(default_factory=dict)
     used_at: float = 0.0
+    asked_as: EngineLife | None = None
+    """What it was known as before it said which life it is."""
 
     @property
     def is_ready(self) -> bool:
         return not self.waiting and len(self.planes) == len(self.layouts)
+
+    @property
+    def names(self) -> tuple[EngineLife, ...]:
+        return (self.life,) if self.asked_as is None else (self.life, self.asked_as)
 
     def peer_id(self, rank: int) -> PeerId:
         return PeerId(self.life.engine, self.life.epoch, rank)
@@ -71,6 +79,8 @@ class LostPeer:
     reason: str
     ranks: tuple[int, ...] = ()
     """Those we knew it by."""
+    is_over: bool = False
+    """Another life of the engine answers in its place: this one has ended."""
 
 
 @dataclass(slots=True)
@@ -90,10 +100,16 @@ class PeerBook:
         self._look_for_idle_at = math.inf
         self._rejections: dict[EngineLife, _Rejection] = {}
         self._nonce = 0
+        self._renamed: list[tuple[EngineLife, EngineLife]] = []
         self._actions = actions
 
     def __len__(self) -> int:
         return len(self._peers)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Our own."""
+        return self._settings.geometry
 
     def get(self, life: EngineLife) -> Peer | None:
         return self._peers.get(life)
@@ -101,6 +117,18 @@ class PeerBook:
     def at(self, control_address: str) -> PeerId | None:
         """Whose control channel that is; of several lives at one address, the last to come."""
         return self._by_control.get(control_address)
+
+    def recognise(self, life: EngineLife, address: Address) -> EngineLife:
+        """The same life; for one known by its address only, the one that we have met there."""
+        if life.epoch != UNKNOWN_EPOCH:
+            return life
+        met = (peer.life for peer in self._peers.values() if peer.life.engine == life.engine and peer.address == f"tcp://{address}")
+        return next(met, life)
+
+    def take_renamed(self) -> list[tuple[EngineLife, EngineLife]]:
+        """Peers that were known by their address only, and the lives they turned out to be, since the last call."""
+        renamed, self._renamed = self._renamed, []
+        return renamed
 
     def ensure(self, life: EngineLife, address: Address, tp_size: int, now: float) -> Peer | LostPeer:
         """The peer, a producer of that TP, whose handshake starts now if it is new; or why it is out of reach for the moment."""
@@ -131,9 +159,16 @@ class PeerBook:
         if isinstance(reply, HandshakeRefused):
             return self.lose(peer.life, f"the producer refused the handshake: {reply.reason}", now)
         try:
+            if peer.life.epoch == UNKNOWN_EPOCH:
+                known = self._rename(peer, reply)
+                if known is not peer:
+                    known.used_at = now
+                    return None
             self._accept(peer, rank, reply)
         except KVFerryError as error:
-            return self.lose(peer.life, str(error), now)
+            is_over = reply.engine == peer.life.engine and reply.epoch != peer.life.epoch
+            lost = self.lose(peer.life, str(error), now)
+            return lost and replace(lost, is_over=is_over)
         del peer.waiting[reply.nonce]
         if not peer.waiting:
             self._hang_up_unless_shared(peer)
@@ -148,7 +183,8 @@ class PeerBook:
         if not peer.is_ready:
             return None
         self._unready.pop(peer.life, None)
-        self._rejections.pop(peer.life, None)
+        for name in peer.names:
+            self._rejections.pop(name, None)
         return peer
 
     def disconnected(self, address: str, now: float) -> list[LostPeer]:
@@ -184,15 +220,31 @@ class PeerBook:
         lost = LostPeer(life, reason, tuple(peer.visits))
         if peer.is_ready:
             return lost
-        earlier = self._rejections.pop(life, None)
-        backoff = min(LAST_BACKOFF_S, earlier.backoff_s * 2) if earlier else FIRST_BACKOFF_S
-        self._rejections[life] = _Rejection(reason, now + backoff, backoff)
+        for name in peer.names:
+            earlier = self._rejections.pop(name, None)
+            backoff = min(LAST_BACKOFF_S, earlier.backoff_s * 2) if earlier else FIRST_BACKOFF_S
+            self._rejections[name] = _Rejection(reason, now + backoff, backoff)
         while len(self._rejections) > MAX_REJECTIONS:
             del self._rejections[next(iter(self._rejections))]
         return lost
 
     def next_deadline(self) -> float | None:
         return min((peer.deadline for peer in self._unready.values()), default=None)
+
+    def _rename(self, peer: Peer, reply: HandshakeReply) -> Peer:
+        """The peer under its true name, or the one that we know by that name already. RemoteProtocolError if it is another engine."""
+        if reply.engine != peer.life.engine or not reply.epoch:
+            raise RemoteProtocolError(f"engine {reply.engine} answers at this address, the router has named engine {peer.life.engine}")
+        old, new = peer.life, EngineLife(peer.life.engine, Epoch(reply.epoch))
+        self._renamed.append((old, new))
+        del self._peers[old], self._unready[old]
+        known = self._peers.get(new)
+        if known is not None:
+            self._hang_up_unless_shared(peer)
+            return known
+        peer.life, peer.asked_as = new, old
+        self._peers[new] = self._unready[new] = peer
+        return peer
 
     def _accept(self, peer: Peer, rank: int, reply: HandshakeReply) -> None:
         settings = self._settings

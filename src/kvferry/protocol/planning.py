@@ -47,6 +47,10 @@ class Pieces:
     def total_bytes(self) -> int:
         return self.piece_bytes * len(self.local_offsets)
 
+    def turned(self) -> "Pieces":
+        """The same, as the other side sees it."""
+        return Pieces(self.remote_region, self.local_region, self.piece_bytes, self.remote_offsets, self.local_offsets)
+
 
 @dataclass(frozen=True, slots=True)
 class _Cut:

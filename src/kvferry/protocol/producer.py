@@ -4,7 +4,8 @@ The scheduler issues tickets and the worker holds the leases, so a reader's mess
 reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
 no more of them is believed.
 
-In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the desk (`push_desk.py`).
+In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the desk (`push_desk.py`). Where
+the consumer has lent us its blocks, we write instead of offering (`writers.py`); it is a reader of the lease all the same.
 
 A staged producer's readers read a copy of the blocks (`exposures.py`). It tells each of them when the copy is there (`Ready`), confirms
 nobody before, offers no piece of a prefill before, and does not report the end of a lease whose blocks are still being copied.
@@ -38,11 +39,16 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Ready,
     Refused,
+    Revoke,
+    Revoked,
+    WriteFailed,
+    Written,
 )
-from kvferry.protocol.push_desk import PushDesk
+from kvferry.protocol.push_desk import DeskReply, PushDesk
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.protocol.writers import Writers
+from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
 
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
@@ -59,8 +65,8 @@ class ProducerSettings:
     lease_extension_s: float
     grant_wait_s: float
     is_staged: bool = False
-    matches_ids: bool = False
-    """In push: a prefill without a push ticket is for whoever registers with the same request id. Clients choose those."""
+    peers: frozenset[str] = frozenset()
+    """In push: side channels (host:port) of consumers that may register without a push ticket, by a prefill's request id."""
 
 
 _END_REASONS = {
@@ -73,11 +79,11 @@ _END_REASONS = {
 @dataclass(frozen=True, slots=True)
 class Reply:
     route: Route
-    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer | PushWithdrawal
+    message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer | PushWithdrawal | Written | WriteFailed | Revoked
 
 
 class Producer:
-    def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey) -> None:
+    def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey, writers: Writers) -> None:
         self._settings = settings
         self._key = key
         self._push_key = push_key
@@ -87,7 +93,8 @@ class Producer:
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._exposures = Exposures()
-        self._desk = PushDesk(settings.lease_ttl_s, settings.matches_ids)
+        self._desk = PushDesk(settings.lease_ttl_s)
+        self._writers = writers
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
         self._stirred_at = -math.inf
@@ -160,26 +167,26 @@ class Producer:
         self._leases.revoke(request)
         self._exposures.withdraw(request)
         self._desk.withdraw(request, serial, now)
-        self._take_from_desk()
+        self._take_from_desk(now)
 
-    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int, blocks: BlockTables = ()) -> None:
+    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int, now: float, blocks: BlockTables = ()) -> None:
         """So much of a leased prefill is for whoever has registered, or will register, for it. A staged producer copies these first."""
         # A reader that came ahead of the grant may have been served already.
         if request in self._leases:
             due = self._exposures.publish(request, Publication(handover, ticket, ready_tokens), blocks)
             if due is not None:
-                self._offer(request, due)
+                self._offer(request, due, now)
 
-    def _offer(self, request: RequestId, publication: Publication) -> None:
+    def _offer(self, request: RequestId, publication: Publication, now: float) -> None:
         self._desk.publish(request, publication.handover, publication.ticket, publication.ready_tokens)
-        self._take_from_desk()
+        self._take_from_desk(now)
 
     def withhold(self, request: RequestId, handover: str, reason: str, now: float) -> None:
         """A prefill has ended without anything to hand over; whoever waits for it, or reads what there was of it, is told why."""
         self._leases.revoke(request)
         self._exposures.withdraw(request)
         self._desk.fail(request, handover, reason, now)
-        self._take_from_desk()
+        self._take_from_desk(now)
 
     def exposed(self, copy: int, error: str | None, now: float) -> None:
         """The copy that `Expose` asked for has ended; it no longer reads the engine's blocks."""
@@ -194,11 +201,11 @@ class Producer:
         elif copied.failure and copied.is_open:
             # The engine goes on with it, so there is nothing to report before it is closed.
             self._desk.fail(copied.request, copied.handover, copied.failure, now)
-            self._take_from_desk()
+            self._take_from_desk(now)
         elif copied.failure:
             self._revoke(copied.request)
         elif copied.publication is not None:
-            self._offer(copied.request, copied.publication)
+            self._offer(copied.request, copied.publication, now)
 
     def hand_back(self, request: RequestId, serial: int) -> None:
         """Whoever held this ticket gives it up (a router, on behalf of a client that left)."""
@@ -217,7 +224,9 @@ class Producer:
         """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
         return now < self._stirred_at + READ_WATCH_S
 
-    def receive(self, route: Route, message: Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel, now: float) -> None:
+    def receive(
+        self, route: Route, message: Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke, now: float
+    ) -> None:
         if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
             self._stirred_at = now
         match message:
@@ -229,12 +238,16 @@ class Producer:
                 self._receive_end(route, message, now)
             case PushRegistration() | PushCancel():
                 self._receive_push(route, message, now)
+            case Revoke():
+                self._writers.revoke(route, message)
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
         for ended in self._leases.expire(now):
             self._note_end(ended)
         self._desk.advance(now)
+        for reader in self._writers.advance(now):
+            self._leave(reader)
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
@@ -244,7 +257,7 @@ class Producer:
                 del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._claim_deadlines.next(), self._leases.next_deadline(), self._desk.next_deadline())
+        deadlines = (self._claim_deadlines.next(), self._leases.next_deadline(), self._desk.next_deadline(), self._writers.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Expose]:
@@ -252,7 +265,7 @@ class Producer:
 
     def take_replies(self) -> list[Reply]:
         replies, self._replies = self._replies, []
-        return replies
+        return [*replies, *(Reply(*reply) for reply in self._writers.take_replies())]
 
     def take_ended(self) -> list[EndedLease]:
         """Leases that have ended since the last call: their blocks may be freed."""
@@ -293,6 +306,7 @@ class Producer:
             leases: Sequence[RequestId] = [RequestId(lease) for lease in message.leases]
             missing = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
             registered = self._desk.renew(missing, now)
+            self._leases.renew_all(self._writers.renew(registered, now), now)
             gone = [lease for lease in missing if lease not in registered]
         self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone))))
 
@@ -321,20 +335,24 @@ class Producer:
             self._collect(request)
 
     def _receive_push(self, route: Route, message: PushRegistration | PushCancel, now: float) -> None:
-        objection = self._objection_to(message)
+        objection = self._objection_to(message, now)
         if isinstance(message, PushRegistration):
             if objection is None:
+                self._writers.invite(route, message, now)
                 self._desk.register(route, message, now)
             else:
                 self._refuse(route, RequestId(""), message.reader, objection)
         elif objection is None:
+            self._writers.drop(message.reader)
             self._desk.cancel(message, now)
-        self._take_from_desk()
+        self._take_from_desk(now)
 
-    def _objection_to(self, message: PushRegistration | PushCancel) -> str | None:
+    def _objection_to(self, message: PushRegistration | PushCancel, now: float) -> str | None:
         """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
         if message.epoch != self._settings.epoch:
             return "the producer has restarted since the router chose it"
+        if not message.handover and not message.push_ticket:
+            return self._objection_without_ticket(message, now)
         try:
             ticket = self._push_key.open(message.push_ticket)
         except InvalidTicket as error:
@@ -342,8 +360,28 @@ class Producer:
         shown = (ticket.engine, ticket.epoch, ticket.handover)
         return None if shown == (self._settings.engine, self._settings.epoch, message.handover) else "the push ticket is for something else"
 
-    def _take_from_desk(self) -> None:
+    def settle_writes(self, now: float) -> None:
+        """What had landed before this turn's commands, and is still leased, was right."""
+        for request, reader in self._writers.take_landed():
+            if self._leases.confirm(request, reader, now):
+                self._writers.finish(reader)
+                self._desk.leave(reader)
+                self._collect(request)
+            else:
+                self._writers.fail(reader, "the lease ended before all was written")
+
+    def _objection_without_ticket(self, message: PushRegistration | PushCancel, now: float) -> str | None:
+        """Behind a router that signs nothing. Whoever registered was believed then."""
+        if isinstance(message, PushCancel):
+            return None if self._desk.renew([message.reader], now) else "nobody has registered under that name"
+        address = str(Address(message.decode_host, message.decode_port))
+        return None if address in self._settings.peers else f"there is no push ticket, and {address} is not among this engine's `peers`"
+
+    def _take_from_desk(self, now: float) -> None:
         for reply in self._desk.take_replies():
+            if self._writers.has(reply.message.reader):
+                self._write(reply, now)
+                continue
             if reply.lease is not None:
                 self._leases.note_offer(reply.lease, reply.message.reader)
             self._replies.append(Reply(reply.route, reply.message))
@@ -355,6 +393,30 @@ class Producer:
         for request in self._desk.take_unwanted():
             self.abandon(request)
 
+    def _write(self, reply: DeskReply, now: float) -> None:
+        """News for a reader that we write for."""
+        message, request = reply.message, reply.lease
+        match message:
+            case PushOffer(reader, ticket, ready_tokens) if request is not None:
+                if self._leases.attach(request, reader, now, "", self._writers.companions_of(reader)):
+                    is_over = not self._leases.is_open(request)
+                    self._writers.offer(reader, request, self._key.open(ticket), ready_tokens, is_over, now)
+                else:
+                    self._refuse(reply.route, request, reader, "too many readers share this lease")
+            case PushWithdrawal(reader):
+                self._writers.withdraw(reader)
+            case _:
+                self._writers.drop(message.reader)
+                self._replies.append(Reply(reply.route, message))
+
+    def _leave(self, reader: str) -> None:
+        """A reader that we wrote for is not heard of any more."""
+        request = self._desk.offered_to(reader)
+        self._desk.leave(reader)
+        if request is not None:
+            self._leases.detach(request, reader)
+            self._collect(request)
+
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
             self._refuse(route, request, message.reader, "too many readers share this lease")
@@ -362,7 +424,7 @@ class Producer:
             self._leases.detach(request, message.reader)
             self._refuse(route, request, message.reader, self._exposures.failure_of(request))
         elif self._settings.is_staged:
-            is_offered = self._desk.is_offered(request, message.reader)
+            is_offered = self._desk.offered_to(message.reader) == request
             if self._exposures.attach(request, message.reader, route, is_offered=is_offered):
                 self._replies.append(Reply(route, Ready(request, message.reader)))
 
@@ -393,6 +455,7 @@ class Producer:
             self._note_end(revoked)
 
     def _note_end(self, ended: EndedLease) -> None:
-        self._desk.end(ended.request, _END_REASONS[ended.end])
+        for reader in self._desk.end(ended.request, _END_REASONS[ended.end]):
+            self._writers.fail(reader, _END_REASONS[ended.end])
         if self._exposures.end(ended):
             self._ended.append(ended)

@@ -15,7 +15,7 @@ from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
 from kvferry.types import Address, EngineId, EngineLife, RequestId
 
-__all__ = ["Arrival", "Destination", "Invitation", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
+__all__ = ["Arrival", "Destination", "Invitation", "Loan", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
 
 
 @dataclass(slots=True)
@@ -47,6 +47,8 @@ class Arrival:
     """So far it is here, or on its way."""
     landed_until: int = 0
     """So far it is here."""
+    posted_bytes: int = 0
+    landed_bytes: int = 0
     is_complete: bool = False
     """All that is wanted may be read."""
     last_serial: int = 0
@@ -66,6 +68,15 @@ class Arrival:
             self.most, self.grown_at = total, now
         return True
 
+    def post(self, end: int, num_bytes: int) -> None:
+        """So many bytes more, which bring it up to this token, are on their way."""
+        self.read_until = end
+        self.posted_bytes += num_bytes
+
+    def land(self) -> None:
+        """All that was on its way is here."""
+        self.landed_until, self.landed_bytes = self.read_until, self.posted_bytes
+
     def begun_again(self, serial: int) -> "Arrival":
         """After what was offered with this serial was withdrawn."""
         return Arrival(last_serial=serial, most=self.most, grown_at=self.grown_at)
@@ -80,6 +91,23 @@ class Outstanding:
     reads: set[int] = field(default_factory=set)
     """Bytes of these are on their way."""
     confirmations: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Loan:
+    """Blocks that a producer may write into."""
+
+    number: int
+    plane: str
+    is_fenced: bool
+    """The plane ends it when it is told to."""
+    writers: set[int]
+    """Ranks of the producer that may still write."""
+    back_at: float | None = None
+    """From when on nobody can be writing, whoever is silent; None: it is not being taken back."""
+    left_tokens: int = 0
+    early_bytes: int = 0
+    """How much was left, and had come, when the prefill was over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +160,9 @@ class Pull:
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     arrival: Arrival = field(default_factory=Arrival)
+    loan: Loan | None = None
+    was_lent: bool = False
+    """It is not lent a second time: what could not be written is read."""
     broken: str = ""
     """What made a read fail on its own."""
     reason: str = ""
@@ -161,7 +192,7 @@ class Pull:
 
     def expects(self, ticket: Ticket) -> bool:
         """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
-        is_ours = self.origin.invitation is not None and self.is_attached
+        is_ours = self.origin.invitation is not None and self.is_attached and self.loan is None
         if (ticket.engine_id, ticket.epoch_id) != (self.life.engine, self.life.epoch) or not is_ours:
             return False
         return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial
@@ -207,11 +238,20 @@ class PullTable:
 
     def remove(self, pull: Pull) -> None:
         del self._pulls[pull.request], self._by_reader[pull.reader]
+        self._leave_life(pull)
+        self._deadlines.drop(pull.request)
+
+    def _leave_life(self, pull: Pull) -> None:
         mates = self._by_life[pull.life]
         mates.discard(pull.request)
         if not mates:
             del self._by_life[pull.life]
-        self._deadlines.drop(pull.request)
+
+    def move(self, pull: Pull, life: EngineLife) -> None:
+        """Its producer was known by its address only, and has said which life it is."""
+        self._leave_life(pull)
+        pull.origin.life = life
+        self._by_life.setdefault(life, set()).add(pull.request)
 
     def set_deadline(self, pull: Pull, at: float | None) -> None:
         """One that is over has none."""

@@ -20,7 +20,7 @@ from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, P
 from kvferry.protocol.push_endings import Endings
 from kvferry.types import RequestId, Route
 
-__all__ = ["DeskReply", "PushDesk"]
+__all__ = ["MAX_LEASES_WAITED", "DeskReply", "PushDesk"]
 
 MAX_READERS = 20_000
 """Ranks of consumers that wait, or hear of what they were offered. More are refused."""
@@ -62,14 +62,12 @@ class _Prefill:
 class PushDesk:
     remember_s: float
     """How long an ending is remembered."""
-    matches_ids: bool = False
-    """A consumer with a push ticket may have, by its request's id, a prefill without one."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     """By reader."""
     _readers: dict[Claimant, list[str]] = field(default_factory=dict, init=False)
-    _wanted: Shelf[Claimant] = field(init=False)
+    _wanted: Shelf[Claimant] = field(default_factory=Shelf, init=False)
     _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
-    _ready: Shelf[RequestId] = field(init=False)
+    _ready: Shelf[RequestId] = field(default_factory=Shelf, init=False)
     """Those that nobody has come for."""
     _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
     _listening: dict[str, RequestId] = field(default_factory=dict, init=False)
@@ -80,7 +78,6 @@ class PushDesk:
     _given_up: "_GivenUp" = field(default_factory=lambda: _GivenUp(), init=False)
 
     def __post_init__(self) -> None:
-        self._wanted, self._ready = Shelf(self.matches_ids), Shelf(self.matches_ids)
         self._endings = Endings(self.remember_s)
 
     @property
@@ -132,11 +129,13 @@ class PushDesk:
             self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
-    def end(self, request: RequestId, reason: str) -> None:
-        """Its lease has ended. Whoever comes for it now is told why there is nothing."""
+    def end(self, request: RequestId, reason: str) -> list[str]:
+        """Its lease has ended. Whoever comes for it now is told why there is nothing. Returns the readers that had been offered it."""
         prefill = self._forget(request)
-        if prefill is not None and prefill.name.handover:
-            self._endings.remember_over(prefill.name, reason)
+        if prefill is None:
+            return []
+        self._endings.remember_over(prefill.name, reason)
+        return list(prefill.audience)
 
     def _forget(self, request: RequestId) -> _Prefill | None:
         prefill = self._prefills.pop(request, None)
@@ -169,13 +168,12 @@ class PushDesk:
         else:
             self._wait(message.reader, waiting, now)
 
-    def is_offered(self, request: RequestId, reader: str) -> bool:
-        """Whether this reader hears of what is published of this prefill."""
-        return self._listening.get(reader) == request
-
     def leave(self, reader: str) -> None:
         """It needs to hear no more, whether it waits or was offered something."""
         self._remove(reader)
+
+    def offered_to(self, reader: str) -> RequestId | None:
+        return self._listening.get(reader)
 
     def cancel(self, message: PushCancel, now: float) -> None:
         claimant = _claimant(message)

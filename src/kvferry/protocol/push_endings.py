@@ -15,8 +15,8 @@ Claimant = tuple[str, str]
 
 @dataclass(slots=True)
 class Endings:
-    """Prefills that are over, with the reason, and consumers that need nothing. Never found by ids without their tails: a client that
-    tries again with its old id is not the one that was here before."""
+    """Prefills that are over, with the reason, and consumers that need nothing. Only those with a handover: a client that tries again with
+    its old request id is not the one that was here before."""
 
     remember_s: float
     _over: Shelf[str] = field(default_factory=Shelf, init=False)
@@ -31,12 +31,16 @@ class Endings:
 
     def remember_over(self, name: MatchName, reason: str, now: float | None = None) -> None:
         """Without `now`, it counts from the next `expire`."""
+        if not name.handover:
+            return
         key = f"over {name.request}"
         self._over.add(key, name)
         self._reasons[key] = reason
         self._keep(key, self._over, now)
 
     def remember_declined(self, claimant: Claimant, name: MatchName, now: float) -> None:
+        if not name.handover:
+            return
         key = _key(claimant)
         self._declined.add(key, name)
         self._keep(key, self._declined, now)

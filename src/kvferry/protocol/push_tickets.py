@@ -10,7 +10,7 @@ from kvferry.errors import InvalidTicket
 from kvferry.protocol.tickets import MAX_NAME_CHARS, Seal
 from kvferry.types import Address, EngineId, EngineLife, Epoch
 
-__all__ = ["PushTicket", "PushTicketKey"]
+__all__ = ["MAX_TP_SIZE", "PushTicket", "PushTicketKey"]
 
 MAX_TP_SIZE = 4096
 PUSH_TICKET_VERSION = 1

@@ -6,20 +6,23 @@ from kvferry.protocol.peers import Peer
 from kvferry.protocol.planning import Pieces, plan_placement, plan_read
 from kvferry.protocol.pulls import Pull
 
-__all__ = ["is_complete", "plan_reads", "tokens_to_read"]
+__all__ = ["is_complete", "next_tokens", "plan_reads", "tokens_to_read"]
+
+
+def next_tokens(wanted: range, done_until: int, ready: int, grain: int) -> range:
+    """What can be moved now and has not been. Where there is more to come, whole blocks of both sides: so many tokens."""
+    if ready < wanted.stop:
+        ready = ready // grain * grain
+    start = max(wanted.start, done_until)
+    return range(start, max(start, min(ready, wanted.stop)))
 
 
 def tokens_to_read(ours: Geometry, pull: Pull, peer: Peer) -> range:
-    """What can be read now and has not been. Where the producer still computes, whole blocks of both sides."""
-    wanted = pull.to.tokens
+    """What can be read now and has not been."""
     if pull.origin.invitation is None:
-        return wanted
-    ready = _ready_tokens(pull, peer)
-    if ready < wanted.stop:
-        grain = max(ours.block_size, pull.ticket.block_size)
-        ready = ready // grain * grain
-    start = max(wanted.start, pull.arrival.read_until)
-    return range(start, max(start, min(ready, wanted.stop)))
+        return pull.to.tokens
+    grain = max(ours.block_size, pull.ticket.block_size)
+    return next_tokens(pull.to.tokens, pull.arrival.read_until, _ready_tokens(pull, peer), grain)
 
 
 def is_complete(pull: Pull, peer: Peer) -> bool:

@@ -5,10 +5,10 @@ Messages are appended to the consumer's actions. Which of them to send, and when
 
 from kvferry.protocol.actions import Action, Send
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
-from kvferry.protocol.messages import MAX_LEASES_PER_BEAT, Attach, Confirm, Detach, Heartbeat, PushCancel, PushRegistration
+from kvferry.protocol.messages import MAX_LEASES_PER_BEAT, Attach, Confirm, Detach, Heartbeat, PushCancel, PushRegistration, WriteLease
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook
 from kvferry.protocol.pulls import Pull, reader_name
-from kvferry.types import EngineId, EngineLife, PeerId, RequestId
+from kvferry.types import EngineLife, PeerId, RequestId
 
 __all__ = ["ReaderTalk"]
 
@@ -18,9 +18,9 @@ ANNOUNCE_AFTER_S = 0.5
 
 
 class ReaderTalk:
-    def __init__(self, engine: EngineId, peers: PeerBook, registration_s: float, actions: list[Action]) -> None:
-        """`registration_s`: how long a producer remembers a registration without a heartbeat."""
-        self._engine = engine
+    def __init__(self, life: EngineLife, peers: PeerBook, registration_s: float, actions: list[Action]) -> None:
+        """`life`: ours; `registration_s`: how long a producer remembers a registration without a heartbeat."""
+        self._engine, self._epoch = life.engine, life.epoch
         self._peers = peers
         self._registration_s = registration_s
         self._actions = actions
@@ -29,8 +29,8 @@ class ReaderTalk:
 
     # -- one pull's way ----------------------------------------------------------------------------------------------
 
-    def register(self, pull: Pull, peer: Peer, own_tp_size: int, now: float) -> None:
-        """Ask to be told when there is something to read."""
+    def register(self, pull: Pull, peer: Peer, own_tp_size: int, now: float, write: WriteLease | None = None) -> None:
+        """Ask to be told when there is something to read, or to have it written."""
         invitation = pull.origin.invitation
         assert invitation is not None
         message = PushRegistration(
@@ -44,9 +44,12 @@ class ReaderTalk:
             lease_s=self._registration_s,
             handover=invitation.handover,
             push_ticket=invitation.push_ticket,
+            decode_epoch=self._epoch,
+            write=write,
         )
         self._to_all_ranks(peer, message)
-        self._start_beats(pull, peer, self._registration_s, now)
+        if not pull.is_attached:
+            self._start_beats(pull, peer, self._registration_s, now)
 
     def attach(self, pull: Pull, peer: Peer, now: float) -> None:
         pull.heard_at = now
@@ -80,6 +83,12 @@ class ReaderTalk:
             if pull.is_offered:
                 self._send_attach(pull, peer)
             self._to_all_ranks(peer, self._farewell(pull))
+
+    def rename(self, old: EngineLife, new: EngineLife) -> None:
+        """A producer that was known by its address only has said which life it is."""
+        for pull in self._farewells.pop(old, []):
+            pull.origin.life = new
+            self._farewells.setdefault(new, []).append(pull)
 
     def stop_beats(self, pull: Pull) -> None:
         pull.is_attached = False

@@ -3,8 +3,13 @@
 TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING ── confirmed ──> PLACING ── placed ──> DONE
    └────── blocks ──> WAITING ── peer ready ──^  │                    └─ trouble ─> FAILED        │ aborted
                                                  └──── trouble ────> STOPPING ─ ended ─> FAILED   └─> STOPPING
+In push the producer may write instead:  WAITING ── blocks lent ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
+
+FILLING: the producer may write into our blocks at any time, and says when it has written all.
+RECLAIMING: it has; once it certainly cannot write any more, the bytes may be used.
 DOOMED: trouble came before the engine had blocks for it; it fails as soon as they are there.
-RETURNING: the producer has taken back what it offered (it preempted the prefill); once our reads have ended, we wait for the next offer.
+RETURNING: the producer has taken back what it offered (it preempted the prefill), or cannot write; once nothing moves, we wait for the
+next offer.
 STOPPING: given up, but something may still write into our blocks, so they are not handed back yet.
 PLACING: the bytes are good, whatever becomes of the producer now; they are put into our own order. Over at once where there is no need.
 ENDED: over without ever having had blocks, so there is nothing to report.
@@ -22,6 +27,8 @@ class TransferState(StrEnum):
     READY = "ready"
     WAITING = "waiting"
     MOVING = "moving"
+    FILLING = "filling"
+    RECLAIMING = "reclaiming"
     RETURNING = "returning"
     STOPPING = "stopping"
     CONFIRMING = "confirming"
@@ -35,6 +42,7 @@ class TransferState(StrEnum):
 class TransferEvent(StrEnum):
     PEER_READY = "peer ready"
     BLOCKS_ALLOCATED = "blocks allocated"
+    BLOCKS_LENT = "blocks lent"
     BYTES_MOVED = "bytes moved"
     MOVE_FAILED = "move failed"
     CONFIRMED = "confirmed"
@@ -71,6 +79,13 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.PLACING, _E.PLACING_FAILED): _S.FAILED,
     (_S.PLACING, _E.ABORTED): _S.STOPPING,
     (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
+    (_S.WAITING, _E.BLOCKS_LENT): _S.FILLING,
+    (_S.FILLING, _E.BYTES_MOVED): _S.RECLAIMING,
+    (_S.FILLING, _E.MOVE_FAILED): _S.RETURNING,
+    (_S.RECLAIMING, _E.CONFIRMED): _S.PLACING,
+    (_S.RECLAIMING, _E.ABORTED): _S.STOPPING,
+    **{(_S.RECLAIMING, event): _S.RECLAIMING for event in _LOSS},
+    **{(_S.FILLING, event): _S.STOPPING for event in (*_LOSS, _E.ABORTED)},
     (_S.READY, _E.WITHDRAWN): _S.TRACKED,
     (_S.TRACKED, _E.WITHDRAWN): _S.TRACKED,
     (_S.WAITING, _E.WITHDRAWN): _S.WAITING,

@@ -78,14 +78,23 @@ class InstancePool:
 
     def choose(self, role: Role, now: float, tried: Collection[Instance] = ()) -> Instance | None:
         """Whose turn it is among those not tried yet, the resting ones last; None when all were tried."""
+        chosen = self._next(role, now, tried)
+        if chosen is None:
+            return None
+        self._turns[role] = (chosen + 1) % len(self.of(role))
+        return self.of(role)[chosen]
+
+    def peek(self, role: Role, now: float) -> Instance:
+        """Who would be chosen, though the turn is not taken."""
+        chosen = self._next(role, now)
+        assert chosen is not None
+        return self.of(role)[chosen]
+
+    def _next(self, role: Role, now: float, tried: Collection[Instance] = ()) -> int | None:
         instances, first = self.of(role), self._turns[role]
         turns = [turn % len(instances) for turn in range(first, first + len(instances))]
         left = [turn for turn in turns if instances[turn] not in tried]
-        if not left:
-            return None
-        chosen = next((turn for turn in left if not self._is_resting(instances[turn], now)), left[0])
-        self._turns[role] = (chosen + 1) % len(instances)
-        return instances[chosen]
+        return next((turn for turn in left if not self._is_resting(instances[turn], now)), left[0] if left else None)
 
     def note(self, instance: Instance, outcome: Outcome) -> None:
         """How a leg went."""

@@ -1,5 +1,5 @@
-"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers. One after the other, or, where P is known to
-push, both at once.
+"""Serves one client's request with two: P computes the prompt, D takes its blocks and answers. One after the other, or, where P and D are
+both known to push, at once.
 
 Runs on the event loop. A client that leaves cancels the handler, which closes the connection of the leg under way; an engine aborts what
 lost its connection. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`LastLook`).
@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import aiohttp
@@ -21,6 +21,7 @@ from aiohttp import web
 
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.router.decode_modes import DecodeModes
 from kvferry.router.failures import error_event, error_response
 from kvferry.router.instances import Instance, InstancePool, Outcome, Role
 from kvferry.router.last_look import LastLook
@@ -40,7 +41,7 @@ _TO_INSTANCES = ("Authorization",)
 _TO_CLIENTS = ("Content-Type", "Content-Length", "Content-Encoding", "Cache-Control", "Retry-After", "WWW-Authenticate")
 _EXCERPT_CHARS = 300
 _PIECEWISE_ABOVE_BYTES = 1024 * 1024
-_BAD_GATEWAY, _UNAVAILABLE = 502, 503
+_UNAVAILABLE = 503
 
 T = TypeVar("T")
 
@@ -82,8 +83,10 @@ class Proxy:
         self._metrics = metrics
         self._last_look = LastLook(releases)
         self._push_sources = PushSources(push_key)
+        self._decode_modes = DecodeModes(session)
 
     async def close(self) -> None:
+        await self._decode_modes.close()
         await self._last_look.close()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -96,7 +99,7 @@ class Proxy:
 
     async def _serve(self, exchange: _Exchange, prefiller: Instance) -> web.StreamResponse | _Refused:
         promise = self._push_sources.invite(prefiller)
-        if promise is not None:
+        if promise is not None and await self._decode_modes.pushes(self._pool.peek(Role.DECODE, time.monotonic())):
             return await self._serve_at_once(exchange, prefiller, promise)
         answer = await self._last_look.run(self._prefill(exchange, prefiller))
         if isinstance(answer, web.Response | _Refused):
@@ -106,34 +109,41 @@ class Proxy:
 
     async def _serve_at_once(self, exchange: _Exchange, prefiller: Instance, promise: Handover) -> web.StreamResponse | _Refused:
         self._metrics.at_once.inc()
-        has_begun = asyncio.Event()
         with Held(self._releases, None) as held:
+            twins = _Twins(promise, held)
             answer: web.StreamResponse | _Refused = await run_twins(
-                self._prefill_alongside(exchange, prefiller, promise, held),
-                self._decode_in_turn(exchange, held, promise, has_begun),
-                has_begun.is_set,
+                self._prefill_alongside(exchange, prefiller, twins),
+                self._ask_in_turn(Role.DECODE, lambda instance: self._decode_alongside(exchange, instance, twins)),
+                twins.has_begun.is_set,
                 self._last_look.look_after,
             )
-        if isinstance(answer, web.StreamResponse) and answer.status == _BAD_GATEWAY:
+        if isinstance(answer, web.StreamResponse) and answer.status >= 500:
             # D could not get P's KV. If P is another life by now, its next answer shows it.
             self._push_sources.forget(prefiller)
         return answer
 
-    async def _prefill_alongside(
-        self, exchange: _Exchange, prefiller: Instance, promise: Handover, held: Held
-    ) -> web.Response | _Refused | None:
+    async def _prefill_alongside(self, exchange: _Exchange, prefiller: Instance, twins: "_Twins") -> web.Response | _Refused | None:
         """P's objection, if it has one."""
-        answer = await self._prefill(exchange, prefiller, promise.push_ticket)
+        answer = await self._prefill(exchange, prefiller, twins.promise.push_ticket)
         if isinstance(answer, web.Response | _Refused):
             return answer
         if answer is not None:
-            held.receive(answer)
+            twins.held.receive(answer)
+        twins.is_computed.set()
         return None
 
-    async def _decode_in_turn(
-        self, exchange: _Exchange, held: Held, handover: Handover | None, has_begun: asyncio.Event | None = None
-    ) -> web.StreamResponse:
-        return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance, handover, has_begun))
+    async def _decode_alongside(self, exchange: _Exchange, instance: Instance, twins: "_Twins") -> web.StreamResponse | _Refused:
+        """One that pushes is asked at once. Where it has refused, the next may pull: that one waits for P's own ticket."""
+        if not await self._decode_modes.pushes(instance):
+            await twins.is_computed.wait()
+            return await self._decode(exchange, twins.held, instance, twins.held.handover, twins.has_begun)
+        answer = await self._decode(exchange, twins.held, instance, twins.promise, twins.has_begun)
+        if isinstance(answer, web.StreamResponse) and answer.status >= 500:
+            self._decode_modes.forget(instance)
+        return answer
+
+    async def _decode_in_turn(self, exchange: _Exchange, held: Held, handover: Handover | None) -> web.StreamResponse:
+        return await self._ask_in_turn(Role.DECODE, lambda instance: self._decode(exchange, held, instance, handover))
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         return await self._ask_in_turn(Role.DECODE, lambda instance: self._models(request, instance))
@@ -198,7 +208,7 @@ class Proxy:
     # -- decode leg ----------------------------------------------------------------------------------------------------
 
     async def _decode(
-        self, exchange: _Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
+        self, exchange: _Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None = None
     ) -> web.StreamResponse | _Refused:
         """`has_begun`: P's leg is under way too, and its objection is the client's answer until this is set."""
         with self._named(instance):
@@ -290,6 +300,7 @@ class Proxy:
         except (aiohttp.ClientError, TimeoutError, RemoteProtocolError) as error:
             self._pool.note(instance, Outcome.FAILED)
             self._push_sources.forget(instance)
+            self._decode_modes.forget(instance)
             self._metrics.failures.labels(instance.role, instance.url).inc()
             raise TransportError(f"{instance} failed: {_described(error)}") from error
 
@@ -298,6 +309,18 @@ class Proxy:
 
     def _stream_timeout(self) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=None, sock_connect=self._options.connect_timeout_s, sock_read=self._options.idle_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Twins:
+    """What two legs that run at once know of each other."""
+
+    promise: Handover
+    held: Held
+    is_computed: asyncio.Event = field(default_factory=asyncio.Event)
+    """P has answered."""
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """The client has got something of D's answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def scattered_writes_bring_exactly_the_named_bytes(source: PairSource) -> None:
         pair.connect()
         parts = [_scattered(region, (region + 5) % SMALL_REGIONS, SMALL_BLOCK_BYTES, seed=region) for region in range(3)]
         before = digest(pair.near.memory)
-        handle = pair.near.plane.write(pair.peer, parts)
+        handle = pair.near.plane.write(pair.peer, parts, pair.lend_all())
         completion = pair.wait(handle)[handle]
         assert completion.ok, completion.error
         assert completion.total_bytes == sum(part.total_bytes for part in parts)
@@ -98,6 +98,16 @@ def scattered_writes_bring_exactly_the_named_bytes(source: PairSource) -> None:
         assert pair.far.digest() == digest(expected), "other bytes than the named ones were written"
         assert pair.far.digest() != digest(pattern(pair.far_seed)), "nothing was written"
         assert digest(pair.near.memory) == before, "a write changed the side it came from"
+
+
+def planes_that_fence_nothing_lend_nothing(source: PairSource) -> None:
+    with source.pair() as pair:
+        if pair.near.plane.fences_writes:
+            return
+        with _raises(LocalProtocolError):
+            pair.near.plane.lend(1, [[0]])
+        with _raises(LocalProtocolError):
+            pair.near.plane.take_back(1)
 
 
 def empty_transfers_complete_with_nothing(source: PairSource) -> None:
@@ -277,6 +287,7 @@ CASES = (
     Case(pieces_at_odd_offsets_are_read),
     Case(a_scattered_source_fills_a_contiguous_target),
     Case(scattered_writes_bring_exactly_the_named_bytes),
+    Case(planes_that_fence_nothing_lend_nothing),
     Case(empty_transfers_complete_with_nothing),
     Case(many_regions_move_in_one_transfer),
     Case(a_large_transfer_spans_many_slices),

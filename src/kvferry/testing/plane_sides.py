@@ -3,12 +3,13 @@
 Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer may touch.
 """
 
+import itertools
 import multiprocessing
 import os
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,6 +56,9 @@ NEAR_SEED, FAR_SEEDS = 99, 3
 MEMORY_BYTES = SMALL_REGIONS * (SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES) + LARGE_BLOCKS * LARGE_BLOCK_BYTES + 2 * GAP_BYTES
 
 
+_numbers = itertools.count(1)
+
+
 def layout(address: int) -> tuple[Region, ...]:
     """The regions of a memory that starts at an address."""
     regions = []
@@ -62,7 +66,7 @@ def layout(address: int) -> tuple[Region, ...]:
     for number in range(SMALL_REGIONS):
         regions.append(Region(f"small.{number}", at, SMALL_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_BLOCKS))
         at += SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES
-    return (*regions, Region("large", at, LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, LARGE_BLOCKS))
+    return (*regions, Region("large", at, LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, LARGE_BLOCKS, group=1))
 
 
 @lru_cache(maxsize=4)
@@ -95,9 +99,18 @@ class Far(Protocol):
 
     regions: tuple[Region, ...]
     offer: PlaneOffer
+    fences_writes: bool
 
     def fill(self, seed: int) -> None: ...
     def digest(self) -> int: ...
+    def paint(self, value: int) -> None: ...
+    def painted(self) -> bool:
+        """Whether its large region is of one value, by a look at every page of it."""
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None: ...
+    def take_back(self, number: int) -> int:
+        """How many polls it took."""
+
     def turn(self) -> None:
         """Let it make progress, if it does not by itself."""
 
@@ -112,12 +125,25 @@ class LocalFar:
         self._side = make()
         self.regions = self._side.regions
         self.offer = self._side.plane.offer()
+        self.fences_writes = self._side.plane.fences_writes
 
     def fill(self, seed: int) -> None:
-        self._side.memory[:] = pattern(seed)
+        _obey(self._side, ("fill", seed))
 
     def digest(self) -> int:
-        return digest(self._side.memory)
+        return _obey(self._side, ("digest", 0))
+
+    def paint(self, value: int) -> None:
+        _obey(self._side, ("paint", value))
+
+    def painted(self) -> bool:
+        return bool(_obey(self._side, ("painted", 0)))
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        _obey(self._side, ("lend", (number, blocks)))
+
+    def take_back(self, number: int) -> int:
+        return _obey(self._side, ("take back", number))
 
     def turn(self) -> None:
         self._side.plane.poll()
@@ -138,7 +164,7 @@ class SpawnedFar:
         self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         self._process.start()
         theirs.close()
-        self.regions, self.offer = self._answer()
+        self.regions, self.offer, self.fences_writes = self._answer()
 
     @property
     def pid(self) -> int:
@@ -146,13 +172,22 @@ class SpawnedFar:
         return self._process.pid
 
     def fill(self, seed: int) -> None:
-        self._pipe.send(("fill", seed))
-        self._answer()
+        self._ask("fill", seed)
 
     def digest(self) -> int:
-        self._pipe.send(("digest", 0))
-        answer: int = self._answer()
-        return answer
+        return self._ask("digest")
+
+    def paint(self, value: int) -> None:
+        self._ask("paint", value)
+
+    def painted(self) -> bool:
+        return bool(self._ask("painted"))
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._ask("lend", (number, blocks))
+
+    def take_back(self, number: int) -> int:
+        return self._ask("take back", number)
 
     def turn(self) -> None:
         return None
@@ -169,6 +204,11 @@ class SpawnedFar:
         self.die()
         self._pipe.close()
         self._process.close()
+
+    def _ask(self, order: str, argument: object = 0) -> int:
+        self._pipe.send((order, argument))
+        answer: int = self._answer()
+        return answer
 
     def _answer(self) -> Any:
         if not self._pipe.poll(DEADLINE_S):
@@ -187,6 +227,16 @@ class Pair:
 
     def connect(self) -> None:
         self.near.plane.connect(self.peer, self.far.offer, self.far.regions)
+
+    def lend(self, *blocks: Sequence[int]) -> int:
+        """A new number for some of the far side's blocks."""
+        number = next(_numbers)
+        self.far.lend(number, blocks)
+        return number
+
+    def lend_all(self) -> int:
+        """A new number for all blocks; none where writes are not fenced."""
+        return self.lend(range(SMALL_BLOCKS), range(LARGE_BLOCKS)) if self.far.fences_writes else 0
 
     def turn(self) -> list[Completion]:
         self.far.turn()
@@ -271,19 +321,46 @@ def digest(memory: Bytes) -> int:
 def _serve(pipe: Connection, make: SideMaker) -> None:
     """The far process: answers the suite, and polls as often as its plane asks for."""
     side = make()
-    pipe.send((side.regions, side.plane.offer()))
+    pipe.send((side.regions, side.plane.offer(), side.plane.fences_writes))
     while True:
         side.plane.poll()
         interval_s = side.plane.serving_interval_s()
         try:
             if not pipe.poll(IDLE_S if interval_s is None else interval_s):
                 continue
-            order, seed = pipe.recv()
+            order = pipe.recv()
         except (EOFError, OSError):  # the suite has gone
             break
-        if order == "close":
+        if order[0] == "close":
             break
-        if order == "fill":
-            side.memory[:] = pattern(seed)
-        pipe.send(digest(side.memory) if order == "digest" else None)
+        pipe.send(_obey(side, order))
     side.close()
+
+
+def _obey(side: Side, order: tuple[str, Any]) -> int:
+    match order:
+        case "fill", seed:
+            side.memory[:] = pattern(seed)
+        case "paint", value:
+            side.memory[:] = value
+        case "painted", _:
+            pages = side.memory[-(LARGE_BLOCKS * LARGE_BLOCK_BYTES + GAP_BYTES) : -GAP_BYTES : GAP_BYTES]
+            return int(np.all(pages == pages[0]))
+        case "lend", (number, blocks):
+            side.plane.lend(number, blocks)
+        case "take back", number:
+            return _polls_until_ended(side.plane, side.plane.take_back(number))
+        case _:
+            return digest(side.memory)
+    return 0
+
+
+def _polls_until_ended(plane: DataPlane, handle: Handle) -> int:
+    deadline = time.monotonic() + DEADLINE_S
+    for polls in itertools.count(1):
+        ended = plane.poll()
+        if ended:
+            assert [(each.handle, each.error) for each in ended] == [(handle, None)], f"{ended} came instead of {handle}"
+            return polls
+        assert time.monotonic() < deadline, f"a number was not taken back after {DEADLINE_S:g} s"
+    raise AssertionError

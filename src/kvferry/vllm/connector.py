@@ -55,6 +55,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """The pull connector, under the name that the plugin registers: vLLM's MultiConnector looks a child up again by its class's name."""
 
     inner_name = "NixlConnector"
+    transfer_mode = "pull"
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -89,7 +90,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FerryPromMetrics:
-        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode)
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         stats = self._inner.get_kv_connector_stats()
@@ -188,6 +189,7 @@ class KVFerryPushConnector(KVFerryConnector):
     """The push connector, likewise. It is told how far prefills have come."""
 
     inner_name = "NixlPushConnector"
+    transfer_mode = "push"
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

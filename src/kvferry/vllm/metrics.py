@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, NIXL_COUNTERS, TransferStats, merge_stats
+from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, MODE_HELP, MODE_METRIC, NIXL_COUNTERS, TransferStats, merge_stats
 
 __all__ = ["FerryPromMetrics", "FerryStats"]
 
@@ -50,6 +50,7 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         metric_types: Mapping[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        transfer_mode: str,
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
         make_counter = self._maker(metric_types[Counter], labelnames)
@@ -64,6 +65,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         }
         make_by_plane = self._maker(metric_types[Counter], [*labelnames, "plane"])
         self._by_plane = {field: make_by_plane(name, text) for field, (name, text) in _PLANE_COUNTERS.items()}
+        mode = self._maker(metric_types[Gauge], [*labelnames, "mode"], multiprocess_mode="mostrecent")(f"kvferry:{MODE_METRIC}", MODE_HELP)
+        for labels in per_engine_labelvalues.values():
+            mode.labels(*labels, transfer_mode).set(1)
         # What has never happened shows as 0 instead of being absent.
         for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
             for metric in metrics.values():

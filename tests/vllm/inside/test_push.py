@@ -381,10 +381,13 @@ def test_a_prefill_with_a_forged_push_ticket_is_an_ordinary_one(start_engine: St
 
 
 @pytest.mark.parametrize(("of_p", "of_d"), [({}, PUSH), (PUSH, {})])
-def test_push_and_pull_do_not_pair(start_engine: StartEngine, of_p: dict[str, Any], of_d: dict[str, Any]) -> None:
-    p, d = start_engine("p", kv={**of_p, "kv_connector_extra_config": {"kv_lease_duration": 2.0}}), start_engine("d", kv=of_d)
+def test_one_that_pushes_and_one_that_pulls_meet_by_the_prefill_sides_ticket(
+    start_engine: StartEngine, of_p: dict[str, Any], of_d: dict[str, Any]
+) -> None:
+    p, d = start_engine("p", kv=of_p), start_engine("d", kv=of_d)
     d.add("b", prompt(100), p.prefill("a", prompt(100)))
-    check_outcome(d, "fail", "b", prompt(100), p)
+    assert finish(d, "b", p) == greedy(prompt(100), 4)
+    settle(p, d)
 
 
 def test_more_requests_than_blocks(start_legs: StartLegs) -> None:

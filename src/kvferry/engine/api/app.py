@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.api.chat import handle_chat
 from kvferry.engine.api.chat_template import ChatTemplate
 from kvferry.engine.api.completions import handle_completion
@@ -56,7 +57,7 @@ def build_app(
         tokenizer=tokenizer,
         prompts=PromptReader(tokenizer, ChatTemplate.load(options.model), engine.ready.max_model_len),
         settings=settings,
-        metrics=ApiMetrics(model_name, metric_sources),
+        metrics=ApiMetrics(model_name, metric_sources, _transfer_mode(options)),
         drain=Drain(),
         unused_transfers=UnusedTransfers() if options.kv_transfer is None else None,
     )
@@ -75,6 +76,13 @@ def build_app(
         ]
     )
     return app
+
+
+def _transfer_mode(options: EngineOptions) -> str:
+    """`pull` or `push`; empty without a connector, or with one that knows nothing of it."""
+    if options.kv_transfer is None:
+        return ""
+    return getattr(KVConnectorFactory.get_connector_class(options.kv_transfer), "transfer_mode", "")
 
 
 @web.middleware

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvferry.connectors.stats import MODE_HELP, MODE_METRIC
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.api.transfer_metrics import transfer_families
 from kvferry.engine.messages import Status
@@ -48,11 +49,14 @@ _LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 
 class ApiMetrics:
     """What the front-end measures itself, and how everything is written out."""
 
-    def __init__(self, model_name: str, sources: Sequence[MetricSource] = ()) -> None:
+    def __init__(self, model_name: str, sources: Sequence[MetricSource] = (), transfer_mode: str = "") -> None:
         self._model_name = model_name
         self._sources = (engine_families, transfer_families, *sources)
         self._registry = CollectorRegistry()
         self._first_token = self._histogram("vllm:time_to_first_token_seconds", "Time to a choice's first token.", _FIRST_TOKEN_BUCKETS_S)
+        if transfer_mode:
+            mode = Gauge(f"kvferry:{MODE_METRIC}", MODE_HELP, ["model_name", "mode"], registry=self._registry)
+            mode.labels(model_name, transfer_mode).set(1)
         self._latency = self._histogram("vllm:e2e_request_latency_seconds", "Time to a choice's last token.", _LATENCY_BUCKETS_S)
 
     def timer(self) -> "RequestTimer":

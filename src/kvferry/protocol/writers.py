@@ -1,0 +1,339 @@
+"""The producer's half of a push by writing: what it writes into which consumer's blocks, and how far it has come. Pure.
+
+A registration that brings a write lease makes its reader somebody we write for. We shake hands with its engine (it is a peer like any
+other), and as the desk matches it with a prefill, and the prefill grows, write what is new of it:
+
+    invited ── offered ──> writing <──> waiting for more ── all has landed ──> done      ── revoked, renewed no more, failed ──> gone
+                              └─ withdrawn: begin again with the next offer, unless a write was cut off
+
+A write that was cut off may land for a while: nothing is written into the same blocks again before the consumer has taken them back.
+Whatever makes a write impossible is told (`WriteFailed`); the consumer takes its blocks back and reads.
+All that landed is settled only in a later turn, after the engine's commands of that turn were obeyed: had it taken the blocks back while
+they were copied, we know by then.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.protocol.actions import StartWrite, StopWrite
+from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.fingerprints import shared_prefix
+from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteLease, Written
+from kvferry.protocol.peers import LostPeer, Peer, PeerBook
+from kvferry.protocol.planning import Pieces, plan_read
+from kvferry.protocol.pulls import reader_name
+from kvferry.protocol.ranks import Visit, can_divide, visits
+from kvferry.protocol.read_plans import next_tokens
+from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
+from kvferry.types import Address, EngineId, EngineLife, Epoch, PeerId, RequestId, Route
+
+__all__ = ["Landed", "WriterReply", "Writers"]
+
+MAX_WRITERS = 20_000
+"""Readers we write for. What does not fit is not written: its consumer reads."""
+
+
+class WriterReply(NamedTuple):
+    route: Route
+    message: Written | WriteFailed | Revoked
+
+
+class Landed(NamedTuple):
+    """All that a reader wanted is in its blocks."""
+
+    request: RequestId
+    reader: str
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Of one prefill into one reader's blocks, in tokens."""
+
+    request: RequestId
+    ticket: Ticket
+    ready: int
+    posted_until: int
+    landed_until: int
+    landed_bytes: int = 0
+    at_end: tuple[int, int] | None = None
+    """When the prefill was over: tokens that had not landed, and bytes that had; None: it is not over."""
+
+
+@dataclass(slots=True)
+class _Writing:
+    reader: str
+    route: Route
+    life: EngineLife
+    lease: WriteLease
+    lease_s: float
+    companions: tuple[str, ...]
+    progress: _Progress | None = None
+    posted: int = 0
+    """The write under way; 0: none."""
+
+    @property
+    def wanted(self) -> range:
+        return range(self.lease.first_token, self.lease.end_token)
+
+
+class _Posted(NamedTuple):
+    """A write under way."""
+
+    writing: _Writing
+    progress: _Progress
+    until: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Writers:
+    """`peers` is the book of all this ferry's peers; its owner tells us of those that are ready or lost."""
+
+    engine: EngineId
+    peers: PeerBook
+    write_timeout_s: float
+    max_lease_s: float
+    can_write: bool = True
+    """False: our planes see a copy of the blocks, which is made for readers only."""
+    _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
+    _by_life: dict[EngineLife, set[str]] = field(default_factory=dict, init=False)
+    _posted: dict[int, _Posted] = field(default_factory=dict, init=False)
+    _last_write: int = field(default=0, init=False)
+    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
+    """By reader and number of the lease: given up, with a write still under way; who is to be told when it has ended."""
+    _landed: dict[str, None] = field(default_factory=dict, init=False)
+    _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
+    _actions: list[StartWrite | StopWrite] = field(default_factory=list, init=False)
+    _replies: list[WriterReply] = field(default_factory=list, init=False)
+
+    def __len__(self) -> int:
+        return len(self._writings)
+
+    @property
+    def num_posted(self) -> int:
+        return len(self._posted)
+
+    # -- registrations -----------------------------------------------------------------------------------------------
+
+    def invite(self, route: Route, message: PushRegistration, now: float) -> None:
+        """A reader registers, with a write lease or without; what it lent before is over."""
+        self.drop(message.reader)
+        lease = message.write
+        if lease is None:
+            return
+        life = EngineLife(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
+        visit = self._visit(message)
+        if not self.can_write or visit is None or life.engine == self.engine or len(self._writings) >= MAX_WRITERS:
+            self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.number, "this producer cannot write there")))
+            return
+        names = (reader_name(life.engine, RequestId(message.request_id), rank) for rank in visit.visitors)
+        companions = tuple(name for name in names if name != message.reader)
+        lease_s = min(message.lease_s, self.max_lease_s)
+        self._writings[message.reader] = _Writing(message.reader, route, life, lease, lease_s, companions)
+        self._by_life.setdefault(life, set()).add(message.reader)
+        self._renewals.set(message.reader, now + lease_s)
+        peer = self.peers.ensure(life, Address(message.decode_host, message.decode_port), message.decode_tp_size, now)
+        if isinstance(peer, LostPeer):
+            self.fail(message.reader, f"the decode side cannot be reached: {peer.reason}")
+
+    def _visit(self, message: PushRegistration) -> Visit | None:
+        """What this reader has of us, by the same rule by which it came here."""
+        lease, tp_size = message.write, message.decode_tp_size
+        if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.peers.geometry.total_kv_heads, tp_size):
+            return None
+        try:
+            lease.tokens.check()
+        except RemoteProtocolError:
+            return None
+        return self._visit_of(lease.tp_rank, tp_size)
+
+    def _visit_of(self, rank: int, tp_size: int) -> Visit | None:
+        ours = self.peers.geometry
+        return next((each for each in visits(rank, tp_size, ours.tp_size, ours.total_kv_heads) if each.rank == ours.tp_rank), None)
+
+    def has(self, reader: str) -> bool:
+        return reader in self._writings
+
+    def companions_of(self, reader: str) -> tuple[str, ...]:
+        return self._writings[reader].companions
+
+    def renew(self, readers: Iterable[str], now: float) -> list[RequestId]:
+        """They are alive; returns what is being written for them."""
+        known = [self._writings[reader] for reader in readers if reader in self._writings]
+        for writing in known:
+            self._renewals.set(writing.reader, now + writing.lease_s)
+        return [writing.progress.request for writing in known if writing.progress is not None]
+
+    def revoke(self, route: Route, message: Revoke) -> None:
+        writing = self._writings.get(message.reader)
+        if writing is not None and writing.lease.number == message.number:
+            self.drop(message.reader)
+        if (message.reader, message.number) in self._stopping:
+            self._stopping[message.reader, message.number] = route
+        else:
+            self._replies.append(WriterReply(route, Revoked(message.reader, message.number)))
+
+    def drop(self, reader: str) -> None:
+        """Write no more for it. Unknown ones are ignored."""
+        writing = self._writings.pop(reader, None)
+        if writing is None:
+            return
+        mates = self._by_life[writing.life]
+        mates.discard(reader)
+        if not mates:
+            del self._by_life[writing.life]
+        self._renewals.drop(reader)
+        self._landed.pop(reader, None)
+        if writing.posted:
+            self._stopping[reader, writing.lease.number] = None
+            self._actions.append(StopWrite(writing.posted))
+
+    # -- prefills ----------------------------------------------------------------------------------------------------
+
+    def offer(self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float) -> None:
+        """So much of this prefill is there; `is_over`: it is all there will be."""
+        writing = self._writings[reader]
+        progress = writing.progress
+        if progress is None or progress.ticket.serial != ticket.serial:
+            start = writing.lease.first_token
+            progress = writing.progress = _Progress(request, ticket, ready, start, start)
+        progress.ticket, progress.ready = ticket, ready
+        if is_over and progress.at_end is None:
+            progress.at_end = writing.lease.end_token - progress.landed_until, progress.landed_bytes
+        self._go_on(writing, now)
+
+    def withdraw(self, reader: str) -> None:
+        """What was offered is taken back, and will be computed anew."""
+        writing = self._writings[reader]
+        writing.progress = None
+        self._landed.pop(reader, None)
+        if writing.posted:
+            self.fail(reader, "the prefill was preempted while it was written")
+
+    # -- news ---------------------------------------------------------------------------------------------------------
+
+    def peer_ready(self, peer: Peer, now: float) -> None:
+        for reader in sorted(self._by_life.get(peer.life, ())):
+            self._go_on(self._writings[reader], now)
+
+    def peer_lost(self, lost: LostPeer) -> None:
+        for reader in sorted(self._by_life.get(lost.life, ())):
+            self.fail(reader, f"the decode side cannot be reached: {lost.reason}")
+
+    def lives(self) -> set[EngineLife]:
+        return set(self._by_life)
+
+    def write_ended(self, write: int, error: str | None, now: float) -> None:
+        """It no longer touches our memory, nor the peer's."""
+        posted = self._posted.pop(write)
+        self._overdue.drop(write)
+        writing, progress = posted.writing, posted.progress
+        key = writing.reader, writing.lease.number
+        writing.posted = 0
+        if self._writings.get(writing.reader) is not writing:
+            route = self._stopping.pop(key, None)
+            if route is not None:
+                self._replies.append(WriterReply(route, Revoked(*key)))
+        elif error is not None:
+            self.fail(writing.reader, f"the write failed: {error}")
+        else:
+            progress.landed_until = posted.until
+            progress.landed_bytes += posted.num_bytes
+            if posted.until < writing.lease.end_token:
+                self._replies.append(WriterReply(writing.route, Written(*key, tokens=posted.until, is_last=False)))
+            self._go_on(writing, now)
+
+    def advance(self, now: float) -> list[str]:
+        """Stop what takes too long. Returns the readers that have not renewed their lease; they are dropped."""
+        for write in self._overdue.take_due(now):
+            self._actions.append(StopWrite(write))
+        silent = self._renewals.take_due(now)
+        for reader in silent:
+            self.drop(reader)
+        return silent
+
+    def take_landed(self) -> list[Landed]:
+        """Readers that have all they wanted, as far as we knew in the last turn. Ask after this turn's commands were obeyed."""
+        landed = [self._writings[reader] for reader in self._landed]
+        self._landed.clear()
+        return [Landed(each.progress.request, each.reader) for each in landed if each.progress is not None]
+
+    @property
+    def has_landed(self) -> bool:
+        return bool(self._landed)
+
+    def finish(self, reader: str) -> None:
+        """The blocks were held until now, so what landed is right."""
+        writing = self._writings[reader]
+        progress = writing.progress
+        assert progress is not None
+        left, early = progress.at_end or (0, progress.landed_bytes)
+        message = Written(reader, writing.lease.number, writing.lease.end_token, is_last=True, left_tokens=left, early_bytes=early)
+        self._replies.append(WriterReply(writing.route, message))
+        self.drop(reader)
+
+    def fail(self, reader: str, reason: str) -> None:
+        """Nothing can be written for it; its consumer is told."""
+        writing = self._writings.get(reader)
+        if writing is not None:
+            self._replies.append(WriterReply(writing.route, WriteFailed(reader, writing.lease.number, reason)))
+            self.drop(reader)
+
+    def next_deadline(self) -> float | None:
+        return min((at for at in (self._renewals.next(), self._overdue.next()) if at is not None), default=None)
+
+    def take_actions(self) -> list[StartWrite | StopWrite]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_replies(self) -> list[WriterReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, writing: _Writing, now: float) -> None:
+        """Write what is there and has not been written, if the peer is ready and nothing is under way."""
+        progress, peer = writing.progress, self.peers.get(writing.life)
+        if progress is None or writing.posted or peer is None or not peer.is_ready:
+            return
+        if progress.posted_until >= writing.lease.end_token:
+            self._landed[writing.reader] = None
+            return
+        try:
+            tokens, pieces = self._plan(writing, progress, peer)
+        except RemoteProtocolError as error:
+            self.fail(writing.reader, str(error))
+            return
+        if not tokens:
+            return
+        self._last_write += 1
+        writing.posted = self._last_write
+        progress.posted_until = tokens.stop
+        self._posted[self._last_write] = _Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in pieces))
+        self._overdue.set(self._last_write, now + self.write_timeout_s)
+        target = PeerId(writing.life.engine, writing.life.epoch, writing.lease.tp_rank)
+        self._actions.append(StartWrite(self._last_write, target, writing.lease.plane, tuple(pieces), writing.lease.number))
+
+    def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Pieces]]:
+        """What to write now; RemoteProtocolError where it cannot be."""
+        lease, ticket, ours = writing.lease, progress.ticket, self.peers.geometry
+        theirs = peer.geometries.get(lease.tp_rank)
+        if theirs is None or peer.planes.get(lease.tp_rank) != lease.plane:
+            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.plane} from here")
+        if lease.needed_from and len(lease.needed_from) != len(lease.local_block_ids):
+            raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
+        shared = shared_prefix(ticket.tokens, lease.tokens)
+        if shared < lease.end_token:
+            raise RemoteProtocolError(
+                f"the prefill was of another prompt: {shared} tokens are known to be the same, {lease.end_token} are needed"
+            )
+        tokens = next_tokens(writing.wanted, progress.posted_until, progress.ready, max(ours.block_size, theirs.block_size))
+        visit = self._visit_of(lease.tp_rank, theirs.tp_size)
+        if visit is None:
+            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}")
+        plan = plan_read(theirs, ours, visit.heads, lease.local_block_ids, ticket.block_ids(), tokens, lease.needed_from)
+        return tokens, [part.turned() for part in plan]

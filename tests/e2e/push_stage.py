@@ -1,0 +1,166 @@
+"""A push in the middle: some of a prompt's KV has come to both D, the rest has not, and P stands still.
+
+Over planes of one host P is let run for a moment at a time, so that its chunks are far apart; between hosts the cable is slow.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from tests.e2e.canaries import SMALL
+from tests.e2e.handovers import fresh, is_loading
+from tests.e2e.harness import Answer, Prompt, assert_quiescent
+from tests.e2e.hosts import Hosts, skip_unless_possible
+from tests.e2e.push_legs import Legs, Shape, count_now
+
+__all__ = ["EXTRA", "LONG", "Midway", "Stage"]
+
+LONG = 600
+"""Tokens, 4 KiB each: many chunks, and several seconds at the rate below."""
+CHUNKED = ("--num-gpu-blocks-override", "120", "--max-num-batched-tokens", "16")
+RATE = "6mbit"
+SOME_BYTES = 400_000
+MOMENT_S = 0.01
+PATIENCE_S = 60.0
+ATTEMPTS = 5
+EXTRA = {
+    "kv_lease_duration": 6,
+    "handshake_timeout": 2,
+    "confirm_timeout": 2,
+    "read_timeout": 12,
+    "receive_timeout": 25,
+    "push_registration_timeout": 10,
+}
+
+
+@dataclass
+class Midway:
+    prompt: Prompt
+    prefilling: "asyncio.Task[Answer]"
+    decoding: "dict[str, asyncio.Task[Answer]]"
+    """By policy."""
+
+    @property
+    def tasks(self) -> "list[asyncio.Task[Answer]]":
+        return [self.prefilling, *self.decoding.values()]
+
+    async def end(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@dataclass
+class Stage:
+    legs: Legs
+    plane: str
+    hosts: Hosts | None
+    """None: all on one."""
+    is_p_stopped: bool = False
+
+    @classmethod
+    @contextmanager
+    def opened(cls, plane: str, directory: Path, model: Path) -> Iterator["Stage"]:
+        """On one host."""
+        with Legs.opened(directory, model, Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL)) as legs:
+            yield cls(legs, plane, None)
+
+    @classmethod
+    @contextmanager
+    def between_hosts(cls, plane: str, directory: Path, model: Path) -> Iterator["Stage"]:
+        skip_unless_possible()
+        with Hosts.opened(3) as hosts:
+            shape = Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL, hosts.members)
+            with Legs.opened(directory, model, shape) as legs:
+                yield cls(legs, plane, hosts)
+
+    def stop_p(self) -> None:
+        self.legs.p.pause()
+        self.is_p_stopped = True
+
+    def continue_p(self) -> None:
+        if self.is_p_stopped:
+            self.legs.p.resume()
+            self.is_p_stopped = False
+
+    def kill_p(self) -> None:
+        """It is not stopped any more, it is dead."""
+        self.legs.p.kill()
+        self.is_p_stopped = False
+
+    @asynccontextmanager
+    async def midway(self, session: aiohttp.ClientSession) -> AsyncIterator[Midway]:
+        """Both legs have been begun, and the body runs in the middle. P is stopped, until the body continues it or its end."""
+        with self._slow_cable():
+            begun = await self._begin(session)
+            try:
+                yield begun
+            finally:
+                self.continue_p()
+                await begun.end()
+
+    async def settle(self, session: aiohttp.ClientSession) -> None:
+        """Every block is free, and nothing is left at P's desk."""
+        await assert_quiescent(session, *self.legs.engines)
+        await self.legs.until_registered(session, 0)
+
+    @contextmanager
+    def _slow_cable(self) -> Iterator[None]:
+        if self.hosts is None:
+            yield
+            return
+        self.hosts[0].throttle(RATE)
+        try:
+            yield
+        finally:
+            self.hosts[0].hurry()
+
+    async def _begin(self, session: aiohttp.ClientSession) -> Midway:
+        """On a busy machine a request may be over before it is seen in the middle: then another."""
+        for _ in range(ATTEMPTS):
+            prompt, ticket = fresh(LONG), self.legs.ticket()
+            moved = await self._moved(session)
+            decoding = self.legs.decode_legs(session, prompt, ticket)
+            await self.legs.until_registered(session, len(decoding))
+            if self.hosts is None:
+                self.stop_p()
+            begun = Midway(prompt, asyncio.create_task(self.legs.prefill_leg(session, prompt, ticket)), decoding)
+            try:
+                await self._go_on_until(lambda begun=begun, moved=moved: self._has_moved(session, begun, moved))
+                self.stop_p()
+                if await self._is_midway(session, begun):
+                    return begun
+            except BaseException:
+                self.continue_p()
+                await begun.end()
+                raise
+            self.continue_p()
+            await asyncio.gather(*begun.tasks)
+        raise AssertionError("no request was seen in the middle")
+
+    async def _go_on_until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not await condition():
+            assert time.monotonic() < deadline, f"nothing has moved within {PATIENCE_S:g} s"
+            if self.hosts is None:
+                self.continue_p()
+            await asyncio.sleep(MOMENT_S)
+            if self.hosts is None:
+                self.stop_p()
+
+    async def _has_moved(self, session: aiohttp.ClientSession, begun: Midway, before: list[float]) -> bool:
+        is_over = any(task.done() for task in begun.decoding.values())
+        return is_over or all(now > then for now, then in zip(await self._moved(session), before, strict=True))
+
+    async def _is_midway(self, session: aiohttp.ClientSession, begun: Midway) -> bool:
+        return not any(task.done() for task in begun.decoding.values()) and await is_loading(session, self.legs.decoders.values())
+
+    async def _moved(self, session: aiohttp.ClientSession) -> list[float]:
+        """Bytes: what P's host has sent, beyond what it takes to talk; or what each D has got."""
+        if self.hosts is not None:
+            return [self.hosts[0].sent_bytes() // SOME_BYTES]
+        return [await count_now(session, d, f"kvferry:transfer_bytes_total/{self.plane}") for d in self.legs.decoders.values()]

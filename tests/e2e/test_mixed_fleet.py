@@ -1,0 +1,46 @@
+"""Engines that push and engines that pull behind one router: every request is served, and both legs start together where both push."""
+
+import asyncio
+
+import pytest
+from tests.e2e.conftest import PATIENT, random_prompts
+from tests.e2e.harness import Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PROMPTS = random_prompts(48, seed=52, longest=600)
+CONNECTORS = ("NixlPushConnector", "NixlConnector")
+
+
+def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_together_where_both_push(cluster: Cluster, plain: Engine) -> None:
+    starting = [
+        cluster.serve(f"{role}-{connector}", extra=PATIENT, connector=connector)
+        for role in ("prefill", "decode")
+        for connector in CONNECTORS
+    ]
+    engines = [process.ready() for process in starting]
+    router = cluster.proxy(engines[:2], engines[2:]).ready()
+
+    async def at_once() -> float:
+        async with new_session() as session:
+            return (await metrics(session, router))["kvferry:router_legs_at_once_total"]
+
+    async def check() -> None:
+        expected = await ask_all(plain, PROMPTS)
+        answers = await ask_all(router, PROMPTS)
+        assert [answer.status for answer in answers] == [200] * len(PROMPTS)
+        assert answers == expected
+        so_far = await at_once()
+        async with new_session() as session:
+            # One after the other: push meets push, pull meets pull.
+            for number in range(8):
+                assert (await ask(session, router, Prompt(tuple(range(number, 200 + number))))).is_ok
+            assert await at_once() == so_far + 4
+            for engine in engines:
+                assert (await metrics(session, engine))["kvferry:failed_pulls_total"] == 0
+            served = [(await metrics(session, engine))["kvferry:finished_pulls_total"] for engine in engines]
+            assert served[:2] == [0, 0]
+            assert all(served[2:])
+            await assert_quiescent(session, *engines)
+
+    asyncio.run(check())

@@ -1,0 +1,212 @@
+"""A consumer that lends its blocks: the producer writes, and the blocks are used or given back only when it certainly cannot any more."""
+
+import msgspec
+import pytest
+from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, connect, failures, make_consumer, of, reply, sent, ticket
+from tests.protocol.test_consumer_push import CANCEL, READER, REGISTRATION, expect, offer
+
+from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.protocol.actions import Lend, StartRead, TakeBack
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.messages import (
+    HandshakeRequest,
+    Heartbeat,
+    HeartbeatReply,
+    PushCancel,
+    PushRegistration,
+    Refused,
+    Revoke,
+    Revoked,
+    WriteFailed,
+    Written,
+)
+
+LEASE_S = 30
+TAKE_BACK = TakeBack(R1, "memory", 1)
+REVOKE = Revoke("e1", READER, 1)
+
+
+def lender(is_fenced: bool = True) -> Consumer:
+    """Registered and connected, with blocks 5 and 6 lent under number 1."""
+    consumer = make_consumer(lends_by=frozenset({"memory"}), fenced=frozenset({"memory"} if is_fenced else ()))
+    expect(consumer)
+    connect(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=1)
+    return consumer
+
+
+def written(consumer: Consumer, now: float = 2) -> None:
+    consumer.receive(CONTROL, Written(READER, 1, 8, is_last=True, left_tokens=4, early_bytes=64), now)
+
+
+def test_blocks_are_lent_as_soon_as_there_are_some_and_used_once_they_are_back() -> None:
+    consumer = lender()
+    actions = consumer.take_actions()
+    assert of(actions, Lend) == [Lend("memory", 1, ((5, 6),))]
+    [registration] = sent(actions, PushRegistration)
+    assert isinstance(registration, PushRegistration)
+    assert registration.write is not None
+    assert (registration.write.number, registration.write.local_block_ids) == (1, [[5, 6]])
+    consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=2)
+    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+    written(consumer)
+    assert consumer.take_actions() == [TAKE_BACK]
+    assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64)]
+    consumer.taken_back(R1, 1, now=3)
+    assert consumer.take_events() == [PullFinished(R1)]
+    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+
+
+def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_said_that_it_was_the_last() -> None:
+    consumer = lender(is_fenced=False)
+    written(consumer)
+    assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64), PullFinished(R1)]
+
+
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_an_aborted_request_keeps_its_blocks_until_nothing_can_be_written_into_them(is_fenced: bool) -> None:
+    consumer = lender(is_fenced)
+    consumer.take_actions()
+    consumer.abort(R1, now=2)
+    actions = consumer.take_actions()
+    assert (of(actions, TakeBack), sent(actions, Revoke)) == ([TAKE_BACK] * is_fenced, [REVOKE])
+    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
+    if is_fenced:
+        consumer.receive(CONTROL, Revoked(READER, 1), now=3)
+        assert consumer.take_events() == [], "its own fence is the better witness"
+        consumer.taken_back(R1, 1, now=3)
+    else:
+        consumer.receive(CONTROL, Revoked(READER, 2), now=3)
+        assert consumer.take_events() == []
+        consumer.receive(CONTROL, Revoked(READER, 1), now=3)
+    assert consumer.take_events() == [PullFailed(R1, "the request was aborted")]
+    assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
+    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+
+
+def test_without_a_fence_a_silent_producer_is_asked_again_and_waited_for_ten_leases_more() -> None:
+    consumer = lender(is_fenced=False)
+    consumer.abort(R1, now=2)
+    consumer.take_actions()
+    consumer.advance(now=3)
+    assert sent(consumer.take_actions(), Revoke) == [REVOKE]
+    consumer.take_events()
+    consumer.advance(now=2 + 11 * LEASE_S - 0.1)
+    assert failures(consumer) == []
+    consumer.advance(now=2 + 11 * LEASE_S + 1)
+    assert failures(consumer) == ["the request was aborted"]
+
+
+def test_without_a_fence_a_producer_that_lives_anew_has_surely_stopped() -> None:
+    consumer = lender(is_fenced=False)
+    consumer.take_actions()
+    consumer.disconnected(CONTROL, now=2)
+    assert failures(consumer) == []
+    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(request, HandshakeRequest)
+    consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=5)
+    assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
+
+
+def test_what_cannot_be_written_is_read_once_the_blocks_are_back() -> None:
+    consumer = lender()
+    consumer.take_actions()
+    consumer.receive(CONTROL, WriteFailed(READER, 1, "no way"), now=2)
+    assert of(consumer.take_actions(), TakeBack) == [TAKE_BACK]
+    offer(consumer, ticket(), "T1", now=2)
+    assert consumer.take_actions() == []
+    consumer.taken_back(R1, 1, now=3)
+    assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
+    offer(consumer, ticket(), "T1", now=4)
+    assert of(consumer.take_actions(), StartRead)
+    assert consumer.take_events() == [PrefillCompleted(R1, 8, 8, 0)]
+
+
+def test_an_offer_that_crosses_the_loan_is_not_read() -> None:
+    consumer = lender()
+    consumer.take_actions()
+    offer(consumer, ticket(), "T1", now=2)
+    assert consumer.take_actions() == []
+
+
+def test_a_request_that_was_offered_its_kv_before_it_had_blocks_reads_it() -> None:
+    consumer = make_consumer(lends_by=frozenset({"memory"}), fenced=frozenset({"memory"}))
+    expect(consumer)
+    connect(consumer)
+    offer(consumer, ticket(), "T1", now=1)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=2)
+    actions = consumer.take_actions()
+    assert of(actions, StartRead)
+    assert of(actions, Lend) == []
+
+
+@pytest.mark.parametrize("trouble", ["lost", "refused", "deadline", "gone"])
+def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(trouble: str) -> None:
+    consumer = lender()
+    consumer.take_actions()
+    match trouble:
+        case "lost":
+            consumer.disconnected(CONTROL, now=2)
+        case "refused":
+            consumer.receive(CONTROL, Refused("", READER, "it failed"), now=2)
+        case "gone":
+            consumer.receive(CONTROL, HeartbeatReply("e1", 1, [READER]), now=2)
+        case "deadline":
+            for now in range(5, 487, 5):
+                consumer.advance(now)
+                for beat in sent(consumer.take_actions(), Heartbeat):
+                    assert isinstance(beat, Heartbeat)
+                    consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now)
+    if trouble != "deadline":
+        assert of(consumer.take_actions(), TakeBack) == [TAKE_BACK]
+    assert failures(consumer) == []
+    consumer.taken_back(R1, 1, now=500)
+    assert len(failures(consumer)) == 1
+    assert consumer.num_pulls == 0
+
+
+@pytest.mark.parametrize("what", ["written", "failed", "revoked"])
+def test_words_about_another_loan_or_from_somebody_else_are_ignored(what: str) -> None:
+    consumer = lender()
+    consumer.take_actions()
+    for address, number in ((CONTROL, 2), ("tcp://elsewhere:1", 1)):
+        messages: dict[str, Written | WriteFailed | Revoked] = {
+            "written": Written(READER, number, 8, is_last=True),
+            "failed": WriteFailed(READER, number, "no"),
+            "revoked": Revoked(READER, number),
+        }
+        message = messages[what]
+        consumer.receive(address, message, now=2)
+    assert (consumer.take_actions(), consumer.take_events()) == ([], [])
+
+
+def test_an_abort_while_the_last_bytes_are_fenced_ends_it_once_they_are() -> None:
+    consumer = lender()
+    written(consumer)
+    consumer.take_actions()
+    consumer.take_events()
+    consumer.abort(R1, now=3)
+    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
+    assert of(consumer.take_actions(), TakeBack) == [], "it is being taken back already"
+    consumer.taken_back(R1, 1, now=4)
+    assert failures(consumer) == ["the request was aborted"]
+
+
+def test_a_producer_that_dies_after_its_last_word_does_no_harm() -> None:
+    consumer = lender()
+    written(consumer)
+    consumer.take_events()
+    consumer.disconnected(CONTROL, now=3)
+    consumer.taken_back(R1, 1, now=4)
+    assert PullFinished(R1) in consumer.take_events()
+
+
+def test_a_staged_producer_is_not_lent_anything() -> None:
+    consumer = make_consumer(lends_by=frozenset({"memory"}), fenced=frozenset({"memory"}))
+    expect(consumer)
+    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(request, HandshakeRequest)
+    consumer.receive(SIDE, reply(request.nonce, is_staged=True), now=0)
+    consumer.peer_opened(PEER, "memory", now=0)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=1)
+    assert of(consumer.take_actions(), Lend) == []
