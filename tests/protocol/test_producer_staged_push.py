@@ -227,6 +227,40 @@ def test_of_two_pieces_that_cannot_be_copied_readers_hear_once() -> None:
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_prefill_that_cannot_be_copied_is_reported_after_its_other_copies_whoever_leaves(leaves: bool) -> None:
+    producer = begun("r")
+    publish(producer, 8, 4)
+    assert producer.take_actions() == [Expose(A, ((4,),), 2)]
+    producer.receive(ROUTE, Attach(ticket(4), READER), now=1)
+    producer.exposed(1, "no memory", now=2)
+    if leaves:
+        producer.receive(ROUTE, Detach("e1", "a", READER), now=3)
+    producer.close(A, 4, ((5,),))
+    assert (producer.take_ended(), producer.num_leases) == ([], 1)
+    producer.exposed(2, None, now=5)
+    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    assert producer.take_actions() == []
+
+
+def test_after_one_piece_has_failed_the_others_bring_nothing() -> None:
+    producer = begun("r")
+    publish(producer, 8, 4)
+    producer.exposed(1, "no memory", now=2)
+    said(producer)
+    producer.exposed(2, None, now=3)
+    assert (said(producer), producer.take_ended()) == ([], [])
+
+
+def test_where_there_is_nothing_new_to_copy_the_offer_goes_at_once() -> None:
+    """All that the step has filled lies before what the last token looks at."""
+    producer = begun("r")
+    producer.exposed(1, None, now=1)
+    said(producer)
+    publish(producer, 8)
+    assert said(producer) == [offer(8)]
+
+
 def test_a_granted_prefill_is_offered_at_once_and_read_when_it_is_copied() -> None:
     """Where nothing is streamed, readers come while it is copied."""
     producer = make_staged()
