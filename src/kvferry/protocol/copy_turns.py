@@ -4,7 +4,6 @@ An engine that preempts a request uses its blocks again at once, while a copy of
 for must not be overtaken by it. Blocks are known by their number alone, whatever their group: groups may share memory.
 """
 
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -17,7 +16,7 @@ class CopyTurns:
 
     _blocks: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
     """By copy."""
-    _lines: dict[int, deque[int]] = field(default_factory=dict, init=False)
+    _lines: dict[int, list[int]] = field(default_factory=dict, init=False)
     """By block, none of them empty."""
     _behind: dict[int, int] = field(default_factory=dict, init=False)
     """By copy, in how many lines it is not the first."""
@@ -30,7 +29,7 @@ class CopyTurns:
         self._blocks[copy] = frozenset(blocks)
         self._behind[copy] = 0
         for block in self._blocks[copy]:
-            line = self._lines.setdefault(block, deque())
+            line = self._lines.setdefault(block, [])
             self._behind[copy] += bool(line)
             line.append(copy)
         return self.is_under_way(copy)
