@@ -24,11 +24,11 @@ FULL, WINDOW = KVCacheGroup(("f",)), KVCacheGroup(("w",), sliding_window=4)
 
 def preempted(streams: PrefillStreams, *tables: tuple[int, ...]) -> list[PrefillStream]:
     """Found in a step that goes on with it, having these tables; or in one that does not."""
-    return streams.take_preempted([Slice(R, 8, tables)] if tables else [], (FULL, WINDOW)[: len(tables)])
+    return streams.take_preempted([Slice(R, 8, tables)] if tables else [])
 
 
-def streams_of(num_tokens: int = 10) -> tuple[PrefillStreams, EngineRequest]:
-    streams, request = PrefillStreams(4), EngineRequest(R, list(range(num_tokens)))
+def streams_of(num_tokens: int = 10, groups: tuple[KVCacheGroup, ...] = (FULL,)) -> tuple[PrefillStreams, EngineRequest]:
+    streams, request = PrefillStreams(4, groups), EngineRequest(R, list(range(num_tokens)))
     streams.add(request, "h1")
     return streams, request
 
@@ -50,8 +50,30 @@ def test_full_blocks_of_earlier_steps_are_published_once() -> None:
 
 
 def test_blocks_that_a_window_has_left_behind_are_holes_and_stay_so() -> None:
-    streams, _ = streams_of()
+    streams, _ = streams_of(groups=(FULL, WINDOW))
     assert advance(streams, 8, (5, 6, 7), (HOLE, 9, 10)) == [(8, ((5, 6, HOLE), (HOLE, 9, HOLE)))]
+
+
+def test_blocks_that_a_window_will_leave_behind_are_never_published() -> None:
+    """The engine lets go of them in the middle of the prompt, and nobody hears of it. The last of 20 tokens looks at blocks 4 and later."""
+    streams, _ = streams_of(20, groups=(FULL, WINDOW))
+    table = (5, 6, 7, 8, 9)
+    assert advance(streams, 8, table, table) == [(8, ((5, 6, HOLE, HOLE, HOLE), (HOLE,) * 5))]
+    assert advance(streams, 19, table, (HOLE, HOLE, 7, 8, 9)) == [(16, ((5, 6, 7, 8, HOLE), (HOLE,) * 5))]
+
+
+def test_of_each_advance_what_is_new_is_known_and_at_the_end_what_was_never_published() -> None:
+    streams, _ = streams_of(18, groups=(FULL, WINDOW))
+    full, window = (5, 6, 7, 8, 9), (HOLE, 2, 3, 4, 1)
+    new = []
+    for start in (4, 14, 16):
+        for each in streams.advances([Slice(R, start, (full, window))]):
+            new.append(each.new_blocks(4))
+            streams.note_published(each, 1)
+    assert new == [((5,), (HOLE,)), ((6, 7), (HOLE, HOLE)), ((8,), (4,))]
+    stream = streams.get(R)
+    assert stream is not None
+    assert streams.unpublished(stream, ([*full], [HOLE, HOLE, 3, 4, 1])) == ((9,), (3, 1)), "the engine may keep more than it must"
 
 
 def test_output_is_not_published() -> None:
@@ -82,7 +104,7 @@ def test_a_prefill_taken_up_again_with_other_blocks_is_withdrawn_though_it_has_a
 
 
 def test_a_prefill_that_has_outrun_its_window_is_not_withdrawn() -> None:
-    streams, request = streams_of()
+    streams, request = streams_of(groups=(FULL, WINDOW))
     advance(streams, 8, (5, 6, 7), (8, 9, 10))
     request.status, request.num_computed_tokens = RequestStatus.RUNNING, 8
     assert preempted(streams, (5, 6, 7), (HOLE, 9, 10)) == []
@@ -91,13 +113,13 @@ def test_a_prefill_that_has_outrun_its_window_is_not_withdrawn() -> None:
 
 def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> None:
     """A window of 4 tokens in blocks of 4: the last of 10 looks at tokens 6 to 9, the one before at block 1 too."""
-    streams, _ = streams_of()
+    streams, _ = streams_of(groups=(FULL, WINDOW))
     advance(streams, 8, (5, 6, 7), (8, 9, 10))
     stream = streams.get(R)
     assert stream is not None
-    assert not streams.has_let_go(stream, ([5, 6, 7], [HOLE, 9, 10]), (FULL, WINDOW))
-    assert streams.has_let_go(stream, ([5, 6, 7], [HOLE, HOLE, 10]), (FULL, WINDOW))
-    assert streams.has_let_go(stream, ([5, 1, 7], [HOLE, 9, 10]), (FULL, WINDOW))
+    assert not streams.has_let_go(stream, ([5, 6, 7], [HOLE, 9, 10]))
+    assert streams.has_let_go(stream, ([5, 6, 7], [HOLE, HOLE, 10]))
+    assert streams.has_let_go(stream, ([5, 1, 7], [HOLE, 9, 10]))
 
 
 def test_an_ended_prefill_is_forgotten() -> None:

@@ -1,15 +1,15 @@
 """Push while the prompt is computed: what has moved when, counted in bytes, and what a preemption costs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from tests.connectors.pair import Blocks, EngineRequest, step_until
-from tests.connectors.test_push import D_ID, P_ID, TOKENS, Legs, legs, way
+from tests.connectors.test_push import D_ID, P_ID, TOKENS, WAYS, Legs, closed, legs_between, push_side
 
 from kvferry.connectors.contract import RequestStatus, SupportsHMA
-
-__all__ = ["legs", "way"]
+from kvferry.planes.memory import MemoryNetwork
 
 BLOCK_BYTES = 3 * 4 * 16
 """Of three layers."""
@@ -25,6 +25,16 @@ class Slice:
 @dataclass(frozen=True)
 class Plan:
     slices: tuple[Slice, ...]
+
+
+@pytest.fixture(params=[*((way, "") for way in WAYS), ("read", "p"), ("read", "d"), ("read", "pd"), ("written", "d")], ids=str)
+def legs(request: pytest.FixtureRequest) -> Iterator[Legs]:
+    """However bytes move, and whichever sides stage their cache in a host buffer."""
+    way, staged = request.param
+    network = MemoryNetwork()
+    p, d = (push_side(name, network, kv_lease_duration=600, force_host_buffer=name in staged, **WAYS[way]) for name in ("p", "d"))
+    yield legs_between(p, d)
+    closed(p, d)
 
 
 class Prefill:

@@ -24,7 +24,7 @@ def make_staged() -> Producer:
 def granted() -> Producer:
     producer = make_staged()
     producer.grant(A, 1, 0, BLOCKS)
-    assert producer.take_actions() == [Expose(A, BLOCKS)]
+    assert producer.take_actions() == [Expose(A, BLOCKS, 1)]
     assert producer.take_actions() == []
     return producer
 
@@ -40,7 +40,7 @@ def test_readers_are_told_when_the_copy_is_there() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
     producer.receive(E, Attach(ticket(), "e/1"), now=1)
     assert producer.take_replies() == []
-    producer.exposed(A, None)
+    producer.exposed(1, None, now=2)
     assert producer.take_replies() == [Reply(D, Ready("a", "d/1")), Reply(E, Ready("a", "e/1"))]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
     assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1"))]
@@ -48,7 +48,7 @@ def test_readers_are_told_when_the_copy_is_there() -> None:
 
 def test_a_reader_that_comes_after_the_copy_is_told_at_once() -> None:
     producer = granted()
-    producer.exposed(A, None)
+    producer.exposed(1, None, now=2)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
     assert producer.take_replies() == [Reply(D, Ready("a", "d/1"))]
 
@@ -60,7 +60,7 @@ def test_a_reader_that_overtook_the_grant_is_told_after_grant_and_copy() -> None
     assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, []))]
     producer.grant(A, 1, 1, BLOCKS)
     assert producer.take_replies() == []
-    producer.exposed(A, None)
+    producer.exposed(1, None, now=2)
     assert producer.take_replies() == [Reply(D, Ready("a", "d/1"))]
 
 
@@ -92,7 +92,7 @@ def test_the_end_of_a_lease_is_not_reported_while_its_blocks_are_copied(how: str
     if how == "abandoned":
         producer.abandon(A)
     assert (ended(producer), producer.num_leases) == ([], 1)
-    producer.exposed(A, None)
+    producer.exposed(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.EXPIRED if how == "expired" else LeaseEnd.RELEASED)]
     assert (producer.take_replies(), producer.num_leases) == ([], 0)
 
@@ -103,14 +103,14 @@ def test_one_that_left_before_the_grant_does_not_free_blocks_that_are_copied() -
     producer.receive(D, Detach("e1", "a", "d/1"), now=0)
     producer.grant(A, 1, 1, BLOCKS)
     assert ended(producer) == []
-    producer.exposed(A, None)
+    producer.exposed(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
 def test_a_copy_that_fails_is_told_to_the_readers_and_frees_the_blocks() -> None:
     producer = granted()
     producer.receive(D, Attach(ticket(), "d/1", "", ["d/1/1"]), now=1)
-    producer.exposed(A, "no memory")
+    producer.exposed(1, "no memory", now=2)
     assert refusals(producer) == ["the blocks could not be copied to the host buffer: no memory"]
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.receive(D, Attach(ticket(), "d/1/1"), now=2)
@@ -124,19 +124,18 @@ class StagedMachine(ProducerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.producer = make_staged()
-        self.copying: set[RequestId] = set()
+        self.copying: dict[RequestId, int] = {}
         self.told: set[tuple[str, str]] = set()
 
     @rule(serial=st.integers(1, 6), error=st.sampled_from([None, None, "broken"]))
     def end_copy(self, serial: int, error: str | None) -> None:
         request = RequestId(f"r{serial}")
         if request in self.copying:
-            self.copying.discard(request)
-            self.producer.exposed(request, error)
+            self.producer.exposed(self.copying.pop(request), error, self.now)
 
     def confirmations_come_before_the_end(self) -> None:
         for action in self.producer.take_actions():
-            self.copying.add(action.request)
+            self.copying[action.request] = action.copy
         for reply in self.producer.take_replies():
             match reply.message:
                 case Ready(lease, reader):
@@ -146,7 +145,7 @@ class StagedMachine(ProducerMachine):
                     assert lease not in self.free
                     assert (lease, reader) in self.told
         for end in self.producer.take_ended():
-            assert end.request not in self.free | self.copying
+            assert end.request not in self.free | self.copying.keys()
             self.free.add(end.request)
 
     def finish(self) -> None:

@@ -6,6 +6,7 @@ preempts loses its blocks: what was published is withdrawn, before anything else
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from kvferry.connectors.contract import KVCacheGroup, Request, RequestStatus, ScheduledSlice
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
@@ -35,12 +36,17 @@ class Advance:
     stream: PrefillStream
     num_tokens: int
     blocks: tuple[tuple[int, ...], ...]
-    """Tables of the whole prompt, with holes for what is yet to come."""
+    """Tables of the whole prompt, with holes for what is yet to come, and for what its last token does not look at."""
+
+    def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        first, end = self.stream.num_published // block_size, self.num_tokens // block_size
+        return tuple(table[first:end] for table in self.blocks)
 
 
 @dataclass(slots=True)
 class PrefillStreams:
     block_size: int
+    groups: Sequence[KVCacheGroup]
     _streams: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
     _published: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
 
@@ -59,13 +65,13 @@ class PrefillStreams:
         self._published.pop(request, None)
         return self._streams.pop(request, None)
 
-    def take_preempted(self, slices: Iterable[ScheduledSlice], groups: Sequence[KVCacheGroup]) -> list[PrefillStream]:
+    def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
         """Those that have lost what was published of them, as their counts or this step's tables tell. They may be published anew."""
         tables = {piece.request_id: piece for piece in slices if piece.request_id in self._published}
         lost = []
         for request, stream in self._published.items():
             piece = tables.get(request)
-            if _has_lost_tokens(stream) or (piece is not None and self.has_let_go(stream, piece.block_ids, groups)):
+            if _has_lost_tokens(stream) or (piece is not None and self.has_let_go(stream, piece.block_ids)):
                 lost.append(stream)
         for stream in lost:
             del self._published[RequestId(stream.request.request_id)]
@@ -86,19 +92,26 @@ class PrefillStreams:
         stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
         self._published[RequestId(stream.request.request_id)] = stream
 
-    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]], groups: Sequence[KVCacheGroup]) -> bool:
-        """Whether the engine no longer holds a block that was published and that the prompt's last token looks at.
+    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
+        """Whether the engine no longer holds a block that was published.
         A request that was preempted and taken up again at once may have as many tokens as before, but in other blocks."""
-        last = stream.request.num_prompt_tokens - 1
-        for group, before, after in zip(groups, stream.blocks, blocks, strict=True):
-            seen = slice(group.first_seen(last) // self.block_size, stream.num_published // self.block_size)
-            if tuple(before[seen]) != tuple(after[seen]):
-                return True
-        return False
+        return any(
+            any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
+            for before, after in zip(stream.blocks, blocks, strict=True)
+        )
+
+    def unpublished(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """What the engine holds at the end beyond that."""
+        return tuple(
+            tuple(now for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE) if now not in (HOLE, was))
+            for before, after in zip(stream.blocks, blocks, strict=True)
+        )
 
     def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """The engine lets go of what the last token does not look at, when it likes: whoever read that would not hear of it."""
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
-        return tuple((*table[:ready], *[HOLE] * (total - ready)) for table in tables)
+        firsts = [min(ready, group.first_seen(num_prompt_tokens - 1) // self.block_size) for group in self.groups]
+        return tuple((*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready)) for first, table in zip(firsts, tables, strict=True))
 
 
 def _has_lost_tokens(stream: PrefillStream) -> bool:

@@ -33,7 +33,7 @@ class PushScheduler(PullScheduler):
     def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
         super().__init__(config, cache, extra)
         self._push_key = PushTicketKey(config.secret)
-        self._streams = PrefillStreams(cache.block_size)
+        self._streams = PrefillStreams(cache.block_size, cache.groups)
         self._published: dict[str, RequestId] = {}
         """By handover, those whose blocks are kept."""
         self._handovers: dict[RequestId, str] = {}
@@ -43,9 +43,7 @@ class PushScheduler(PullScheduler):
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         asked = read_params(request.kv_transfer_params)
-        # Where readers read a copy, that is made when all is there.
-        can_stream = self._extra.push_streaming and not self._is_staged
-        can_stream = can_stream and self._config.kv_transfer.is_kv_producer and self._address is not None
+        can_stream = self._extra.push_streaming and self._config.kv_transfer.is_kv_producer and self._address is not None
         if isinstance(asked, PrefillForPeer) and can_stream and len(request.request_id) <= MAX_NAME_CHARS:
             self._streams.add(request, self._handover(asked))
 
@@ -127,7 +125,7 @@ class PushScheduler(PullScheduler):
 
     def build_connector_meta(self, slices: Iterable[ScheduledSlice] = ()) -> PullMetadata:
         slices = tuple(slices)
-        for stream in self._streams.take_preempted(slices, self._cache.groups):
+        for stream in self._streams.take_preempted(slices):
             self._commands.append(Withdraw(RequestId(stream.request.request_id), stream.serial))
             stream.serial = stream.num_published = 0
         for advance in self._streams.advances(slices):
@@ -138,7 +136,8 @@ class PushScheduler(PullScheduler):
         stream, request_id = advance.stream, RequestId(advance.stream.request.request_id)
         serial = stream.serial or self._open(request_id)
         ticket = self._ticket(stream.request, serial, advance.blocks, stream.tokens)
-        self._commands.append(Publish(request_id, stream.handover, self._key.sign(ticket), advance.num_tokens))
+        copied = advance.new_blocks(self._cache.block_size) if self._is_staged else ()
+        self._commands.append(Publish(request_id, stream.handover, self._key.sign(ticket), advance.num_tokens, copied))
         self._streams.note_published(advance, serial)
 
     def _open(self, request: RequestId) -> int:
@@ -150,10 +149,10 @@ class PushScheduler(PullScheduler):
         stream = self._streams.get(request)
         if stream is None or not stream.serial:
             return super()._grant(request, blocks)
-        if self._streams.has_let_go(stream, blocks, self._cache.groups):
+        if self._streams.has_let_go(stream, blocks):
             self._commands.append(Withdraw(request, stream.serial))
             return super()._grant(request, blocks)
-        self._commands.append(Close(request))
+        self._commands.append(Close(request, self._streams.unpublished(stream, blocks) if self._is_staged else ()))
         return stream.serial
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:

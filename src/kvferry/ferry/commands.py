@@ -118,6 +118,8 @@ class Close:
     """An open request has been computed; its blocks are kept for readers from now on, as if it had been granted."""
 
     request: RequestId
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """By group, where readers read a copy of them: those that are not copied yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class Publish:
     """Of its push ticket; empty: it had none."""
     ticket: str
     ready_tokens: int
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """By group, where readers read a copy of them: those of an open request to be copied before it is offered."""
 
 
 @dataclass(frozen=True, slots=True)

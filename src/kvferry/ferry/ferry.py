@@ -30,6 +30,7 @@ from kvferry.ferry.commands import (
     Withdraw,
     Withhold,
 )
+from kvferry.ferry.postponed import Postponed
 from kvferry.ports.block_store import BlockStore, StoreHandle
 from kvferry.ports.control import ControlPlane, Disconnected, Received
 from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
@@ -128,6 +129,7 @@ class Ferry:
         self._moves: dict[tuple[str, Handle], StartRead | StartWrite | TakeBack] = {}
         """By plane: what its handles are about."""
         self._stored: dict[StoreHandle, Place | Expose] = {}
+        self._postponed = Postponed(settings.consumer.peers.geometry.block_size, self._producer.is_copying)
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
@@ -161,6 +163,8 @@ class Ferry:
                 self._take_completion(plane.name, completion, now)
         for stored in self._store.poll():
             self._take_stored(self._stored.pop(stored.handle), stored.error, now)
+        for command in self._postponed.take_due():
+            self._obey_as_consumer(command, now)
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
@@ -228,7 +232,7 @@ class Ferry:
     def _obey(self, command: Command, now: float) -> None:
         if isinstance(command, OfProducer):
             self._obey_as_producer(command, now)
-        else:
+        elif not self._postponed.keeps(command):
             self._obey_as_consumer(command, now)
 
     def _obey_as_producer(self, command: OfProducer, now: float) -> None:
@@ -237,12 +241,12 @@ class Ferry:
                 self._producer.grant(request, serial, now, blocks)
             case Open(request, serial):
                 self._producer.open(request, serial, now)
-            case Close(request):
-                self._producer.close(request, now)
+            case Close(request, blocks):
+                self._producer.close(request, now, blocks)
             case Withdraw(request, serial):
                 self._producer.withdraw(request, serial, now)
-            case Publish(request, handover, ticket, ready_tokens):
-                self._producer.publish(request, handover, ticket, ready_tokens, now)
+            case Publish(request, handover, ticket, ready_tokens, blocks):
+                self._producer.publish(request, handover, ticket, ready_tokens, now, blocks)
             case Withhold(request, handover, reason):
                 self._producer.withhold(request, handover, reason, now)
             case Abandon(request):
@@ -291,7 +295,7 @@ class Ferry:
         if isinstance(action, Place):
             self._consumer.placed(action.request, error, now)
         else:
-            self._producer.exposed(action.request, error)
+            self._producer.exposed(action.copy, error, now)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 

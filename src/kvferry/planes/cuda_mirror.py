@@ -1,7 +1,7 @@
 """A mirror of a CUDA cache in pinned host memory. Copies go through a stream of their own, so that they run beside the engine's kernels.
 
-Called by the thread that owns the store; it never waits for the device. A copy from the engine needs no event of the engine's stream: a
-lease is granted after the engine has seen the request's last token, which its kernels computed after they had written the blocks.
+Called by the thread that owns the store; it never waits for the device. A copy from the engine needs no event of the engine's stream: it is
+asked for after the engine has seen the output of the step that filled the blocks, which its kernels computed after they had written them.
 Long runs of blocks are left to the copy engines. Scattered ones are gathered by kernels, for which pinned memory is like the device's own:
 a copy each would cost some 40 us of this thread.
 """

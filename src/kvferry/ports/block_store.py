@@ -12,7 +12,8 @@ Contract, checked by `tests/planes/test_block_store.py`:
 - Once begun, errors are values: `StoredBlocks.error`. Blocks of a failed job are no longer touched, and what is in them is worthless.
 - A job is never stopped halfway: whoever wants the blocks back waits for its handle.
 - Jobs do not order each other. No two that are under way may write the same block, unless they write the same bytes.
-- The engine has finished writing the blocks that are exposed, and touches those that are placed only after the handle has come back.
+- The engine has finished writing the blocks that are exposed, and touches those that are placed only after the handle has come back. If it
+  takes exposed blocks back before (a preemption), what is copied is worthless, and whoever asked for it says so to nobody.
 - `close` is complete and idempotent; what was under way is dropped.
 """
 

@@ -132,6 +132,8 @@ class Expose:
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...]
+    copy: int
+    """Its number: of one request there are several, and not all of them count."""
 
 
 Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Lend | TakeBack | StartWrite | StopWrite | Place | Expose

@@ -105,7 +105,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The lease is granted and its blocks are where readers read them. Said only by producers whose layout `is_staged`."""
+    """The lease is granted and its blocks, or those that were offered of it, are where readers read them. Said only by producers whose
+    layout `is_staged`."""
 
     lease: Name
     reader: Name

@@ -7,21 +7,23 @@ no more of them is believed.
 In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the desk (`push_desk.py`). Where
 the consumer has lent us its blocks, we write instead of offering (`writers.py`); it is a reader of the lease all the same.
 
-A staged producer's readers read a copy of the blocks, which is made when the lease is granted. It tells each of them when the copy is there
-(`Ready`), confirms nobody before, and does not report the end of a lease whose blocks are still being copied.
+A staged producer's readers read a copy of the blocks (`exposures.py`). It tells each of them when the copy is there (`Ready`), confirms
+nobody before, offers no piece of a prefill before, and does not report the end of a lease whose blocks are still being copied.
 Pure: feed it, then take what it wants done.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.actions import Expose
+from kvferry.protocol.claims import Claim
 from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.exposures import BlockTables, Exposures, Publication
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
 from kvferry.protocol.messages import (
@@ -80,43 +82,19 @@ class Reply:
     message: Ready | Confirmed | Refused | HeartbeatReply | PushOffer | PushWithdrawal | Written | WriteFailed | Revoked
 
 
-@dataclass(slots=True)
-class _Claim:
-    """Readers that came before the grant."""
-
-    serial: int
-    """Of their ticket. A prefill that is preempted has another lease before it, perhaps."""
-    readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
-    """Reader -> what it said, and where it is answered."""
-    ends: dict[str, Confirm | Detach] = field(default_factory=dict)
-    """Of readers that are through already."""
-    is_abandoned: bool = False
-
-
-@dataclass(slots=True)
-class _Copy:
-    """Blocks of a lease on their way to where they are read."""
-
-    waiting: dict[str, Route] = field(default_factory=dict)
-    """Readers to be told when they are there."""
-    end: EndedLease | None = None
-    """How the lease has ended meanwhile: the copy still reads the blocks, so it is not reported yet."""
-
-
 class Producer:
     def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey, writers: Writers) -> None:
         self._settings = settings
         self._key = key
         self._push_key = push_key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
-        self._claims: dict[RequestId, _Claim] = {}
+        self._claims: dict[RequestId, Claim] = {}
         self._claim_deadlines: Deadlines[RequestId] = Deadlines()
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
-        self._copies: dict[RequestId, _Copy] = {}
+        self._exposures = Exposures()
         self._desk = PushDesk(settings.lease_ttl_s)
         self._writers = writers
-        self._actions: list[Expose] = []
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
         self._stirred_at = -math.inf
@@ -124,7 +102,7 @@ class Producer:
     @property
     def num_leases(self) -> int:
         """Those included that have ended but are not reported yet."""
-        return len(self._leases) + sum(copy.end is not None for copy in self._copies.values())
+        return len(self._leases) + self._exposures.num_unreported
 
     @property
     def num_registrations(self) -> int:
@@ -138,12 +116,15 @@ class Producer:
             self._ahead = Counter(attach.plane for claim, attach in ahead if attach.reader not in claim.ends)
         return self._leases.num_readers(plane) + self._ahead[plane]
 
-    def grant(self, request: RequestId, serial: int, now: float, blocks: tuple[tuple[int, ...], ...] = ()) -> None:
+    def is_copying(self, blocks: Collection[int]) -> bool:
+        """Whether one of these blocks is being copied to where readers read it, or will be."""
+        return self._exposures.is_copying(blocks)
+
+    def grant(self, request: RequestId, serial: int, now: float, blocks: BlockTables = ()) -> None:
         """The engine keeps this request's blocks for readers from now on. Which they are is asked only of a staged producer."""
         self._leases.grant(request, serial, now)
         if self._settings.is_staged:
-            self._copies[request] = _Copy()
-            self._actions.append(Expose(request, blocks))
+            self._exposures.grant(request, blocks)
         self._serve_claim(request, serial, now)
 
     def _serve_claim(self, request: RequestId, serial: int, now: float) -> None:
@@ -168,45 +149,63 @@ class Producer:
     def open(self, request: RequestId, serial: int, now: float) -> None:
         """The engine computes this request for readers: what is published of it may be read from now on."""
         self._leases.open(request, serial)
+        if self._settings.is_staged:
+            self._exposures.open(request)
         self._serve_claim(request, serial, now)
 
-    def close(self, request: RequestId, now: float) -> None:
-        """The engine is through with an open request and keeps its blocks for readers."""
+    def close(self, request: RequestId, now: float, blocks: BlockTables = ()) -> None:
+        """The engine is through with an open request and keeps its blocks for readers. A staged producer has yet to copy these."""
         self._leases.close(request, now)
         self._collect(request)
+        if self._exposures.failure_of(request):
+            self._revoke(request)
+        elif request in self._leases:
+            self._exposures.close(request, blocks)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
         """The engine has taken back the blocks of an open request, to compute it anew. Nobody who reads them now is confirmed."""
         self._leases.revoke(request)
+        self._exposures.withdraw(request)
         self._desk.withdraw(request, serial, now)
         self._take_from_desk(now)
 
-    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int, now: float) -> None:
-        """So much of a leased prefill is for whoever has registered, or will register, for it."""
+    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int, now: float, blocks: BlockTables = ()) -> None:
+        """So much of a leased prefill is for whoever has registered, or will register, for it. A staged producer copies these first."""
         # A reader that came ahead of the grant may have been served already.
         if request in self._leases:
-            self._desk.publish(request, handover, ticket, ready_tokens)
-            self._take_from_desk(now)
+            due = self._exposures.publish(request, Publication(handover, ticket, ready_tokens), blocks)
+            if due is not None:
+                self._offer(request, due, now)
+
+    def _offer(self, request: RequestId, publication: Publication, now: float) -> None:
+        self._desk.publish(request, publication.handover, publication.ticket, publication.ready_tokens)
+        self._take_from_desk(now)
 
     def withhold(self, request: RequestId, handover: str, reason: str, now: float) -> None:
         """A prefill has ended without anything to hand over; whoever waits for it, or reads what there was of it, is told why."""
         self._leases.revoke(request)
+        self._exposures.withdraw(request)
         self._desk.fail(request, handover, reason, now)
         self._take_from_desk(now)
 
-    def exposed(self, request: RequestId, error: str | None) -> None:
-        """The copy that `Expose` asked for has ended; it no longer reads the request's blocks."""
-        copy = self._copies.pop(request)
-        if copy.end is not None:
-            self._ended.append(copy.end)
-        elif error is None:
-            self._replies += [Reply(route, Ready(request, reader)) for reader, route in copy.waiting.items()]
-        else:
-            revoked = self._leases.revoke(request)
-            assert revoked is not None
-            self._note_end(revoked)
-            for reader, route in copy.waiting.items():
-                self._refuse(route, request, reader, f"the blocks could not be copied to the host buffer: {error}")
+    def exposed(self, copy: int, error: str | None, now: float) -> None:
+        """The copy that `Expose` asked for has ended; it no longer reads the engine's blocks."""
+        copied = self._exposures.copied(copy, error)
+        if copied is None:
+            return
+        for reader, route in copied.readers.items():
+            reply = Refused(copied.request, reader, copied.failure) if copied.failure else Ready(copied.request, reader)
+            self._replies.append(Reply(route, reply))
+        if copied.end is not None:
+            self._ended.append(copied.end)
+        elif copied.failure and copied.is_open:
+            # The engine goes on with it, so there is nothing to report before it is closed.
+            self._desk.fail(copied.request, copied.handover, copied.failure, now)
+            self._take_from_desk(now)
+        elif copied.failure:
+            self._revoke(copied.request)
+        elif copied.publication is not None:
+            self._offer(copied.request, copied.publication, now)
 
     def hand_back(self, request: RequestId, serial: int) -> None:
         """Whoever held this ticket gives it up (a router, on behalf of a client that left)."""
@@ -262,8 +261,7 @@ class Producer:
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Expose]:
-        actions, self._actions = self._actions, []
-        return actions
+        return self._exposures.take_actions()
 
     def take_replies(self) -> list[Reply]:
         replies, self._replies = self._replies, []
@@ -296,7 +294,7 @@ class Producer:
             self._refuse(route, ticket.lease, message.reader, f"more than {MAX_CLAIMS} tickets wait for their lease")
             return
         if ticket.lease not in self._claims or self._claims[ticket.lease].serial < ticket.serial:
-            self._claims[ticket.lease] = _Claim(ticket.serial)
+            self._claims[ticket.lease] = Claim(ticket.serial)
             self._claim_deadlines.set(ticket.lease, now + self._settings.grant_wait_s)
         claim, self._ahead = self._claims[ticket.lease], None
         claim.readers[message.reader] = (route, msgspec.structs.replace(message, ticket=""))
@@ -318,10 +316,11 @@ class Producer:
         if message.epoch == self._settings.epoch and isinstance(message, Detach):
             # Another rank's offer may have brought it here before ours.
             self._desk.leave(message.reader)
+            self._exposures.leave(request, message.reader)
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
                 self._refuse(route, request, message.reader, "the producer has restarted since the ticket was issued", message.serial)
-        elif isinstance(message, Confirm) and self._is_unready(request):
+        elif isinstance(message, Confirm) and self._is_unready(request, message.reader):
             self._refuse(route, request, message.reader, "the blocks were not ready to be read", message.serial)
         elif claim is not None and message.reader in claim.readers and (isinstance(message, Detach) or message.serial in (0, claim.serial)):
             claim.ends[message.reader] = message
@@ -386,6 +385,8 @@ class Producer:
             if reply.lease is not None:
                 self._leases.note_offer(reply.lease, reply.message.reader)
             self._replies.append(Reply(reply.route, reply.message))
+            if reply.lease is not None and self._exposures.offer(reply.lease, reply.message.reader):
+                self._replies.append(Reply(reply.route, Ready(reply.lease, reply.message.reader)))
         for request, reader in self._desk.take_left():
             self._leases.detach(request, reader)
             self._collect(request)
@@ -419,10 +420,13 @@ class Producer:
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
             self._refuse(route, request, message.reader, "too many readers share this lease")
-        elif request in self._copies:
-            self._copies[request].waiting[message.reader] = route
+        elif self._exposures.failure_of(request):
+            self._leases.detach(request, message.reader)
+            self._refuse(route, request, message.reader, self._exposures.failure_of(request))
         elif self._settings.is_staged:
-            self._replies.append(Reply(route, Ready(request, message.reader)))
+            is_offered = self._desk.offered_to(message.reader) == request
+            if self._exposures.attach(request, message.reader, route, is_offered=is_offered):
+                self._replies.append(Reply(route, Ready(request, message.reader)))
 
     def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
         is_other = message.serial and self._leases.standing(request, message.serial) is not Standing.HELD
@@ -437,19 +441,21 @@ class Producer:
     def _refuse(self, route: Route, request: RequestId, reader: str, reason: str, serial: int = 0) -> None:
         self._replies.append(Reply(route, Refused(request, reader, reason, serial)))
 
-    def _is_unready(self, request: RequestId) -> bool:
-        return request in self._copies or (self._settings.is_staged and request in self._claims)
+    def _is_unready(self, request: RequestId, reader: str) -> bool:
+        return self._exposures.is_waiting(request, reader) or (self._settings.is_staged and request in self._claims)
 
     def _collect(self, request: RequestId) -> None:
         ended = self._leases.take_if_ended(request)
         if ended is not None:
             self._note_end(ended)
 
+    def _revoke(self, request: RequestId) -> None:
+        revoked = self._leases.revoke(request)
+        if revoked is not None:
+            self._note_end(revoked)
+
     def _note_end(self, ended: EndedLease) -> None:
         for reader in self._desk.end(ended.request, _END_REASONS[ended.end]):
             self._writers.fail(reader, _END_REASONS[ended.end])
-        copy = self._copies.get(ended.request)
-        if copy is None:
+        if self._exposures.end(ended):
             self._ended.append(ended)
-        else:
-            copy.end = ended

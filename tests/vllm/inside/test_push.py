@@ -146,10 +146,14 @@ BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
 """Of the made model: layers, KV heads, K and V, head size, float32."""
 
 
+STAGED = {"kv": {"kv_connector_extra_config": {"force_host_buffer": True}}}
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_async: bool) -> None:
+def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_async: bool, is_staged: bool) -> None:
     """Where vLLM plans a step before it has the last one's output, a chunk is known to be there one step later."""
-    legs = start_legs(p=CHUNKS, is_async=is_async)
+    legs = start_legs(p={**CHUNKS, **(STAGED if is_staged else {})}, is_async=is_async)
     p, d, ticket = legs.p, legs.d, legs.ticket()
     legs.ask_d("b", prompt(300), ticket)
     legs.registered()
@@ -169,8 +173,7 @@ def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_a
 @FIRST
 @pytest.mark.parametrize("sides", ["p", "d", "pd"])
 def test_host_buffers(start_legs: StartLegs, sides: str, first: str) -> None:
-    staged = {"kv": {"kv_connector_extra_config": {"force_host_buffer": True}}}
-    legs = start_legs(p=staged if "p" in sides else None, d=staged if "d" in sides else None)
+    legs = start_legs(p=STAGED if "p" in sides else None, d=STAGED if "d" in sides else None)
     ask_both(legs, first, prompt(100))
     assert finish(legs.d, "b", legs.p) == greedy(prompt(100), 4)
     assert legs.d.loaded_tokens == 100
@@ -281,10 +284,11 @@ def test_d_preempts_after_the_load(legs: Legs, first: str) -> None:
     settle(legs.p, legs.d)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("is_async", "is_staged"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps: int, is_async: bool) -> None:
-    legs = start_legs(p={"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_prefix_caching": False}, is_async=is_async)
+def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps: int, is_async: bool, is_staged: bool) -> None:
+    small = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_prefix_caching": False}
+    legs = start_legs(p={**small, **(STAGED if is_staged else {})}, is_async=is_async)
     ticket = legs.ticket()
     legs.ask_d("b", prompt(200), ticket)
     legs.registered()
