@@ -375,8 +375,8 @@ class Consumer:
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
-            if lost.is_over and pull.loan is not None and pull.state in TAKING_BACK:
-                # Whoever could have written is gone for good.
+            if lost.is_over and pull.loan is not None and not pull.loan.is_fenced and pull.state in TAKING_BACK:
+                # Whoever could have written is gone for good. What it had sent may be on its way, so a fence is waited for.
                 self._lending.back(pull, now)
         for user in self._sharers:
             user.peer_lost(lost)

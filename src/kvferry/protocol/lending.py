@@ -20,7 +20,7 @@ from kvferry.protocol.transfers import TransferEvent, TransferState
 
 __all__ = ["TAKING_BACK", "Lending"]
 
-MAX_BLOCKS = 500_000
+MAX_BLOCKS = 400_000
 """Of a lease: more do not fit into a message."""
 ASK_AGAIN_S = 1.0
 LEASES_OF_GRACE = 10
@@ -94,15 +94,17 @@ class Lending:
                 if is_filling and pull.arrival.note(rank, message.tokens, now):
                     pull.to.give_up_at = now + self.parts.settings.offer_timeout_s
                     self.parts.pulls.set_deadline(pull, pull.to.give_up_at)
-            case WriteFailed():
-                # What it has written may still be landing, so this is no proof that it has stopped.
-                if is_filling:
-                    self.parts.meet(pull, _E.MOVE_FAILED, now, "")
-            case Written() | Revoked():
+            case WriteFailed() | Revoked() if is_filling:
+                # What was written may still be landing, so this is no proof that it has stopped. One that gives back what nobody has
+                # asked for has not written it.
+                self.parts.meet(pull, _E.MOVE_FAILED, now, "")
+            case Written():
                 loan.writers.discard(rank)
-                if isinstance(message, Written):
-                    loan.note_end(message.left_tokens, message.early_bytes)
-                self._note_return(pull, loan, is_filling and isinstance(message, Written), now)
+                loan.note_end(message.left_tokens, message.early_bytes)
+                self._note_return(pull, loan, is_filling, now)
+            case Revoked():
+                loan.writers.discard(rank)
+                self._note_return(pull, loan, is_filled=False, now=now)
 
     def _note_return(self, pull: Pull, loan: Loan, is_filled: bool, now: float) -> None:
         """One rank will write no more: it has written all, or was asked to stop."""

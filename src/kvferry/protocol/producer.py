@@ -24,6 +24,7 @@ from kvferry.protocol.actions import Expose
 from kvferry.protocol.claims import Claim
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.exposures import BlockTables, Exposures, Publication
+from kvferry.protocol.handovers import Handovers
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.leases import EndedLease, LeaseTable, Standing
 from kvferry.protocol.messages import (
@@ -44,36 +45,17 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
-from kvferry.protocol.push_desk import DeskReply, PushDesk
+from kvferry.protocol.producer_settings import ProducerSettings
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.protocol.writers import Writers
-from kvferry.types import Address, EngineId, Epoch, LeaseEnd, RequestId, Route
+from kvferry.types import RequestId, Route
 
 __all__ = ["Producer", "ProducerSettings", "Reply"]
 
 MAX_CLAIMS = 10_000
 READ_WATCH_S = 1.0
 """So long after a reader has stirred, planes that need our help are looked at more often."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProducerSettings:
-    engine: EngineId
-    epoch: Epoch
-    lease_ttl_s: float
-    lease_extension_s: float
-    grant_wait_s: float
-    is_staged: bool = False
-    peers: frozenset[str] = frozenset()
-    """In push: side channels (host:port) of consumers that may register without a push ticket, by a prefill's request id."""
-
-
-_END_REASONS = {
-    LeaseEnd.CONFIRMED: "the prefill has been handed over already",
-    LeaseEnd.RELEASED: "the prefill was given up before",
-    LeaseEnd.EXPIRED: "the prefill's lease ran out before",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +68,13 @@ class Producer:
     def __init__(self, settings: ProducerSettings, key: TicketKey, push_key: PushTicketKey, writers: Writers) -> None:
         self._settings = settings
         self._key = key
-        self._push_key = push_key
         self._leases = LeaseTable(settings.lease_ttl_s, settings.lease_extension_s)
         self._claims: dict[RequestId, Claim] = {}
         self._claim_deadlines: Deadlines[RequestId] = Deadlines()
         self._ahead: Counter[str] | None = None
         """Readers in claims that are not through, by plane; None: to be counted anew."""
         self._exposures = Exposures()
-        self._desk = PushDesk(settings.lease_ttl_s)
-        self._writers = writers
+        self._push = Handovers(settings, (key, push_key), self._leases, writers)
         self._replies: list[Reply] = []
         self._ended: list[EndedLease] = []
         self._stirred_at = -math.inf
@@ -107,7 +87,7 @@ class Producer:
     @property
     def num_registrations(self) -> int:
         """Of ranks of consumers that wait for a prefill."""
-        return self._desk.num_waiting
+        return self._push.num_registrations
 
     def num_readers(self, plane: str) -> int:
         """Readers that may be reading our blocks by this plane right now."""
@@ -166,8 +146,8 @@ class Producer:
         """The engine has taken back the blocks of an open request, to compute it anew. Nobody who reads them now is confirmed."""
         self._leases.revoke(request)
         self._exposures.withdraw(request)
-        self._desk.withdraw(request, serial, now)
-        self._take_from_desk(now)
+        self._push.withdraw(request, serial, now)
+        self._take_from_push()
 
     def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int, now: float, blocks: BlockTables = ()) -> None:
         """So much of a leased prefill is for whoever has registered, or will register, for it. A staged producer copies these first."""
@@ -178,15 +158,15 @@ class Producer:
                 self._offer(request, due, now)
 
     def _offer(self, request: RequestId, publication: Publication, now: float) -> None:
-        self._desk.publish(request, publication.handover, publication.ticket, publication.ready_tokens)
-        self._take_from_desk(now)
+        self._push.publish(request, publication, now)
+        self._take_from_push()
 
     def withhold(self, request: RequestId, handover: str, reason: str, now: float) -> None:
         """A prefill has ended without anything to hand over; whoever waits for it, or reads what there was of it, is told why."""
         self._leases.revoke(request)
         self._exposures.withdraw(request)
-        self._desk.fail(request, handover, reason, now)
-        self._take_from_desk(now)
+        self._push.fail(request, handover, reason, now)
+        self._take_from_push()
 
     def exposed(self, copy: int, error: str | None, now: float) -> None:
         """The copy that `Expose` asked for has ended; it no longer reads the engine's blocks."""
@@ -200,8 +180,8 @@ class Producer:
             self._ended.append(copied.end)
         elif copied.failure and copied.is_open:
             # The engine goes on with it, so there is nothing to report before it is closed.
-            self._desk.fail(copied.request, copied.handover, copied.failure, now)
-            self._take_from_desk(now)
+            self._push.fail(copied.request, copied.handover, copied.failure, now)
+            self._take_from_push()
         elif copied.failure:
             self._revoke(copied.request)
         elif copied.publication is not None:
@@ -236,18 +216,16 @@ class Producer:
                 self._receive_heartbeat(route, message, now)
             case Confirm() | Detach():
                 self._receive_end(route, message, now)
-            case PushRegistration() | PushCancel():
-                self._receive_push(route, message, now)
-            case Revoke():
-                self._writers.revoke(route, message)
+            case PushRegistration() | PushCancel() | Revoke():
+                self._push.receive(route, message, now)
+                self._take_from_push()
 
     def advance(self, now: float) -> None:
         """Expire what has run out."""
         for ended in self._leases.expire(now):
             self._note_end(ended)
-        self._desk.advance(now)
-        for reader in self._writers.advance(now):
-            self._leave(reader)
+        self._push.advance(now)
+        self._take_from_push()
         for request in self._claim_deadlines.take_due(now):
             claim, self._ahead = self._claims[request], None
             for reader in [reader for reader in claim.readers if reader not in claim.ends]:
@@ -257,15 +235,16 @@ class Producer:
                 del self._claims[request]
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._claim_deadlines.next(), self._leases.next_deadline(), self._desk.next_deadline(), self._writers.next_deadline())
+        deadlines = (self._claim_deadlines.next(), self._leases.next_deadline(), self._push.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Expose]:
         return self._exposures.take_actions()
 
     def take_replies(self) -> list[Reply]:
+        """What was written comes first: whoever hears that a registration is gone shall know by then that all of it was written."""
         replies, self._replies = self._replies, []
-        return [*replies, *(Reply(*reply) for reply in self._writers.take_replies())]
+        return [*(Reply(*reply) for reply in self._push.take_writers_replies()), *replies]
 
     def take_ended(self) -> list[EndedLease]:
         """Leases that have ended since the last call: their blocks may be freed."""
@@ -305,8 +284,7 @@ class Producer:
         if message.epoch == self._settings.epoch:
             leases: Sequence[RequestId] = [RequestId(lease) for lease in message.leases]
             missing = [lease for lease in self._leases.renew_all(leases, now) if lease not in self._claims]
-            registered = self._desk.renew(missing, now)
-            self._leases.renew_all(self._writers.renew(registered, now), now)
+            registered = self._push.renew(missing, now)
             gone = [lease for lease in missing if lease not in registered]
         self._replies.append(Reply(route, HeartbeatReply(self._settings.epoch, message.beat, list(gone))))
 
@@ -315,7 +293,7 @@ class Producer:
         claim = self._claims.get(request)
         if message.epoch == self._settings.epoch and isinstance(message, Detach):
             # Another rank's offer may have brought it here before ours.
-            self._desk.leave(message.reader)
+            self._push.leave(message.reader)
             self._exposures.leave(request, message.reader)
         if message.epoch != self._settings.epoch:
             if isinstance(message, Confirm):
@@ -334,88 +312,21 @@ class Producer:
             self._leases.detach(request, message.reader)
             self._collect(request)
 
-    def _receive_push(self, route: Route, message: PushRegistration | PushCancel, now: float) -> None:
-        objection = self._objection_to(message, now)
-        if isinstance(message, PushRegistration):
-            if objection is None:
-                self._writers.invite(route, message, now)
-                self._desk.register(route, message, now)
-            else:
-                self._refuse(route, RequestId(""), message.reader, objection)
-        elif objection is None:
-            self._writers.drop(message.reader)
-            self._desk.cancel(message, now)
-        self._take_from_desk(now)
-
-    def _objection_to(self, message: PushRegistration | PushCancel, now: float) -> str | None:
-        """Who names a prefill may have it, or have it freed, so it must have been sent here for it."""
-        if message.epoch != self._settings.epoch:
-            return "the producer has restarted since the router chose it"
-        if not message.handover and not message.push_ticket:
-            return self._objection_without_ticket(message, now)
-        try:
-            ticket = self._push_key.open(message.push_ticket)
-        except InvalidTicket as error:
-            return str(error)
-        shown = (ticket.engine, ticket.epoch, ticket.handover)
-        return None if shown == (self._settings.engine, self._settings.epoch, message.handover) else "the push ticket is for something else"
-
     def settle_writes(self, now: float) -> None:
         """What had landed before this turn's commands, and is still leased, was right."""
-        for request, reader in self._writers.take_landed():
-            if self._leases.confirm(request, reader, now):
-                self._writers.finish(reader)
-                self._desk.leave(reader)
-                self._collect(request)
-            else:
-                self._writers.fail(reader, "the lease ended before all was written")
+        self._push.settle_writes(now)
+        self._take_from_push()
 
-    def _objection_without_ticket(self, message: PushRegistration | PushCancel, now: float) -> str | None:
-        """Behind a router that signs nothing. Whoever registered was believed then."""
-        if isinstance(message, PushCancel):
-            return None if self._desk.renew([message.reader], now) else "nobody has registered under that name"
-        address = str(Address(message.decode_host, message.decode_port))
-        return None if address in self._settings.peers else f"there is no push ticket, and {address} is not among this engine's `peers`"
-
-    def _take_from_desk(self, now: float) -> None:
-        for reply in self._desk.take_replies():
-            if self._writers.has(reply.message.reader):
-                self._write(reply, now)
-                continue
-            if reply.lease is not None:
-                self._leases.note_offer(reply.lease, reply.message.reader)
+    def _take_from_push(self) -> None:
+        for reply in self._push.take_replies():
             self._replies.append(Reply(reply.route, reply.message))
-            if reply.lease is not None and self._exposures.offer(reply.lease, reply.message.reader):
-                self._replies.append(Reply(reply.route, Ready(reply.lease, reply.message.reader)))
-        for request, reader in self._desk.take_left():
-            self._leases.detach(request, reader)
+            reader = reply.message.reader
+            if reply.lease is not None and self._exposures.offer(reply.lease, reader):
+                self._replies.append(Reply(reply.route, Ready(reply.lease, reader)))
+        for request in self._push.take_touched():
             self._collect(request)
-        for request in self._desk.take_unwanted():
+        for request in self._push.take_unwanted():
             self.abandon(request)
-
-    def _write(self, reply: DeskReply, now: float) -> None:
-        """News for a reader that we write for."""
-        message, request = reply.message, reply.lease
-        match message:
-            case PushOffer(reader, ticket, ready_tokens) if request is not None:
-                if self._leases.attach(request, reader, now, "", self._writers.companions_of(reader)):
-                    is_over = not self._leases.is_open(request)
-                    self._writers.offer(reader, request, self._key.open(ticket), ready_tokens, is_over, now)
-                else:
-                    self._refuse(reply.route, request, reader, "too many readers share this lease")
-            case PushWithdrawal(reader):
-                self._writers.withdraw(reader)
-            case _:
-                self._writers.drop(message.reader)
-                self._replies.append(Reply(reply.route, message))
-
-    def _leave(self, reader: str) -> None:
-        """A reader that we wrote for is not heard of any more."""
-        request = self._desk.offered_to(reader)
-        self._desk.leave(reader)
-        if request is not None:
-            self._leases.detach(request, reader)
-            self._collect(request)
 
     def _attach(self, request: RequestId, message: Attach, route: Route, now: float) -> None:
         if not self._leases.attach(request, message.reader, now, message.plane, message.companions):
@@ -424,7 +335,7 @@ class Producer:
             self._leases.detach(request, message.reader)
             self._refuse(route, request, message.reader, self._exposures.failure_of(request))
         elif self._settings.is_staged:
-            is_offered = self._desk.offered_to(message.reader) == request
+            is_offered = self._push.offered_to(message.reader) == request
             if self._exposures.attach(request, message.reader, route, is_offered=is_offered):
                 self._replies.append(Reply(route, Ready(request, message.reader)))
 
@@ -433,7 +344,7 @@ class Producer:
         if not is_other and self._leases.confirm(request, message.reader, now):
             self._replies.append(Reply(route, Confirmed(request, message.reader)))
             # It has all it wanted, though there may be more to come.
-            self._desk.leave(message.reader)
+            self._push.leave(message.reader)
             self._collect(request)
         else:
             self._refuse(route, request, message.reader, "the lease ended before the read was confirmed", message.serial)
@@ -455,7 +366,6 @@ class Producer:
             self._note_end(revoked)
 
     def _note_end(self, ended: EndedLease) -> None:
-        for reader in self._desk.end(ended.request, _END_REASONS[ended.end]):
-            self._writers.fail(reader, _END_REASONS[ended.end])
+        self._push.end(ended)
         if self._exposures.end(ended):
             self._ended.append(ended)
