@@ -9,7 +9,7 @@ the blocks and writes (`lending.py`). Feed it commands, messages and completions
 
 from collections.abc import Sequence
 
-from kvferry.events import Event, HandshakeFailed, PrefillCompleted, PullFailed, PullFinished
+from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished
 from kvferry.protocol.actions import Action, Place
 from kvferry.protocol.consumer_parts import ConsumerParts
 from kvferry.protocol.consumer_settings import ConsumerSettings
@@ -29,7 +29,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerUser
 from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
-from kvferry.protocol.read_plans import is_complete
 from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.reading import Reading
 from kvferry.protocol.tickets import Ticket
@@ -107,7 +106,7 @@ class Consumer:
             return
         pull.to = Destination(blocks, tokens, needed_from)
         pull.arrival.grown_at = now
-        self._be_patient(pull, now)
+        self._reading.be_patient(pull, now)
         self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
         peer = self._peers.get(pull.life)
         if pull.state is TransferState.WAITING and peer is not None and peer.is_ready and self._lending.can_lend(pull, peer):
@@ -139,7 +138,7 @@ class Consumer:
             case HeartbeatReply():
                 self._receive_heartbeat_reply(address, message, now)
             case Confirmed():
-                self._receive_confirmed(address, message, now)
+                self._reading.receive_confirmed(address, message, now)
             case Refused():
                 self._receive_refused(message, now)
             case PushWithdrawal():
@@ -161,28 +160,11 @@ class Consumer:
         if is_first:
             self._talk.stop_beats(pull)
         pull.origin.ticket, pull.origin.ticket_text = ticket, ticket_text
-        self._be_patient(pull, now)
+        self._reading.be_patient(pull, now)
         if is_first:
             self._attach(pull, peer, now)
         elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
             self._reading.start(pull, now)
-
-    def _be_patient(self, pull: Pull, now: float) -> None:
-        """A producer that computes is waited for while there is more and more; when all is there, the usual deadline begins."""
-        if not pull.has_blocks:
-            return
-        settings, arrival, peer = self._settings, pull.arrival, self._peers.get(pull.life)
-        if not arrival.is_complete and peer is not None and is_complete(pull, peer):
-            arrival.is_complete = True
-            pull.to.give_up_at = now + settings.receive_timeout_s
-            if pull.origin.invitation is not None:
-                wanted = pull.to.tokens
-                num_left = wanted.stop - max(wanted.start, arrival.landed_until)
-                self._events.append(PrefillCompleted(pull.request, len(wanted), num_left, arrival.landed_bytes))
-        elif not arrival.is_complete:
-            pull.to.give_up_at = arrival.grown_at + settings.offer_timeout_s
-        if not pull.outstanding.reads and pull.state is not TransferState.CONFIRMING:
-            self._pulls.set_deadline(pull, pull.to.give_up_at)
 
     def disconnected(self, address: str, now: float) -> None:
         for lost in self._peers.disconnected(address, now):
@@ -284,7 +266,7 @@ class Consumer:
             case TransferState.STOPPING if before is not TransferState.STOPPING:
                 self._reading.give_up(pull, now)
             case TransferState.CONFIRMING:
-                self._ask_confirmation(pull, now)
+                self._reading.ask_confirmation(pull, now)
             case TransferState.PLACING if before is not TransferState.PLACING:
                 self._place(pull, now)
             case TransferState.DOOMED if before is not TransferState.DOOMED:
@@ -335,15 +317,8 @@ class Consumer:
         pull.origin.ticket, pull.origin.ticket_text = None, ""
         # That the reads were cancelled is not why it may fail later.
         pull.reason = ""
-        self._be_patient(pull, now)
+        self._reading.be_patient(pull, now)
         self._greet(pull, peer, now)
-
-    def _ask_confirmation(self, pull: Pull, now: float) -> None:
-        peer = self._peers.get(pull.life)
-        assert peer is not None
-        self._pulls.set_deadline(pull, min(pull.to.give_up_at, now + self._settings.confirm_timeout_s))
-        pull.outstanding.confirmations = set(peer.visits)
-        self._talk.ask_confirmation(pull, peer)
 
     def _place(self, pull: Pull, now: float) -> None:
         # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
@@ -405,17 +380,6 @@ class Consumer:
         pull.outstanding.exposures.discard(rank)
         if not pull.outstanding.exposures:
             self._meet(pull, _E.PEER_READY, now, "")
-
-    def _receive_confirmed(self, address: str, message: Confirmed, now: float) -> None:
-        pull = self._pulls.of_reader(message.reader)
-        if pull is None or pull.state is not TransferState.CONFIRMING or pull.lease != message.lease:
-            return
-        rank = self._peers.rank_at(pull.life, address, pull.outstanding.confirmations)
-        if rank is None:
-            return
-        pull.outstanding.confirmations.discard(rank)
-        if not pull.outstanding.confirmations:
-            self._meet(pull, _E.CONFIRMED, now, "")
 
     def _receive_refused(self, message: Refused, now: float) -> None:
         pull = self._pulls.of_reader(message.reader)
