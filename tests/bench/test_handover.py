@@ -15,9 +15,10 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("plane", "prompt_tokens"), [("shm", 8 * CHUNK_TOKENS), ("nixl", 4 * CHUNK_TOKENS)])
+@pytest.mark.parametrize(("plane", "prompt_tokens"), [("tcp", 8 * CHUNK_TOKENS), ("nixl", 4 * CHUNK_TOKENS)])
 def test_while_p_computes_all_but_the_last_chunk_moves(plane: str, prompt_tokens: int) -> None:
-    """In every handover, not only in most. Without streaming, and in pull, all is left: what is counted are bytes that moved."""
+    """In every handover, not only in most, whether P writes (tcp) or D reads (nixl). Without streaming, and in pull, all is left: what is
+    counted are bytes that moved."""
     command = [sys.executable, "-m", "kvferry", "bench", "handover", "--json", "--plane", plane, "--samples", "2"]
     ran = subprocess.run([*command, "--prompt-tokens", str(prompt_tokens)], capture_output=True, text=True, timeout=480)
     assert ran.stdout, ran.stderr

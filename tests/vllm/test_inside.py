@@ -11,11 +11,11 @@ INSIDE = ROOT / "tests/vllm/inside"
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1000)
 def test_inside_vllm() -> None:
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
     command = [str(PYTHON), "-m", "pytest", "-c", str(INSIDE / "pytest.ini"), "-q", "-p", "no:cacheprovider", str(INSIDE)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-20_000:]
