@@ -132,14 +132,17 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> No
 def test_without_streaming_the_whole_prompt_is_left_and_one_corrupted_block_changes_the_tokens(cluster: Cluster, plain: Engine) -> None:
     """The negative controls of all of the above."""
     made = start(cluster, "shm", STAGED, is_streamed=False, faults="corrupt:every=1")
-    prompt = Prompt(tuple(random.Random(11).randrange(10, 500) for _ in range(CHUNK * NUM_CHUNKS)))
+    rng = random.Random(11)
+    long = Prompt(tuple(rng.randrange(10, 500) for _ in range(CHUNK * NUM_CHUNKS)), max_tokens=1)
+    short = [Prompt(tuple(rng.randrange(10, 500) for _ in range(200))) for _ in range(4)]
 
     async def check() -> None:
         async with new_session() as session:
             await ask(session, made.router, Prompt((1, 2, 3)))
-            moved = await ask(session, made.router, prompt)
-            assert moved.is_ok
-            assert moved != await ask(session, plain, prompt)
+            assert (await ask(session, made.router, long)).is_ok
             assert (await metrics(session, made.d))["kvferry:pushed_tokens_left_total"] == CHUNK * NUM_CHUNKS
+        moved = await ask_all(made.router, short)
+        assert [answer.status for answer in moved] == [200] * len(short)
+        assert moved != await ask_all(plain, short)
 
     asyncio.run(check())
