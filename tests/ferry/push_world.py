@@ -5,7 +5,7 @@ the end of a lease has been reported; D's are the next owner's when the end of a
 has to be in the blocks that it does not lend, and every turn compares.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -40,29 +40,37 @@ def tokens_of(prompt: int, num_tokens: int) -> Fingerprint:
     return fingerprint([1000 * prompt + position for position in range(num_tokens)], BLOCK_SIZE, "")
 
 
-class SlowFence(MemoryDataPlane):
-    """A fence that closes some polls after it was told to; it says so when it is closed, or, lying, at once."""
+class StormPlane(MemoryDataPlane):
+    """Copies slowly or fast, while the engine does something. Its fence closes some polls after it was told to; it says so when it is
+    closed, or, lying, at once."""
 
-    def __init__(self, network: MemoryNetwork, polls: int, lies: bool = False) -> None:
-        super().__init__(network, fences_writes=True)
-        self._delay, self._lies = polls, lies
+    def __init__(self, network: MemoryNetwork, fence_polls: int | None, lies: bool = False) -> None:
+        super().__init__(network, fences_writes=fence_polls is not None)
+        self.slices_per_poll = 1
+        self.meanwhile: Callable[[], None] | None = None
+        """Done once, in the middle of the next turn: the engine is another thread."""
+        self._delay, self._lies = fence_polls or 0, lies
         self._closing: list[tuple[int, int, Handle]] = []
-        self._ours: set[Handle] = set()
+        self._told: set[Handle] = set()
         self._polls = 0
 
     def take_back(self, number: int) -> Handle:
         handle = Handle(-1 - number)
-        self._closing.append((self._polls + self._delay, number, handle))
+        self._closing.append((self._polls + 1 + self._delay, number, handle))
         return handle
 
     def poll(self) -> list[Completion]:
         self._polls += 1
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
         due = [each for each in self._closing if each[0] <= self._polls]
-        told = [handle for _, _, handle in (self._closing if self._lies else due) if handle not in self._ours]
+        told = [handle for _, _, handle in (self._closing if self._lies else due) if handle not in self._told]
         self._closing = [each for each in self._closing if each not in due]
+        self._told |= set(told)
         inner = {MemoryDataPlane.take_back(self, number) for _, number, _ in due}
-        self._ours |= set(told)
-        ended = [completion for completion in super().poll() if completion.handle not in inner]
+        ended = [completion for _ in range(self.slices_per_poll) for completion in super(StormPlane, self).poll()]
+        ended = [completion for completion in ended if completion.handle not in inner]
         return [*ended, *(Completion(handle, None, 0, 0, 0.0, 0.0) for handle in told)]
 
 
@@ -116,6 +124,8 @@ class PushWorld:
         self.rng = np.random.default_rng(7)
         self.lives = 0
         self.p: list[Side] = []
+        self.planes: dict[int, StormPlane] = {}
+        """By side."""
         self.d = [self._side("d", "f1", rank, d_size, 1001) for rank in range(d_size)]
         for side in self.d:
             self.d[0].layouts.update(side.layouts)
@@ -133,11 +143,11 @@ class PushWorld:
         self.replace_p()
 
     def _side(self, name: str, epoch: str, rank: int, size: int, port: int) -> Side:
-        polls = self.mode.fence_polls
-        is_fenced = polls is not None
-        plane = SlowFence(self.network, polls, self.mode.lies) if polls else MemoryDataPlane(self.network, is_fenced)
+        plane = StormPlane(self.network, self.mode.fence_polls, self.mode.lies)
         channels = MemoryControlPlane(self.network), MemoryControlPlane(self.network, port if rank == 0 else 0)
-        return Side(name, epoch, self.network, self.clock, plane, Place(rank, size, HEADS), channels, self.mode.lends)
+        side = Side(name, epoch, self.network, self.clock, plane, Place(rank, size, HEADS), channels, self.mode.lends)
+        self.planes[id(side)] = plane
+        return side
 
     @property
     def sides(self) -> list[Side]:
@@ -163,7 +173,9 @@ class PushWorld:
             self._take(side, event)
         for rank, mine in enumerate(self.d):
             guarded = ~self.is_lent[rank]
-            assert np.array_equal(mine.memory[:, guarded], self.shadow[rank][:, guarded]), f"something was written into blocks of rank {rank}"
+            assert np.array_equal(mine.memory[:, guarded], self.shadow[rank][:, guarded]), (
+                f"something was written into blocks of rank {rank}"
+            )
 
     def wait(self, seconds: float) -> None:
         if self.mode.fence_polls is None:
@@ -322,6 +334,9 @@ class PushWorld:
     def _fill(side: Side, blocks: list[int], prompt: int, positions: range) -> None:
         for position in positions:
             side.view()[:, blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = kv_of(prompt)[:, position, side.place.heads]
+
+    def plane(self, side: Side) -> StormPlane:
+        return self.planes[id(side)]
 
     # -- trouble -------------------------------------------------------------------------------------------------------------
 

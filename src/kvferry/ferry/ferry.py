@@ -105,6 +105,7 @@ class FerrySnapshot:
     reads: int = 0
     peers: int = 0
     registrations: int = 0
+    writings: int = 0
 
 
 class Ferry:
@@ -131,8 +132,9 @@ class Ferry:
         self._events: deque[Event] = deque()
 
     def snapshot(self) -> FerrySnapshot:
-        producer, consumer = self._producer, self._consumer
-        return FerrySnapshot(producer.num_leases, consumer.num_pulls, len(self._moves), consumer.num_peers, producer.num_registrations)
+        producer, consumer, num_writings = self._producer, self._consumer, len(self._writers) + self._writers.num_posted
+        num_moves, num_registrations = len(self._moves), producer.num_registrations
+        return FerrySnapshot(producer.num_leases, consumer.num_pulls, num_moves, consumer.num_peers, num_registrations, num_writings)
 
     def step(
         self,
@@ -364,6 +366,9 @@ class Ferry:
                 handle = plane.write(action.peer, action.pieces, action.number)
         except Exception as error:  # top of a transfer, likewise
             self._tell_end(action, _described(error), now)
+            if isinstance(action, StartWrite):
+                # The plane has given up the connection; the next request shakes hands anew.
+                self._consumer.peer_unreachable(action.peer, _described(error), now)
             return
         self._moves[action.plane, handle] = action
 

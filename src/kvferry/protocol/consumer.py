@@ -457,8 +457,8 @@ class Consumer:
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
-            if lost.is_over and pull.loan is not None and pull.state in _TAKING_BACK:
-                # Whoever could have written is gone for good.
+            if lost.is_over and pull.loan is not None and not pull.loan.is_fenced and pull.state in _TAKING_BACK:
+                # Whoever could have written is gone for good. What it had sent may be on its way, so a fence is waited for.
                 self.taken_back(pull.request, pull.loan.number, now)
         for user in self._sharers:
             user.peer_lost(lost)
@@ -524,9 +524,9 @@ class Consumer:
             case Written(is_last=False):
                 if is_filling and pull.arrival.note(rank, message.tokens, now):
                     self._be_patient(pull, now)
-            case WriteFailed():
-                if is_filling:
-                    self._meet(pull, _E.MOVE_FAILED, now, "")
+            case WriteFailed() | Revoked() if is_filling:
+                # One that gives back what nobody has asked for has not written it.
+                self._meet(pull, _E.MOVE_FAILED, now, "")
             case Written() if is_filling:
                 loan.writers.discard(rank)
                 loan.left_tokens = max(loan.left_tokens, message.left_tokens)

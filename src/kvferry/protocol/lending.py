@@ -20,6 +20,8 @@ __all__ = ["ASK_AGAIN_S", "Lending"]
 
 ASK_AGAIN_S = 1.0
 LEASES_OF_GRACE = 10
+MAX_LENT_BLOCKS = 400_000
+"""Of one request: their ids go in one message. What has more is read."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,7 @@ class Lending:
             and pull.has_blocks
             and not pull.is_offered
             and not pull.was_lent
+            and sum(map(len, pull.to.blocks)) <= MAX_LENT_BLOCKS
             and len(used) == 1
             and used <= set(self.planes)
             and not any(peer.layouts[rank].is_staged for rank in peer.visits)

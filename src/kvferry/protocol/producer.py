@@ -266,8 +266,9 @@ class Producer:
         return actions
 
     def take_replies(self) -> list[Reply]:
+        """What was written comes first: whoever hears that a registration is gone shall know by then that all of it was written."""
         replies, self._replies = self._replies, []
-        return [*replies, *(Reply(*reply) for reply in self._writers.take_replies())]
+        return [*(Reply(*reply) for reply in self._writers.take_replies()), *replies]
 
     def take_ended(self) -> list[EndedLease]:
         """Leases that have ended since the last call: their blocks may be freed."""

@@ -21,7 +21,7 @@ from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.fingerprints import shared_prefix
 from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteLease, Written
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook
+from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerBook
 from kvferry.protocol.planning import Pieces, plan_read
 from kvferry.protocol.pulls import reader_name
 from kvferry.protocol.ranks import Visit, can_divide, visits
@@ -143,6 +143,8 @@ class Writers:
         """What this reader has of us, by the same rule by which it came here."""
         lease, tp_size = message.write, message.decode_tp_size
         if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.peers.geometry.total_kv_heads, tp_size):
+            return None
+        if message.decode_epoch == UNKNOWN_EPOCH:
             return None
         try:
             lease.tokens.check()
@@ -324,7 +326,8 @@ class Writers:
         theirs = peer.geometries.get(lease.tp_rank)
         if theirs is None or peer.planes.get(lease.tp_rank) != lease.plane:
             raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.plane} from here")
-        if lease.needed_from and len(lease.needed_from) != len(lease.local_block_ids):
+        last_group = max(region.group for region in theirs.regions)
+        if lease.needed_from and not len(lease.needed_from) == len(lease.local_block_ids) > last_group:
             raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
         shared = shared_prefix(ticket.tokens, lease.tokens)
         if shared < lease.end_token:
