@@ -64,8 +64,10 @@ class Side:
         plane: DataPlane | None = None,
         place: Place = DEFAULT_PLACE,
         channels: tuple[ControlPlane, ControlPlane] | None = None,
+        lends: bool = False,
     ) -> None:
-        """`channels`: the worker's control channel and the side channel, where they are to be real."""
+        """`channels`: the worker's control channel and the side channel, where they are to be real or known before. `lends`: producers
+        that push may write here."""
         self.name, self.epoch, self.place = name, epoch, place
         size = BLOCK_BYTES * len(place.heads)
         by_head, by_token = (AxisKind.HEAD, len(place.heads)), (AxisKind.TOKEN, BLOCK_SIZE)
@@ -104,9 +106,20 @@ class Side:
         self.layouts = {place.tp_rank: codec.encode_layout(layout)}
         """What the side channel serves: a test adds those of the other ranks."""
         self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, self.layouts)
+        planes, none = frozenset({self.plane.name}), frozenset[str]()
         settings = FerrySettings(
             ProducerSettings(EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=place.is_staged),
-            ConsumerSettings(EngineId(name), PeerSettings(factors, geometry, offers, (), 5, 3600), 30, 5, 100, place.is_staged),
+            ConsumerSettings(
+                EngineId(name),
+                PeerSettings(factors, geometry, offers, (), 5, 3600),
+                read_timeout_s=30,
+                confirm_timeout_s=5,
+                receive_timeout_s=100,
+                is_staged=place.is_staged,
+                epoch=Epoch(epoch),
+                lends_by=planes if lends else none,
+                fenced=planes if self.plane.fences_writes else none,
+            ),
             SECRET,
         )
         store = HostBlockStore(regions, HostMirror(own, regions) if place.is_staged else None)

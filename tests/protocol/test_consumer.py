@@ -43,9 +43,13 @@ FACTORS = {"dtype": "float32"}
 
 
 def make_consumer(
-    idle_ttl_s: float = 3600, offer_timeout_s: float = 480, lends_by: frozenset[str] = frozenset(), fenced: frozenset[str] = frozenset()
+    idle_ttl_s: float = 3600,
+    offer_timeout_s: float = 480,
+    lends_by: frozenset[str] = frozenset(),
+    fenced: frozenset[str] = frozenset(),
+    group: int = 0,
 ) -> Consumer:
-    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
+    geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8, group=group),), 1)
     peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
     settings = ConsumerSettings(EngineId("d"), peers, 30, confirm_timeout_s=5, receive_timeout_s=100, offer_timeout_s=offer_timeout_s)
     return Consumer(replace(settings, lends_by=lends_by, fenced=fenced))
@@ -81,11 +85,11 @@ def of(actions: list[Action], kind: type) -> list[object]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def connect(consumer: Consumer, now: float = 0) -> list[Action]:
+def connect(consumer: Consumer, now: float = 0, **changes: object) -> list[Action]:
     """Answer the open handshake and open the plane."""
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
-    consumer.receive(SIDE, reply(request.nonce), now)
+    consumer.receive(SIDE, reply(request.nonce, **changes), now)
     actions = consumer.take_actions()
     assert of(actions, OpenPeer)
     assert of(actions, HangUp) == [HangUp(SIDE)]

@@ -2,12 +2,15 @@
 
 import msgspec
 import pytest
-from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, connect, failures, make_consumer, of, reply, sent, ticket
+from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, SIDE, connect, failures, make_consumer, of, reply, sent, ticket
 from tests.protocol.test_consumer_push import CANCEL, READER, REGISTRATION, expect, offer
 
 from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.protocol import codec
 from kvferry.protocol.actions import Lend, StartRead, TakeBack
 from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.lending import MAX_LENT_BLOCKS
 from kvferry.protocol.messages import (
     HandshakeRequest,
     Heartbeat,
@@ -18,6 +21,7 @@ from kvferry.protocol.messages import (
     Revoke,
     Revoked,
     WriteFailed,
+    WriteLease,
     Written,
 )
 
@@ -106,6 +110,43 @@ def test_without_a_fence_a_producer_that_lives_anew_has_surely_stopped() -> None
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=5)
     assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
+
+
+def test_with_a_fence_the_bytes_of_a_producer_that_lives_anew_are_waited_for_too() -> None:
+    """It has ended, but what it had sent is perhaps being received."""
+    consumer = lender()
+    consumer.take_actions()
+    consumer.disconnected(CONTROL, now=2)
+    expect(consumer, R2, now=2)
+    [request] = sent(consumer.take_actions(), HandshakeRequest)
+    assert isinstance(request, HandshakeRequest)
+    consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=3)
+    assert failures(consumer) == []
+    consumer.taken_back(R1, 1, now=4)
+    assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
+
+
+@pytest.mark.parametrize("is_fenced", [True, False])
+def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it(is_fenced: bool) -> None:
+    consumer = lender(is_fenced)
+    consumer.take_actions()
+    consumer.receive(CONTROL, Revoked(READER, 1), now=2)
+    written(consumer)
+    consumer.taken_back(R1, 1, now=3)
+    assert consumer.take_events() == []
+    assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
+
+
+def test_a_request_whose_blocks_fill_more_than_a_message_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.protocol.lending.MAX_LENT_BLOCKS", 1)
+    consumer = lender()
+    assert of(consumer.take_actions(), Lend) == []
+
+
+def test_as_many_blocks_as_are_lent_at_most_fit_into_a_message() -> None:
+    lease = WriteLease(1, "memory", 0, [[(1 << 31) - 1] * MAX_LENT_BLOCKS], 0, 4, [], fingerprint(range(8), 4, ""))
+    message = PushRegistration("e1", READER, "r1", "d", "host", 1, 1, 30.0, "h1", "T" * 1024 * 1024, "e2", lease)
+    assert codec.decode(codec.encode(message)) == message
 
 
 def test_what_cannot_be_written_is_read_once_the_blocks_are_back() -> None:

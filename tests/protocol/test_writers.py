@@ -11,7 +11,7 @@ from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.messages import HandshakeRefused, PushRegistration, Revoke, Revoked, WriteFailed, WriteLease, Written
+from kvferry.protocol.messages import HandshakeRefused, PushRegistration, RegionInfo, Revoke, Revoked, WriteFailed, WriteLease, Written
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.writers import Landed, Writers
 from kvferry.types import EngineId, RequestId, Route
@@ -30,8 +30,8 @@ def ticket(serial: int = 1, tokens: int = 8, blocks: tuple[int, int] = (3, 2)) -
 class Side:
     """Writers, and the consumer whose peers they share."""
 
-    def __init__(self) -> None:
-        self.consumer: Consumer = make_consumer()
+    def __init__(self, group: int = 0) -> None:
+        self.consumer: Consumer = make_consumer(group=group)
         self.writers = Writers(EngineId("us"), self.consumer.peers, write_timeout_s=20, max_lease_s=120)
         self.consumer.share_peers(self.writers)
 
@@ -129,10 +129,19 @@ def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) ->
     assert (side.said(), side.writers.take_actions()) == (failed(reason), [])
 
 
+@pytest.mark.parametrize("needed_from", [[], [0]])
+def test_a_lease_without_blocks_of_a_group_is_not_written(needed_from: list[int]) -> None:
+    side = Side(group=1).invite(write=msgspec.structs.replace(LEASE, needed_from=needed_from))
+    connect(side.consumer, regions=[RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0, group=1)])
+    side.offer(8)
+    assert [type(message) for message in side.said()] == [WriteFailed]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"decode_engine_id": "us"},
+        {"decode_epoch": ""},
         {"decode_tp_size": 0},
         {"decode_tp_size": 1 << 40},
         {"write": msgspec.structs.replace(LEASE, tp_rank=1)},
