@@ -18,9 +18,9 @@ from kvferry.protocol.planning import plan_placement
 from kvferry.protocol.pulls import Loan, Pull
 from kvferry.protocol.transfers import TransferEvent, TransferState
 
-__all__ = ["TAKING_BACK", "Lending"]
+__all__ = ["MAX_LENT_BLOCKS", "TAKING_BACK", "Lending"]
 
-MAX_BLOCKS = 400_000
+MAX_LENT_BLOCKS = 400_000
 """Of a lease: more do not fit into a message."""
 ASK_AGAIN_S = 1.0
 LEASES_OF_GRACE = 10
@@ -41,7 +41,7 @@ class Lending:
             and pull.has_blocks
             and not pull.is_offered
             and not pull.was_lent
-            and sum(map(len, pull.to.blocks)) <= MAX_BLOCKS
+            and sum(map(len, pull.to.blocks)) <= MAX_LENT_BLOCKS
             and len(pull.request) <= MAX_NAME_CHARS
             and len(used) == 1
             and used <= self.parts.settings.lends_by
