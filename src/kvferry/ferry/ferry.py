@@ -52,26 +52,7 @@ from kvferry.protocol.actions import (
 )
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.messages import (
-    Attach,
-    Confirm,
-    Confirmed,
-    Detach,
-    HandshakeRefused,
-    HandshakeReply,
-    Heartbeat,
-    HeartbeatReply,
-    PushCancel,
-    PushOffer,
-    PushRegistration,
-    PushWithdrawal,
-    Ready,
-    Refused,
-    Revoke,
-    Revoked,
-    WriteFailed,
-    Written,
-)
+from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.pulls import Invitation
@@ -213,17 +194,14 @@ class Ferry:
             self._events.append(MessageDropped(str(error)))
             return
         is_inbound = not news.route.dialled
-        match message:
-            case Attach() | Heartbeat() | Confirm() | Detach() | PushRegistration() | PushCancel() | Revoke() if is_inbound:
-                self._producer.receive(news.route, message, now)
-            case HandshakeReply() | HandshakeRefused() | Ready() | HeartbeatReply() | Confirmed() | Refused() if not is_inbound:
-                self._consumer.receive(news.route.dialled, message, now)
-            case PushWithdrawal() | Written() | WriteFailed() | Revoked() if not is_inbound:
-                self._consumer.receive(news.route.dialled, message, now)
-            case PushOffer() if not is_inbound:
-                self._take_offer(news.route.dialled, message, now)
-            case _:
-                self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
+        if is_inbound and isinstance(message, ToProducer):
+            self._producer.receive(news.route, message, now)
+        elif not is_inbound and isinstance(message, ToConsumer):
+            self._consumer.receive(news.route.dialled, message, now)
+        elif not is_inbound and isinstance(message, PushOffer):
+            self._take_offer(news.route.dialled, message, now)
+        else:
+            self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
 
     def _take_offer(self, address: str, offer: PushOffer, now: float) -> None:
         try:

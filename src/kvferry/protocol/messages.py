@@ -43,6 +43,7 @@ __all__ = [
     "Revoke",
     "Revoked",
     "ToConsumer",
+    "ToProducer",
     "WriteFailed",
     "WriteLease",
     "Written",
@@ -346,3 +347,5 @@ ToConsumer = (
     HandshakeReply | HandshakeRefused | Ready | HeartbeatReply | Confirmed | Refused | PushWithdrawal | Written | WriteFailed | Revoked
 )
 """What a consumer understands as it is; an offer's ticket is looked at first."""
+
+ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke

@@ -42,6 +42,7 @@ from kvferry.protocol.messages import (
     Refused,
     Revoke,
     Revoked,
+    ToProducer,
     WriteFailed,
     Written,
 )
@@ -204,9 +205,7 @@ class Producer:
         """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
         return now < self._stirred_at + READ_WATCH_S
 
-    def receive(
-        self, route: Route, message: Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke, now: float
-    ) -> None:
+    def receive(self, route: Route, message: ToProducer, now: float) -> None:
         if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
             self._stirred_at = now
         match message:
