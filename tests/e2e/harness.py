@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import secrets
 import signal
 import sys
@@ -308,3 +309,20 @@ async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> 
         return all(found[name] == 0 for found in seen for name in QUIET)
 
     await until("all blocks free and nothing waiting", is_quiet)
+
+
+async def assert_leaving_costs_nothing(router: Engine, *engines: Engine, num_tokens: int, count: int = 24, **options: Any) -> None:
+    """Clients leave at any moment; nothing of them stays in these engines, and the next one is served."""
+    rng = random.Random(7)
+    prompts = [Prompt(tuple(rng.randrange(10, 500) for _ in range(num_tokens)), max_tokens=50) for _ in range(count)]
+
+    async def leave(session: aiohttp.ClientSession, prompt: Prompt) -> None:
+        asking = asyncio.create_task(ask(session, router, prompt, **options))
+        await asyncio.sleep(rng.random() * 0.6)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    async with new_session() as session:
+        await asyncio.gather(*(leave(session, prompt) for prompt in prompts))
+        await assert_quiescent(session, *engines)
+        assert (await ask(session, router, prompts[0])).is_ok

@@ -14,7 +14,18 @@ from statistics import median
 import aiohttp
 import pytest
 from tests.e2e.conftest import PATIENT, random_prompts
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
+from tests.e2e.harness import (
+    Answer,
+    Cluster,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    assert_leaving_costs_nothing,
+    assert_quiescent,
+    metrics,
+    new_session,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -110,23 +121,7 @@ def test_several_choices_share_one_streamed_prefill(trio: Trio, plain: Engine) -
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> None:
-    rng = random.Random(7)
-    prompts = [Prompt(tuple(rng.randrange(10, 500) for _ in range(900)), max_tokens=50) for _ in range(16)]
-
-    async def check() -> None:
-        async with new_session() as session:
-
-            async def leave(prompt: Prompt) -> None:
-                asking = asyncio.create_task(ask(session, trio.router, prompt))
-                await asyncio.sleep(rng.random() * 0.6)
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
-
-            await asyncio.gather(*(leave(prompt) for prompt in prompts))
-            await assert_quiescent(session, trio.p, trio.d)
-            assert (await ask(session, trio.router, prompts[0])).is_ok
-
-    asyncio.run(check())
+    asyncio.run(assert_leaving_costs_nothing(trio.router, trio.p, trio.d, num_tokens=900, count=16))
 
 
 def test_without_streaming_the_whole_prompt_is_left_and_one_corrupted_block_changes_the_tokens(cluster: Cluster, plain: Engine) -> None:

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 from tests.e2e.conftest import PATIENT, SHORT, random_prompts
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session, prefill, until
+from tests.e2e.harness import (
+    Answer,
+    Cluster,
+    Engine,
+    Prompt,
+    ask,
+    ask_all,
+    assert_leaving_costs_nothing,
+    assert_quiescent,
+    metrics,
+    new_session,
+    prefill,
+    until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -94,23 +107,7 @@ def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
 
 
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(trio: Trio) -> None:
-    rng = random.Random(7)
-    prompts = [Prompt(tuple(rng.randrange(10, 500) for _ in range(200)), max_tokens=50) for _ in range(24)]
-
-    async def check() -> None:
-        async with new_session() as session:
-
-            async def leave(number: int, prompt: Prompt) -> None:
-                asking = asyncio.create_task(ask(session, trio.router, prompt))
-                await asyncio.sleep(0.02 * number)
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
-
-            await asyncio.gather(*(leave(number, prompt) for number, prompt in enumerate(prompts)))
-            await assert_quiescent(session, trio.p, trio.d)
-            assert (await ask(session, trio.router, prompts[0])).is_ok
-
-    asyncio.run(check())
+    asyncio.run(assert_leaving_costs_nothing(trio.router, trio.p, trio.d, num_tokens=200))
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
