@@ -63,6 +63,49 @@ def test_another_consumer_gets_what_the_first_has_left(is_offered: bool) -> None
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
+@pytest.mark.parametrize("moment", ["before P begins", "before D has registered", "offered", "read"])
+def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed_anew(moment: str, is_anew: bool) -> None:
+    """Preempted, or one whose engine let go of a block that had been published: a new lease, of which D need not be asked again."""
+    producer = make_producer()
+    if moment == "before P begins":
+        producer.receive(ROUTE, registration(), now=0)
+        producer.receive(ROUTE, cancel(), now=0)
+    producer.open(A, 1, now=1)
+    producer.publish(A, "h1", ticket(1), 4, now=1)
+    if moment in ("offered", "read"):
+        producer.receive(ROUTE, registration(), now=1)
+    if moment == "read":
+        producer.receive(ROUTE, Attach(ticket(1), "d/r/0"), now=1)
+        producer.receive(ROUTE, Detach("e1", "a", "d/r/0"), now=1)
+    elif moment != "before P begins":
+        producer.receive(ROUTE, cancel(), now=1)
+    if is_anew:
+        producer.withdraw(A, 1, now=2)
+        producer.grant(A, 2, now=2)
+        producer.publish(A, "h1", ticket(2), 8, now=2)
+    else:
+        assert producer.take_ended() == [], "its engine is at it"
+        producer.close(A, now=2)
+    assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
+    producer.advance(now=3)
+    producer.advance(now=40)
+    assert (producer.num_leases, producer.num_registrations, producer.next_deadline()) == (0, 0, None)
+
+
+def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None:
+    """The negative control: the prefill is computed anew, and another reader of the same request has registered meanwhile."""
+    producer = opened()
+    producer.receive(ROUTE, cancel(), now=1)
+    producer.withdraw(A, 1, now=2)
+    producer.receive(ROUTE, registration("r", rank=1), now=2)
+    said(producer)
+    producer.grant(A, 2, now=3)
+    producer.publish(A, "h1", ticket(2), 8, now=3)
+    assert said(producer) == [PushOffer("d/r/1", ticket(2), 8)]
+    assert (producer.take_ended(), producer.num_leases) == ([], 1)
+
+
 @pytest.mark.parametrize(
     ("has_read", "reason"), [(False, "the prefill was given up before"), (True, "the prefill has been handed over already")]
 )

@@ -108,7 +108,7 @@ class PushDesk:
         for claimant in found:
             self._refuse_all(claimant, f"{len(found)} requests of decode sides match prefill {request}")
         self._ready.add(request, name)
-        if not found and self._endings.take_declined(name):
+        if not found and self._endings.is_declined(name):
             self._given_up.unwanted.append(request)
 
     def fail(self, request: RequestId, handover: str, reason: str, now: float) -> None:
@@ -123,8 +123,10 @@ class PushDesk:
         self._endings.remember_over(name, reason, now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """This prefill is computed anew; its readers wait as they did before."""
+        """This prefill is computed anew; its readers wait as they did before. If all have left, nobody comes for the next one either."""
         prefill = self._forget(request)
+        if prefill is not None and prefill.claimant is not None and not prefill.audience:
+            self._endings.remember_declined(prefill.claimant, prefill.name, now)
         for reader, waiting in prefill.audience.items() if prefill is not None else ():
             self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
@@ -186,7 +188,8 @@ class PushDesk:
         found = self._ready.find_exactly(name)
         if len(found) == 1:
             self._given_up.unwanted.append(found[0])
-        elif not found:
+        if len(found) <= 1:
+            # Also of one that is there: it may be computed anew.
             self._endings.remember_declined(claimant, name, now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:

@@ -53,12 +53,9 @@ class Endings:
         found = self._over.find_exactly(name)
         return self._reasons[found[0]] if found else None
 
-    def take_declined(self, name: MatchName) -> bool:
-        """Whether all who would have come for it need nothing."""
-        found = self._declined.find_exactly(name)
-        for key in found:
-            self._forget(key)
-        return bool(found)
+    def is_declined(self, name: MatchName) -> bool:
+        """Whether all who would have come for it need nothing, however often it is computed."""
+        return bool(self._declined.find_exactly(name))
 
     def expire(self, now: float) -> None:
         for key in self._undated:

@@ -122,8 +122,10 @@ def test_chunked_prefill_is_handed_over_whole(start_legs: StartLegs, first: str,
 @FIRST
 @pytest.mark.parametrize("kind", ["MLA", "windows beside full attention", "chunks beside full attention"])
 def test_caches_of_other_kinds(start_legs: StartLegs, kind: str, first: str) -> None:
-    """Where attention forgets, P lets go of what D would need of one prompt in a block's length, or of a chunk's; those D computes."""
-    legs = start_legs(kind=kind, p={"max_num_batched_tokens": 48, "max_num_seqs": 4})
+    """Where attention forgets, P lets go of what D would need of one prompt in a block's length, or of a chunk's; those D computes.
+    The lease outlasts every wait here: P has been told."""
+    patient = {"kv_connector_extra_config": {"kv_lease_duration": 600}}
+    legs = start_legs(kind=kind, kv=patient, p={"max_num_batched_tokens": 48, "max_num_seqs": 4})
     expected = 0
     for length in (32, 33, 63, 64, 79, 100, 111, 128, 200):
         tokens = prompt(length, start=length)
