@@ -1,8 +1,8 @@
 """Two engines that push, as far as their ferries can tell: blocks that are computed, published, preempted, lent, freed and used again.
 
-Whatever an engine may do with a block it does at the first moment it may: P's blocks are overwritten when a withdrawal has been commanded or
-the end of a lease has been reported; D's are the next owner's when the end of a transfer has been reported. Each rank of D remembers what
-has to be in the blocks that it does not lend, and every turn compares.
+Whatever an engine may do with a block it does at the first moment it may: P's blocks are overwritten when a withdrawal has been commanded
+or the end of a lease has been reported; D's are the next owner's when the end of a transfer has been reported. Each rank of D remembers
+what has to be in the blocks that it does not lend, and every turn compares.
 """
 
 from collections.abc import Callable, Iterator
