@@ -47,11 +47,13 @@ class StormPlane(MemoryDataPlane):
     def __init__(self, network: MemoryNetwork, fence_polls: int | None, lies: bool = False) -> None:
         super().__init__(network, fences_writes=fence_polls is not None)
         self.slices_per_poll = 1
+        """0: bytes are on their way for as long as it lasts."""
         self.meanwhile: Callable[[], None] | None = None
         """Done once, in the middle of the next turn: the engine is another thread."""
         self._delay, self._lies = fence_polls or 0, lies
         self._closing: list[tuple[int, int, Handle]] = []
         self._told: set[Handle] = set()
+        self._inner: set[Handle] = set()
         self._polls = 0
 
     def take_back(self, number: int) -> Handle:
@@ -68,9 +70,9 @@ class StormPlane(MemoryDataPlane):
         told = [handle for _, _, handle in (self._closing if self._lies else due) if handle not in self._told]
         self._closing = [each for each in self._closing if each not in due]
         self._told |= set(told)
-        inner = {MemoryDataPlane.take_back(self, number) for _, number, _ in due}
+        self._inner |= {MemoryDataPlane.take_back(self, number) for _, number, _ in due}
         ended = [completion for _ in range(self.slices_per_poll) for completion in super(StormPlane, self).poll()]
-        ended = [completion for completion in ended if completion.handle not in inner]
+        ended = [completion for completion in ended if completion.handle not in self._inner]
         return [*ended, *(Completion(handle, None, 0, 0, 0.0, 0.0) for handle in told)]
 
 

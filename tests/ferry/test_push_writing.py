@@ -19,6 +19,7 @@ from kvferry.types import RequestId
 
 FENCED, SLOWLY_FENCED, UNFENCED, READ = Mode(), Mode(fence_polls=4), Mode(fence_polls=None), Mode(lends=False)
 PICK = st.integers(0, 99)
+TURNS = st.integers(0, 14)
 # A storm is long, and shrinking one takes minutes: whoever has to read one adds `Phase.shrink` here.
 SETTINGS = settings(max_examples=10, stateful_step_count=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
@@ -37,6 +38,9 @@ class Storm(RuleBasedStateMachine):
         self.left: set[str] = set()
         """Requests of D that were aborted or settled."""
         self.given_up: set[str] = set()
+        # Before it breaks loose, two requests have their blocks and wait to be written or read.
+        for num_tokens in (12, 16):
+            self.arrive(pick=2, num_tokens=num_tokens, prefix=0, legs="b", turns=4)
 
     # -- what there is
 
@@ -57,18 +61,19 @@ class Storm(RuleBasedStateMachine):
 
     # -- both legs
 
-    @rule(pick=PICK, num_tokens=st.integers(1, 16), is_started=st.booleans(), prefix=st.integers(0, 2), legs=st.sampled_from("pdbbbb"))
-    def arrive(self, pick: int, num_tokens: int, is_started: bool, prefix: int, legs: str) -> None:
+    @rule(pick=PICK, num_tokens=st.integers(1, 16), prefix=st.integers(-1, 2), legs=st.sampled_from("pdbbbbbb"), turns=TURNS)
+    def arrive(self, pick: int, num_tokens: int, prefix: int, legs: str, turns: int) -> None:
         """Of a request, P's leg, D's or both. Sometimes they are not of the same prompt, or D wants less of it."""
         self.num_handovers += 1
         handover = f"h{self.num_handovers}"
         if legs in "db":
             wanted = num_tokens // 2 if pick % 4 == 1 and num_tokens > 8 else num_tokens
             load = self.world.expect(handover, self.num_handovers + (pick == 0), wanted // 4 * 4 or wanted)
-            if is_started:
+            if prefix >= 0:
                 self.world.start(load, prefix)
         if legs in "pb":
             self.world.begin(handover, self.num_handovers, num_tokens)
+        self.run_on(turns)
 
     @precondition(lambda self: self.world.loads)
     @rule(pick=PICK, is_started=st.booleans())
@@ -89,9 +94,17 @@ class Storm(RuleBasedStateMachine):
     # -- P
 
     @precondition(lambda self: self.running())
-    @rule(pick=PICK, num_blocks=st.integers(1, 3))
-    def compute(self, pick: int, num_blocks: int) -> None:
+    @rule(pick=PICK, num_blocks=st.integers(1, 4), turns=TURNS)
+    def compute(self, pick: int, num_blocks: int, turns: int) -> None:
         self.world.compute(self.running()[pick % len(self.running())], num_blocks)
+        self.run_on(turns)
+
+    @precondition(lambda self: self.running())
+    @rule(turns=TURNS)
+    def compute_all(self, turns: int) -> None:
+        for prefill in self.running():
+            self.world.compute(prefill, 2)
+        self.run_on(turns)
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK)
@@ -108,7 +121,8 @@ class Storm(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(pick=PICK)
     def withhold(self, pick: int) -> None:
-        self.world.withhold(self.running()[pick % len(self.running())])
+        if pick % 3 == 0:
+            self.world.withhold(self.running()[pick % len(self.running())])
 
     @precondition(lambda self: self.held())
     @rule(pick=PICK)
@@ -116,11 +130,6 @@ class Storm(RuleBasedStateMachine):
         prefill = self.held()[pick % len(self.held())]
         self.given_up.add(prefill.request)
         self.world.tell(self.world.p, Abandon(RequestId(prefill.request)))
-
-    @rule(pick=st.integers(0, 5))
-    def replace_p(self, pick: int) -> None:
-        if pick == 0:
-            self.world.replace_p()
 
     # -- D
 
@@ -133,8 +142,9 @@ class Storm(RuleBasedStateMachine):
     @rule(pick=PICK)
     def settle(self, pick: int) -> None:
         load = self.waiting()[pick % len(self.waiting())]
-        self.left.add(load.request)
-        self.world.settle(load)
+        if pick % 3 == 0:
+            self.left.add(load.request)
+            self.world.settle(load)
 
     @precondition(lambda self: self.loading() or self.waiting())
     @rule(pick=PICK)
@@ -156,32 +166,62 @@ class Storm(RuleBasedStateMachine):
         for _ in range(turns):
             self.world.step(side)
 
-    @rule(turns=st.integers(1, 12))
+    @rule(turns=TURNS)
     def run_on(self, turns: int) -> None:
         for _ in range(turns):
             for number, side in enumerate(self.world.sides):
                 if number not in self.stopped:
                     self.world.step(side)
 
-    @rule(seconds=st.sampled_from([0.2, 1.0, 5.0, 11.0, 31.0, 120.0]))
+    @rule(seconds=st.sampled_from([0.2, 0.5, 1.0, 1.0, 5.0, 5.0, 11.0]))
     def wait(self, seconds: float) -> None:
         self.world.wait(seconds)
 
-    @rule(pick=PICK)
-    def stop_or_go_on(self, pick: int) -> None:
-        self.stopped ^= {pick % len(self.world.sides)}
+    @rule(what=st.sampled_from(["wait", "stop", "stop", "drop", "cut", "cut", "replace", "", "", "", "", ""]), pick=PICK, turns=TURNS)
+    def trouble(self, what: str, pick: int, turns: int) -> None:
+        """Much less often than anything else, or nothing would ever be handed over."""
+        world = self.world
+        match what:
+            case "wait":
+                world.wait(31.0 if pick % 2 else 120.0)
+            case "stop":
+                self.stopped = {pick % len(world.sides)} if pick % 2 else set()
+            case "drop":
+                world.drop_connections(world.sides[pick % len(world.sides)])
+            case "cut":
+                world.cut(world.p[pick % len(world.p)])
+            case "replace":
+                world.replace_p()
+        self.run_on(turns)
 
-    @rule(pick=PICK)
-    def drop_connections(self, pick: int) -> None:
-        self.world.drop_connections(self.world.sides[pick % len(self.world.sides)])
+    @precondition(lambda self: self.running() and self.loading())
+    @rule(what=st.sampled_from(["drop", "abort", "wait", "preempt"]), pick=PICK, turns=TURNS)
+    def cross(self, what: str, pick: int, turns: int) -> None:
+        """Something happens to D, or to P's engine, while P is stopped with bytes on their way."""
+        world = self.world
+        for prefill in self.running():
+            world.compute(prefill, 1 + pick % 2)
+        for _ in range(1 + pick % 3):
+            for side in world.p:
+                world.step(side)
+        match what:
+            case "drop":
+                world.drop_connections(world.d[pick % len(world.d)])
+            case "abort":
+                self.abort(pick)
+            case "wait":
+                world.wait(31.0)
+            case "preempt" if self.running():
+                self.preempt(pick)
+        for _ in range(turns):
+            for side in world.d:
+                world.step(side)
+        for side in world.p:
+            world.step(side)
 
-    @rule(pick=PICK, num_slices=st.sampled_from([1, 1, 2, 20]))
+    @rule(pick=PICK, num_slices=st.sampled_from([0, 0, 1, 1, 2, 20]))
     def be_fast(self, pick: int, num_slices: int) -> None:
         self.world.plane(self.world.sides[pick % len(self.world.sides)]).slices_per_poll = num_slices
-
-    @rule(pick=PICK)
-    def cut(self, pick: int) -> None:
-        self.world.cut(self.world.p[pick % len(self.world.p)])
 
     def teardown(self) -> None:
         world = self.world
@@ -190,6 +230,8 @@ class Storm(RuleBasedStateMachine):
                 world.withhold(prefill)
             for load in self.waiting():
                 world.abort(load)
+            for side in world.sides:
+                world.plane(side).slices_per_poll = 1
             for _ in range(50):
                 world.run(4)
                 world.wait(20.0)
