@@ -5,7 +5,6 @@ import json
 import os
 import random
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -94,10 +93,12 @@ class Engine:
     def url(self) -> str:
         return f"http://{self.address}"
 
-    def kill(self) -> None:
-        """As the kernel's out-of-memory killer would, and wait until the whole family is gone."""
+    def kill(self, *, is_stopped: bool = False) -> None:
+        """As the kernel's out-of-memory killer would, and wait until the whole family is gone. Members that are stopped cannot see that
+        their parent has died, so then each is killed."""
         family = self.family()
-        os.kill(self.process.pid, signal.SIGKILL)
+        for member in family if is_stopped else family[:1]:
+            member.kill()
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not any(map(is_alive, alive)), f"left behind: {alive}"
 

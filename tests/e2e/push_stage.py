@@ -90,7 +90,7 @@ class Stage:
 
     def kill_p(self) -> None:
         """It is not stopped any more, it is dead."""
-        self.legs.p.kill()
+        self.legs.p.kill(is_stopped=self.is_p_stopped)
         self.is_p_stopped = False
 
     @asynccontextmanager
