@@ -1,5 +1,7 @@
 """A producer whose readers register before there is a ticket: whom it tells, whom its lease waits for, and when it ends."""
 
+import msgspec
+import pytest
 from tests.protocol.caches import no_writers
 
 from kvferry.protocol.fingerprints import fingerprint
@@ -16,6 +18,7 @@ from kvferry.protocol.messages import (
     PushRegistration,
     PushWithdrawal,
     Refused,
+    WriteLease,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
@@ -208,3 +211,25 @@ def test_an_open_prefill_that_is_aborted_is_refused_to_its_readers() -> None:
     producer.withhold(A, "h1", "it was aborted", now=1)
     assert said(producer) == [Refused("", "d/r/0", "it was aborted")]
     assert (producer.num_leases, producer.take_ended()) == (0, [])
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_reader_that_was_written_to_and_falls_silent_lets_the_lease_run_out(is_open: bool) -> None:
+    producer = make_producer()
+    lease = WriteLease(1, "memory", 0, [[1, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
+    producer.receive(ROUTE, msgspec.structs.replace(registration(), decode_epoch="d1", write=lease), now=0)
+    if is_open:
+        producer.open(A, 1, now=1)
+        producer.publish(A, "h1", TICKET, 4, now=1)
+    else:
+        granted(producer, now=1)
+    assert said(producer) == [], "it is written to, so nothing is offered"
+    producer.receive(ROUTE, Heartbeat("e1", 1, ["d/r/0"]), now=20)
+    assert said(producer) == [HeartbeatReply("e1", 1, [])]
+    producer.advance(now=39.9)
+    assert producer.take_ended() == []
+    producer.advance(now=50)
+    if is_open:
+        assert producer.take_ended() == [], "the engine still computes it"
+        producer.close(A, now=51)
+    assert producer.take_ended() == [EndedLease(A, LeaseEnd.EXPIRED)]

@@ -117,7 +117,7 @@ class Handovers:
             request = self._desk.offered_to(reader)
             self._desk.leave(reader)
             if request is not None:
-                self._detach(request, reader)
+                self._detach(request, reader, LeaseEnd.EXPIRED)
 
     def next_deadline(self) -> float | None:
         return min((at for at in (self._desk.next_deadline(), self.writers.next_deadline()) if at is not None), default=None)
@@ -190,6 +190,6 @@ class Handovers:
                 self.writers.drop(message.reader)
                 self._replies.append(reply)
 
-    def _detach(self, request: RequestId, reader: str) -> None:
-        self.leases.detach(request, reader)
+    def _detach(self, request: RequestId, reader: str, end: LeaseEnd = LeaseEnd.RELEASED) -> None:
+        self.leases.detach(request, reader, end)
         self._touched.append(request)

@@ -169,15 +169,15 @@ class LeaseTable:
         lease.settled = LeaseEnd.CONFIRMED
         return True
 
-    def detach(self, request: RequestId, reader: str) -> bool:
-        """A reader leaves without having used the blocks, or will not come."""
+    def detach(self, request: RequestId, reader: str, end: LeaseEnd = LeaseEnd.RELEASED) -> bool:
+        """A reader leaves without having used the blocks, or will not come. If nobody has settled the lease yet, it ends like that."""
         lease = self._leases.get(request)
         if lease is None or not (reader in lease.readers or reader in lease.awaited or reader in lease.offered):
             return False
         self._drop_reader(lease, reader)
         lease.awaited.discard(reader)
         lease.offered.discard(reader)
-        lease.settled = lease.settled or LeaseEnd.RELEASED
+        lease.settled = lease.settled or end
         return True
 
     def abandon(self, request: RequestId) -> bool:
