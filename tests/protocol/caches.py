@@ -12,7 +12,7 @@ from kvferry.protocol.placement import Placement
 from kvferry.protocol.planning import plan_placement, plan_read
 from kvferry.protocol.ranks import heads_of, visits
 from kvferry.protocol.tickets import HOLE
-from kvferry.protocol.writers import Writers
+from kvferry.protocol.writers import Writers, WriterSettings
 from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
@@ -148,4 +148,4 @@ def no_writers() -> Writers:
     """Of a producer nobody lends blocks to."""
     geometry = Cache(Model(), Form(), 0).geometry
     settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
-    return Writers(EngineId("p"), PeerBook(settings, []), write_timeout_s=30, max_lease_s=120)
+    return Writers(WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120), PeerBook(settings, []))

@@ -13,7 +13,7 @@ from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import HandshakeRefused, PushRegistration, RegionInfo, Revoke, Revoked, WriteFailed, WriteLease, Written
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.writers import Landed, Writers
+from kvferry.protocol.writers import Landed, Writers, WriterSettings
 from kvferry.types import EngineId, RequestId, Route
 
 READER, ROUTE = "p/r/0", Route(b"route")
@@ -32,7 +32,7 @@ class Side:
 
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
-        self.writers = Writers(EngineId("us"), self.consumer.peers, write_timeout_s=20, max_lease_s=120)
+        self.writers = Writers(WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120), self.consumer.peers)
         self.consumer.share_peers(self.writers)
 
     def invite(self, **changes: Any) -> "Side":

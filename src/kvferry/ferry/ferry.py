@@ -59,7 +59,7 @@ from kvferry.protocol.pulls import Invitation
 from kvferry.protocol.push_desk import MAX_LEASES_WAITED
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
-from kvferry.protocol.writers import Writers
+from kvferry.protocol.writers import Writers, WriterSettings
 from kvferry.types import EngineId, EngineLife
 
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
@@ -371,13 +371,9 @@ class Ferry:
 
 def _writers(settings: FerrySettings, consumer: Consumer) -> Writers:
     producer = settings.producer
-    writers = Writers(
-        producer.engine,
-        consumer.peers,
-        write_timeout_s=settings.consumer.read_timeout_s,
-        max_lease_s=MAX_LEASES_WAITED * producer.lease_ttl_s,
-        can_write=not producer.is_staged,
-    )
+    max_lease_s = MAX_LEASES_WAITED * producer.lease_ttl_s
+    ours = WriterSettings(producer.engine, settings.consumer.read_timeout_s, max_lease_s, can_write=not producer.is_staged)
+    writers = Writers(ours, consumer.peers)
     consumer.share_peers(writers)
     return writers
 

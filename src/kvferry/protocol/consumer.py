@@ -177,7 +177,7 @@ class Consumer:
         for pull in self._pulls.of_life(peer.life):
             if pull.state in _BEFORE_READING:
                 self._greet(pull, peer, now)
-            elif pull.loan is not None and not pull.loan.is_fenced:
+            elif pull.to.loan is not None and not pull.to.loan.is_fenced:
                 self._lending.ask_back(pull, now)
         # After the others have attached: a farewell settles the lease they may share.
         self._talk.say_late_farewells(peer)
@@ -212,7 +212,7 @@ class Consumer:
     def taken_back(self, request: RequestId, number: int, now: float) -> None:
         """What `TakeBack` asked for has ended: nothing that was written under this number lands any more."""
         pull = self._pulls.get(request)
-        if pull is not None and pull.loan is not None and pull.loan.number == number:
+        if pull is not None and pull.to.loan is not None and pull.to.loan.number == number:
             self._lending.back(pull, now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
@@ -229,7 +229,7 @@ class Consumer:
         for peer_id in self._talk.silent_peers(now):
             self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
         for pull in self._pulls.take_overdue(now):
-            if pull.loan is not None and pull.state in TAKING_BACK:
+            if pull.to.loan is not None and pull.state in TAKING_BACK:
                 self._lending.ask_back(pull, now)
                 continue
             self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
@@ -261,7 +261,7 @@ class Consumer:
         match pull.state:
             case TransferState.MOVING:
                 self._reading.start(pull, now)
-            case state if state in TAKING_BACK and pull.loan is not None:
+            case state if state in TAKING_BACK and pull.to.loan is not None:
                 self._lending.take_back(pull, before, now)
             case TransferState.STOPPING if before is not TransferState.STOPPING:
                 self._reading.give_up(pull, now)
@@ -350,7 +350,7 @@ class Consumer:
         for pull in self._pulls.of_life(lost.life):
             pull.is_attached = False
             self._meet(pull, _E.PEER_LOST, now, lost.reason)
-            if lost.is_over and pull.loan is not None and not pull.loan.is_fenced and pull.state in TAKING_BACK:
+            if lost.is_over and pull.to.loan is not None and not pull.to.loan.is_fenced and pull.state in TAKING_BACK:
                 # Whoever could have written is gone for good. What it had sent may be on its way, so a fence is waited for.
                 self._lending.back(pull, now)
         for user in self._sharers:
@@ -365,7 +365,7 @@ class Consumer:
             # What a rank has not offered yet it may still have to grant.
             is_ahead = pull.is_offered and pull.origin.invitation is not None and peer_id.tp_rank not in pull.arrival.ready
             # While confirming, Confirmed or Refused is on its way and is the better answer. What was withdrawn is gone, and we know it.
-            is_through = pull.loan is not None and peer_id.tp_rank not in pull.loan.writers
+            is_through = pull.to.loan is not None and peer_id.tp_rank not in pull.to.loan.writers
             if pull.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead and not is_through:
                 lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
                 self._meet(pull, _E.REFUSED, now, lost)

@@ -40,7 +40,7 @@ class Lending:
             pull.origin.invitation is not None
             and pull.has_blocks
             and not pull.is_offered
-            and not pull.was_lent
+            and not pull.to.was_lent
             and sum(map(len, pull.to.blocks)) <= MAX_LENT_BLOCKS
             and len(pull.request) <= MAX_NAME_CHARS
             and len(used) == 1
@@ -59,11 +59,11 @@ class Lending:
         to.placements = tuple(placements)
         [plane] = {peer.planes[rank] for rank in peer.visits}
         self._last_number += 1
-        pull.loan = Loan(self._last_number, plane, plane in self.parts.settings.fenced, set(peer.visits))
-        pull.was_lent = True
-        if pull.loan.is_fenced:
-            self.parts.actions.append(Lend(plane, pull.loan.number, to.filled_blocks(geometry.block_size)))
-        self.parts.talk.register(pull, peer, geometry.tp_size, now, self._lease(pull, pull.loan))
+        pull.to.loan = Loan(self._last_number, plane, plane in self.parts.settings.fenced, set(peer.visits))
+        pull.to.was_lent = True
+        if pull.to.loan.is_fenced:
+            self.parts.actions.append(Lend(plane, pull.to.loan.number, to.filled_blocks(geometry.block_size)))
+        self.parts.talk.register(pull, peer, geometry.tp_size, now, self._lease(pull, pull.to.loan))
         self.parts.meet(pull, _E.BLOCKS_LENT, now, "")
 
     def _lease(self, pull: Pull, loan: Loan) -> WriteLease:
@@ -82,9 +82,9 @@ class Lending:
 
     def receive(self, address: str, message: Written | WriteFailed | Revoked, now: float) -> None:
         pull = self.parts.pulls.of_reader(message.reader)
-        if pull is None or pull.loan is None or pull.loan.number != message.number:
+        if pull is None or pull.to.loan is None or pull.to.loan.number != message.number:
             return
-        loan = pull.loan
+        loan = pull.to.loan
         rank = self.parts.peers.rank_at(pull.life, address, loan.writers)
         if rank is None:
             return
@@ -127,7 +127,7 @@ class Lending:
 
     def ask_back(self, pull: Pull, now: float) -> None:
         """Have the producer write no more. Where there is a fence, its plane says when that is certain."""
-        loan, peer = pull.loan, self.parts.peers.get(pull.life)
+        loan, peer = pull.to.loan, self.parts.peers.get(pull.life)
         assert loan is not None
         if loan.back_at is None:
             loan.back_at = now + (1 + LEASES_OF_GRACE) * self.parts.settings.registration_s
@@ -147,7 +147,7 @@ class Lending:
         """Nothing that was written under this loan lands any more."""
         if pull.state not in TAKING_BACK:
             return
-        pull.loan = None
+        pull.to.loan = None
         match pull.state:
             case TransferState.RECLAIMING:
                 self.parts.meet(pull, _E.CONFIRMED, now, "")

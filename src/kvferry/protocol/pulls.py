@@ -19,6 +19,28 @@ __all__ = ["Arrival", "Destination", "Invitation", "Loan", "Origin", "Outstandin
 
 
 @dataclass(slots=True)
+class Loan:
+    """Blocks that a producer may write into."""
+
+    number: int
+    plane: str
+    is_fenced: bool
+    """The plane ends it when it is told to."""
+    writers: set[int]
+    """Ranks of the producer that may still write."""
+    back_at: float | None = None
+    """From when on nobody can be writing, whoever is silent; None: it is not being taken back."""
+    left_tokens: int = 0
+    early_bytes: int = 0
+    """How much was left, and had come, when the prefill was over."""
+
+    def note_end(self, left_tokens: int, early_bytes: int) -> None:
+        """What one rank says of that."""
+        self.left_tokens = max(self.left_tokens, left_tokens)
+        self.early_bytes += early_bytes
+
+
+@dataclass(slots=True)
 class Destination:
     """The blocks a pull fills."""
 
@@ -30,6 +52,10 @@ class Destination:
     give_up_at: float = 0.0
     placements: tuple[Placement, ...] = ()
     """What is left to do with the blocks once their bytes are confirmed."""
+    loan: Loan | None = None
+    """While the producer may write into them."""
+    was_lent: bool = False
+    """They are not lent a second time: what could not be written is read."""
 
     def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """By group: the blocks that hold any of the tokens."""
@@ -93,28 +119,6 @@ class Outstanding:
     confirmations: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
-class Loan:
-    """Blocks that a producer may write into."""
-
-    number: int
-    plane: str
-    is_fenced: bool
-    """The plane ends it when it is told to."""
-    writers: set[int]
-    """Ranks of the producer that may still write."""
-    back_at: float | None = None
-    """From when on nobody can be writing, whoever is silent; None: it is not being taken back."""
-    left_tokens: int = 0
-    early_bytes: int = 0
-    """How much was left, and had come, when the prefill was over."""
-
-    def note_end(self, left_tokens: int, early_bytes: int) -> None:
-        """What one rank says of that."""
-        self.left_tokens = max(self.left_tokens, left_tokens)
-        self.early_bytes += early_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class Invitation:
     """What a request has instead of a ticket while its KV is yet to be computed."""
@@ -165,9 +169,6 @@ class Pull:
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     arrival: Arrival = field(default_factory=Arrival)
-    loan: Loan | None = None
-    was_lent: bool = False
-    """It is not lent a second time: what could not be written is read."""
     broken: str = ""
     """What made a read fail on its own."""
     reason: str = ""
@@ -197,7 +198,7 @@ class Pull:
 
     def expects(self, ticket: Ticket) -> bool:
         """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
-        is_ours = self.origin.invitation is not None and self.is_attached and self.loan is None
+        is_ours = self.origin.invitation is not None and self.is_attached and self.to.loan is None
         if (ticket.engine_id, ticket.epoch_id) != (self.life.engine, self.life.epoch) or not is_ours:
             return False
         return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial

@@ -29,7 +29,7 @@ from kvferry.protocol.read_plans import next_tokens
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
 from kvferry.types import Address, EngineId, EngineLife, Epoch, PeerId, RequestId, Route
 
-__all__ = ["Landed", "WriterReply", "Writers"]
+__all__ = ["Landed", "WriterReply", "WriterSettings", "Writers"]
 
 MAX_WRITERS = 20_000
 """Readers we write for. What does not fit is not written: its consumer reads."""
@@ -88,33 +88,80 @@ class _Posted(NamedTuple):
 
 
 @dataclass(slots=True)
-class Writers:
-    """`peers` is the book of all this ferry's peers; its owner tells us of those that are ready or lost."""
+class _UnderWay:
+    """Writes that have been begun and have not ended, also of those that we write for no more."""
 
+    timeout_s: float
+    writes: dict[int, _Posted] = field(default_factory=dict, init=False)
+    _last: int = field(default=0, init=False)
+    _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
+    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
+    """By reader and number of the lease: given up; who is to be told when it has ended."""
+
+    def begin(self, posted: _Posted, now: float) -> int:
+        self._last += 1
+        self.writes[self._last] = posted
+        self._overdue.set(self._last, now + self.timeout_s)
+        posted.writing.posted = self._last
+        return self._last
+
+    def end(self, write: int) -> _Posted:
+        posted = self.writes.pop(write)
+        self._overdue.drop(write)
+        posted.writing.posted = 0
+        return posted
+
+    def give_up(self, writing: _Writing) -> None:
+        self._stopping[writing.reader, writing.lease.number] = None
+
+    def ask(self, reader: str, number: int, route: Route) -> bool:
+        """Have it told when what was given up has ended; False when nothing of it is under way."""
+        if (reader, number) not in self._stopping:
+            return False
+        self._stopping[reader, number] = route
+        return True
+
+    def take_asker(self, writing: _Writing) -> Route | None:
+        return self._stopping.pop((writing.reader, writing.lease.number), None)
+
+    def take_overdue(self, now: float) -> list[int]:
+        return self._overdue.take_due(now)
+
+    def next_deadline(self) -> float | None:
+        return self._overdue.next()
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
     engine: EngineId
-    peers: PeerBook
     write_timeout_s: float
     max_lease_s: float
     can_write: bool = True
     """False: our planes see a copy of the blocks, which is made for readers only."""
+
+
+@dataclass(slots=True)
+class Writers:
+    settings: WriterSettings
+    peers: PeerBook
+    """Of all this ferry's peers; its owner tells us of those that are ready or lost."""
     _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
     _by_life: dict[EngineLife, set[str]] = field(default_factory=dict, init=False)
-    _posted: dict[int, _Posted] = field(default_factory=dict, init=False)
-    _last_write: int = field(default=0, init=False)
-    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
-    """By reader and number of the lease: given up, with a write still under way; who is to be told when it has ended."""
+    _under_way: _UnderWay = field(init=False)
     _landed: dict[str, None] = field(default_factory=dict, init=False)
     _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
-    _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
     _actions: list[StartWrite | StopWrite] = field(default_factory=list, init=False)
     _replies: list[WriterReply] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._under_way = _UnderWay(self.settings.write_timeout_s)
 
     def __len__(self) -> int:
         return len(self._writings)
 
     @property
     def num_posted(self) -> int:
-        return len(self._posted)
+        return len(self._under_way.writes)
 
     # -- registrations -----------------------------------------------------------------------------------------------
 
@@ -126,12 +173,12 @@ class Writers:
             return
         life = EngineLife(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
         visit = self._visit(message)
-        if not self.can_write or visit is None or life.engine == self.engine or len(self._writings) >= MAX_WRITERS:
+        if not self.settings.can_write or visit is None or life.engine == self.settings.engine or len(self._writings) >= MAX_WRITERS:
             self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.number, "this producer cannot write there")))
             return
         names = (reader_name(life.engine, RequestId(message.request_id), rank) for rank in visit.visitors)
         companions = tuple(name for name in names if name != message.reader)
-        lease_s = min(message.lease_s, self.max_lease_s)
+        lease_s = min(message.lease_s, self.settings.max_lease_s)
         self._writings[message.reader] = _Writing(message.reader, route, life, lease, lease_s, companions)
         self._by_life.setdefault(life, set()).add(message.reader)
         self._renewals.set(message.reader, now + lease_s)
@@ -173,9 +220,7 @@ class Writers:
         writing = self._writings.get(message.reader)
         if writing is not None and writing.lease.number == message.number:
             self.drop(message.reader)
-        if (message.reader, message.number) in self._stopping:
-            self._stopping[message.reader, message.number] = route
-        else:
+        if not self._under_way.ask(message.reader, message.number, route):
             self._replies.append(WriterReply(route, Revoked(message.reader, message.number)))
 
     def drop(self, reader: str) -> None:
@@ -190,7 +235,7 @@ class Writers:
         self._renewals.drop(reader)
         self._landed.pop(reader, None)
         if writing.posted:
-            self._stopping[reader, writing.lease.number] = None
+            self._under_way.give_up(writing)
             self._actions.append(StopWrite(writing.posted))
 
     # -- prefills ----------------------------------------------------------------------------------------------------
@@ -230,13 +275,11 @@ class Writers:
 
     def write_ended(self, write: int, error: str | None, now: float) -> None:
         """It no longer touches our memory, nor the peer's."""
-        posted = self._posted.pop(write)
-        self._overdue.drop(write)
+        posted = self._under_way.end(write)
         writing, progress = posted.writing, posted.progress
         key = writing.reader, writing.lease.number
-        writing.posted = 0
         if self._writings.get(writing.reader) is not writing:
-            route = self._stopping.pop(key, None)
+            route = self._under_way.take_asker(writing)
             if route is not None:
                 self._replies.append(WriterReply(route, Revoked(*key)))
         elif error is not None:
@@ -250,7 +293,7 @@ class Writers:
 
     def advance(self, now: float) -> list[str]:
         """Stop what takes too long. Returns the readers that have not renewed their lease; they are dropped."""
-        for write in self._overdue.take_due(now):
+        for write in self._under_way.take_overdue(now):
             self._actions.append(StopWrite(write))
         silent = self._renewals.take_due(now)
         for reader in silent:
@@ -285,7 +328,7 @@ class Writers:
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._renewals.next(), self._overdue.next()) if at is not None), default=None)
+        return min((at for at in (self._renewals.next(), self._under_way.next_deadline()) if at is not None), default=None)
 
     def take_actions(self) -> list[StartWrite | StopWrite]:
         actions, self._actions = self._actions, []
@@ -312,13 +355,10 @@ class Writers:
             return
         if not tokens:
             return
-        self._last_write += 1
-        writing.posted = self._last_write
         progress.posted_until = tokens.stop
-        self._posted[self._last_write] = _Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in pieces))
-        self._overdue.set(self._last_write, now + self.write_timeout_s)
+        write = self._under_way.begin(_Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in pieces)), now)
         target = PeerId(writing.life.engine, writing.life.epoch, writing.lease.tp_rank)
-        self._actions.append(StartWrite(self._last_write, target, writing.lease.plane, tuple(pieces), writing.lease.number))
+        self._actions.append(StartWrite(write, target, writing.lease.plane, tuple(pieces), writing.lease.number))
 
     def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Pieces]]:
         """What to write now; RemoteProtocolError where it cannot be."""
