@@ -201,7 +201,7 @@ class _Run:
     async def _pulled(self) -> dict[str, float]:
         async with new_session() as session:
             engines = {name: self._yard.engines[name] for name in self._yard.decode}
-            return {name: (await metrics(session, engine))["kvferry:finished_pulls_total"] for name, engine in engines.items()}
+            return {name: (await metrics(session, engine)).get("kvferry:finished_pulls_total", 0.0) for name, engine in engines.items()}
 
     async def _at_once(self) -> float:
         """Requests whose legs this life of the router has started together."""
