@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ PIECES = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted(position % (len(data) + 1) for position in cuts), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(edges)]
 
 
 @st.composite
@@ -62,8 +64,7 @@ def outcome(pieces: list[bytes]) -> tuple[str, bytes]:
     try:
         for piece in pieces:
             body.advance(piece, decoded)
-    except NotFramed as error:
-        assert str(error)
+    except NotFramed:
         return "refused", b""  # how much came before may depend on the cuts, and is dropped
     return ("ended" if body.is_ended else "open"), b"".join(decoded)
 

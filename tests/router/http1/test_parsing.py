@@ -1,4 +1,5 @@
 import string
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from kvferry.router.http1.parsing import BodyKind, check_beginning, read_answer_
 NAMES = st.text(string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~", min_size=1, max_size=20).filter(
     lambda name: name.lower() not in ("host", "content-length", "transfer-encoding", "connection", "expect")
 )
-VALUES = st.text(st.characters(codec="latin-1", exclude_categories=("Cc",)), max_size=30).map(lambda value: value.strip(" \t"))
+VALUES = st.text(st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=30).map(lambda value: value.strip(" \t"))
 FIELDS = st.lists(st.tuples(NAMES, VALUES), max_size=20)
 
 
@@ -35,10 +36,8 @@ def test_names_are_compared_without_case_and_one_names_fields_are_joined() -> No
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_head_or_an_error_and_nothing_else(data: bytes) -> None:
     for read in (lambda: read_request_head(data + b"\r\n\r\n", 100), lambda: read_answer_head(data + b"\r\n\r\n", "GET")):
-        try:
+        with suppress(RequestRefused, NotHttp):
             read()
-        except (RequestRefused, NotHttp) as error:
-            assert str(error)
 
 
 @given(

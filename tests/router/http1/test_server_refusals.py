@@ -101,7 +101,7 @@ def test_what_follows_a_refused_request_is_never_served() -> None:
 )
 def test_a_client_that_stops_in_the_middle_is_told_that_it_was_too_slow(data: bytes, limits: dict[str, float]) -> None:
     async def story() -> None:
-        async with serving(echo, **limits) as served:
+        async with serving(echo, **limits) as served:  # type: ignore[arg-type]
             await assert_refused(served, data, 408)
             await assert_alive(served)
 
