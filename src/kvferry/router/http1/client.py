@@ -52,9 +52,10 @@ class Upstreams:
         """
         site = self._sites.get(target) or self._add_site(target)
         if isinstance(body, bytes):
-            data: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
+            pieces: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
         else:
-            data = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
+            pieces = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
+        data = b"".join(pieces)
         connection = site.take(self._loop.time())
         if connection is not None:
             try:
