@@ -28,6 +28,8 @@ class Outcome(StrEnum):
     ANSWERED = "answered"
     REFUSED = "refused"
     FAILED = "failed"
+    ABANDONED = "abandoned"
+    """By its client, or for the sake of the other leg: it says nothing about the instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,12 @@ class Instance:
 
     role: Role
     address: Address
+    tls: bool = field(default=False, compare=False)
+    """How it is spoken to, not who it is: an address is drained and removed without a word about it."""
 
     @property
     def url(self) -> str:
-        return f"http://{self.address}"
+        return f"{'https' if self.tls else 'http'}://{self.address}"
 
     def __str__(self) -> str:
         return f"{self.role} instance {self.url}"
