@@ -6,24 +6,22 @@ with another connector. One that does not say that it pushes is given what P has
 """
 
 import asyncio
-import re
 import time
 from dataclasses import dataclass
 
 import aiohttp
 
+from kvferry.router.instance_metrics import MAX_PAGE_BYTES, read_metrics
 from kvferry.router.instances import Instance
 
 __all__ = ["DecodeModes", "says_push"]
 
 ASK_TIMEOUT_S = 5.0
 LOOK_AGAIN_S = 30.0
-MAX_PAGE_BYTES = 16 * 1024 * 1024
-_PUSH = re.compile(rb'^kvferry:transfer_mode\{(?:[^\n]*,)?mode="push"[^\n]*\} 1(?:\.0)?\s*$', re.MULTILINE)
 
 
 def says_push(metrics: bytes) -> bool:
-    return _PUSH.search(metrics) is not None
+    return read_metrics(metrics).is_push
 
 
 @dataclass(frozen=True, slots=True)
