@@ -17,8 +17,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvferry.errors import ConfigError
+from kvferry.router.admission import AdmissionOptions
+from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Role, parse_instance
-from kvferry.router.options import Access, ConversationOptions, HealthOptions, Limits, RouterOptions, Routing, Timeouts
+from kvferry.router.options import Access, ConversationOptions, Limits, RouterOptions, Routing, Timeouts
 from kvferry.router.tenants import ApiKeys, read_key_file
 
 __all__ = ["read_access", "read_config_file"]
@@ -28,6 +30,7 @@ T = TypeVar("T")
 _TABLES: Mapping[str, type[Any]] = {
     "timeouts": Timeouts,
     "limits": Limits,
+    "admission": AdmissionOptions,
     "routing": Routing,
     "health": HealthOptions,
     "conversations": ConversationOptions,

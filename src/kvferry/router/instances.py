@@ -7,11 +7,12 @@ Pure: the caller passes `now` (local monotonic seconds). An `InstancePool` is us
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
 from kvferry.types import Address
 
-__all__ = ["Instance", "InstancePool", "Outcome", "Role", "pair_instances"]
+__all__ = ["Instance", "InstancePool", "Outcome", "Role", "pair_instances", "parse_instance"]
 
 REST_S = 1.0
 """What an engine that drains says in `Retry-After`. Short, because one that was only full is missed meanwhile."""
@@ -59,6 +60,18 @@ def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tu
         if not host or not 0 < port < 65536:
             raise ConfigError(f"{host!r} port {port} is no address of a {role} instance; give a host name and a port from 1 to 65535")
     return tuple(Instance(role, Address(host, port)) for host, port in zip(hosts, ports, strict=True))
+
+
+def parse_instance(role: Role, url: str) -> Instance:
+    """From `http://HOST:PORT`, or `HOST:PORT`. ConfigError for anything else."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        host, port, parts = None, 0, urlsplit("")
+    if not host or parts.scheme not in ("http", "https") or parts.path not in ("", "/") or parts.query or parts.username:
+        raise ConfigError(f"{url!r:.200} is no address of a {role} instance; give http://HOST:PORT")
+    return Instance(role, Address(host, port), parts.scheme == "https")
 
 
 @dataclass(slots=True)

@@ -4,10 +4,12 @@ come from these fields."""
 from dataclasses import dataclass, field, fields
 
 from kvferry.errors import ConfigError
+from kvferry.router.admission import AdmissionOptions
+from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance
 from kvferry.types import FailurePolicy
 
-__all__ = ["Access", "ConversationOptions", "HealthOptions", "Limits", "RouterOptions", "Routing", "Timeouts"]
+__all__ = ["Access", "ConversationOptions", "Limits", "RouterOptions", "Routing", "Timeouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class Timeouts:
     """How long a request may wait for its turn here."""
     request: float = 3600.0
     """How long one request may take in all, retries and stream included."""
+    probe: float = 5.0
+    """For one look at an instance's `/health` and `/metrics`."""
     shutdown: float = 30.0
     """How long streams may go on once the router has been told to stop."""
 
@@ -33,13 +37,7 @@ class Timeouts:
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_body_bytes: int = 64 * 1024 * 1024
-    max_connections: int = 16384
-    max_running: int = 4096
-    """Requests that instances work on."""
-    max_queued: int = 4096
-    """Requests that wait for one of those to end. Beyond it: 503 with Retry-After."""
-    max_per_tenant: int = 4096
-    """Of one tenant, running and waiting. Beyond it: 429 with Retry-After."""
+    max_connections: int = 10_000
 
     def __post_init__(self) -> None:
         _check_positive(self, "limits")
@@ -47,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    prefill_policy: str = "least_load"
+    prefill_policy: str = "prefix_affinity"
     decode_policy: str = "conversation_affinity"
     without_prefill: FailurePolicy = FailurePolicy.RECOMPUTE
     """When no prefill instance can be had: `recompute` lets a decode instance compute the prompt, `fail` answers with 503."""
@@ -57,16 +55,6 @@ class Routing:
     def __post_init__(self) -> None:
         if self.max_retries < 0:
             raise ConfigError(f"routing.max_retries must be 0 or more, got {self.max_retries}")
-
-
-@dataclass(frozen=True, slots=True)
-class HealthOptions:
-    interval: float = 2.0
-    """Seconds between two looks at an instance's `/health` and `/metrics`."""
-    timeout: float = 5.0
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "health")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +97,7 @@ class RouterOptions:
     access_log: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
     routing: Routing = field(default_factory=Routing)
     health: HealthOptions = field(default_factory=HealthOptions)
     conversations: ConversationOptions = field(default_factory=ConversationOptions)

@@ -7,20 +7,23 @@ at in turn, on its own: one that hangs holds up no other.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.router.calls import described
 from kvferry.router.fleet import Fleet
 from kvferry.router.http1.client import Target, Upstreams
 from kvferry.router.http1.errors import UpstreamError
-from kvferry.router.instance_metrics import InstanceMetrics, read_instance_metrics
+from kvferry.router.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsWatch, read_metrics
 from kvferry.router.instances import Instance
 from kvferry.router.options import RouterOptions
+from kvferry.router.vital_signs import VitalSigns
+from kvferry.types import Address
 
 __all__ = ["Watch"]
 
 _log = logging.getLogger(__name__)
 
-MAX_PAGE_BYTES = 16 * 1024 * 1024
 _IDLE_S = 1.0
 
 
@@ -29,8 +32,12 @@ class Watch:
     options: RouterOptions
     fleet: Fleet
     upstreams: Upstreams
-    seen: dict[Instance, InstanceMetrics] = field(default_factory=dict)
+    vital_signs: VitalSigns
+    on_gone: Callable[[Instance], None]
+    """It has left the fleet, or is another life of itself: what it had is gone."""
+    seen: dict[Instance, MetricsWatch] = field(default_factory=dict)
     """What each said last."""
+    _lives: dict[Instance, float] = field(default_factory=dict)
     _looking: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -38,6 +45,9 @@ class Watch:
         """Until cancelled."""
         while True:
             now = time.monotonic()
+            for instance in self.fleet.expire(now):
+                _log.info("instance has not renewed its registration instance=%s", instance.url)
+                self.gone(instance)
             for instance in self.fleet.take_probes(now):
                 self._look(instance)
             due = self.fleet.next_deadline()
@@ -57,12 +67,26 @@ class Watch:
         """Whether it takes a push ticket. Waits only for an instance that nothing is known of, and that for a bounded time."""
         if instance not in self.seen:
             await asyncio.shield(self._look(instance))
-        seen = self.seen.get(instance)
-        return seen is not None and seen.transfer_mode == "push"
+        reading = self._reading(instance)
+        return reading is not None and reading.is_push
 
     def forget(self, instance: Instance) -> None:
         """It has failed: what comes back may be another life."""
         self.seen.pop(instance, None)
+
+    def gone(self, instance: Instance) -> None:
+        self.forget(instance)
+        self.on_gone(instance)
+
+    def side_channel(self, instance: Instance) -> Address | None:
+        """Where it answers questions of the cluster's members, if it has said so."""
+        reading = self._reading(instance)
+        host, _, port = reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
+        return Address(host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
+
+    def _reading(self, instance: Instance) -> InstanceReading | None:
+        watch = self.seen.get(instance)
+        return None if watch is None else watch.reading
 
     async def close(self) -> None:
         looking = list(self._looking.values())
@@ -78,23 +102,37 @@ class Watch:
         return task
 
     async def _look_at(self, instance: Instance) -> None:
+        watch = self.seen.setdefault(instance, MetricsWatch())
         try:
-            async with asyncio.timeout(self.options.health.timeout):
+            async with asyncio.timeout(self.options.timeouts.probe):
                 status, _ = await self._get(instance, "/health")
                 page_status, page = await self._get(instance, "/metrics")
         except (UpstreamError, TimeoutError) as error:
-            self.fleet.note_probe(instance, False, time.monotonic(), str(error))
+            self.fleet.note_probe_ill(instance, time.monotonic(), described(error))
+            watch.forget()
             return
-        self.fleet.note_probe(instance, status == 200, time.monotonic(), "" if status == 200 else f"its health is {status}")
-        metrics = read_instance_metrics(page if page_status == 200 else b"")
-        before = self.seen.get(instance)
-        if before is not None and before.started_at != metrics.started_at:
+        now = time.monotonic()
+        if status == 200:
+            self.fleet.note_probe_well(instance, now)
+        else:
+            self.fleet.note_probe_ill(instance, now, f"its health is {status}")
+        reading = read_metrics(page if page_status == 200 else b"")
+        self._note_life(instance, reading, now)
+        growth = watch.note(reading, now)
+        self.vital_signs.note_engines(growth.tokens, growth.moved_bytes, now)
+
+    def _note_life(self, instance: Instance, reading: InstanceReading, now: float) -> None:
+        if reading.started_at is None:
+            return
+        before = self._lives.get(instance)
+        self._lives[instance] = reading.started_at
+        if before is not None and before != reading.started_at:
             _log.info("instance restarted instance=%s", instance.url)
-            self.fleet.restarted(instance, time.monotonic())
-        self.seen[instance] = metrics
+            self.fleet.restarted(instance, now)
+            self.on_gone(instance)
 
     async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
-        timeout_s = self.options.health.timeout
+        timeout_s = self.options.timeouts.probe
         key = self.options.access.instance_key
         headers = [("Authorization", f"Bearer {key}")] if key else []
         target = Target(instance.address, instance.tls)
