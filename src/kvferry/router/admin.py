@@ -50,25 +50,26 @@ class Admin:
     registrar: Registrar | None
     """None: without the cluster's secret nobody can register."""
     on_change: Callable[[], None]
+    on_gone: Callable[[Instance], object]
 
-    @property
     def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], Answer]]]:
         return {
             "/admin/instances": {"GET": self.show, "POST": self.add, "DELETE": self.remove},
             "/admin/instances/drain": {"POST": self.drain},
+            "/admin/register": {"POST": self.register},
         }
 
     def show(self, _: bytes) -> Answer:
         return _json(200, {"instances": [_view(member) for member in self.fleet.members()]})
 
     def add(self, body: bytes) -> Answer:
-        return self._change(body, lambda instance: self.fleet.add(instance, time.monotonic()), 201)
+        return self._change(body, lambda instance: self.fleet.add(instance, time.monotonic()), 201, must_exist=False)
 
     def drain(self, body: bytes) -> Answer:
-        return self._change(body, self.fleet.drain, 200, must_exist=True)
+        return self._change(body, self.fleet.drain, 200)
 
     def remove(self, body: bytes) -> Answer:
-        return self._change(body, self.fleet.remove, 200, must_exist=True)
+        return self._change(body, self._remove, 200)
 
     def register(self, body: bytes) -> Answer:
         if self.registrar is None:
@@ -84,14 +85,13 @@ class Admin:
             return error_answer(403, str(error))
         now = time.monotonic()
         if statement.is_leaving:
-            if self._find(instance) is not None:
-                self.fleet.drain(instance)
+            self.fleet.drain(instance)
         else:
-            self.fleet.add(instance, now, ttl_s=statement.ttl_s)
+            self.fleet.renew(instance, statement.ttl_s, now)
         self.on_change()
         return _json(200, {"ttl_s": statement.ttl_s})
 
-    def _change(self, body: bytes, change: Callable[[Instance], None], status: int, must_exist: bool = False) -> Answer:
+    def _change(self, body: bytes, change: Callable[[Instance], object], status: int, must_exist: bool = True) -> Answer:
         try:
             named = msgspec.json.decode(body, type=_Named)
             instance = parse_instance(named.role, named.url)
@@ -99,26 +99,27 @@ class Admin:
             return error_answer(400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}')
         except ConfigError as error:
             return error_answer(400, str(error))
-        if must_exist and self._find(instance) is None:
+        if must_exist and self.fleet.get(instance) is None:
             return error_answer(404, f"{instance} is not in the fleet")
         change(instance)
         self.on_change()
-        member = self._find(instance)
+        member = self.fleet.get(instance)
         return _json(status, _view(member) if member is not None else {"role": instance.role, "url": instance.url, "state": "gone"})
 
-    def _find(self, instance: Instance) -> Member | None:
-        return next((member for member in self.fleet.members(instance.role) if member.instance == instance), None)
+    def _remove(self, instance: Instance) -> None:
+        self.fleet.remove(instance)
+        self.on_gone(instance)
 
 
 def _view(member: Member) -> MemberView:
     return MemberView(
         role=member.instance.role,
         url=member.instance.url,
-        state=member.state,
+        state=member.state(time.monotonic()),
         running=member.num_running,
-        failures=member.num_failures,
+        failures=member.breaker.failures_in_a_row,
         last_error=member.last_error,
-        is_registered=member.expires_at is not None,
+        is_registered=not member.is_static,
     )
 
 

@@ -6,6 +6,7 @@ Made and used on one event loop. `RouterApp.start`, then `handle` and `admit` fo
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -22,7 +23,7 @@ from kvferry.router.front import Front
 from kvferry.router.http1.client import Upstreams
 from kvferry.router.http1.messages import ServerRequest
 from kvferry.router.http1.server import Reply, WholeAnswer
-from kvferry.router.instances import Instance, Outcome, Role
+from kvferry.router.instances import Role
 from kvferry.router.last_look import LastLook
 from kvferry.router.legs import Handover
 from kvferry.router.metrics import RouterMetrics
@@ -43,6 +44,7 @@ __all__ = ["RouterApp"]
 _log = logging.getLogger(__name__)
 
 _Page = Callable[[ServerRequest], Awaitable[Answer]]
+_SHOWN_ROUTE_CHARS = 100
 _GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -60,7 +62,7 @@ class RouterApp:
         their streams leave out."""
         now = time.monotonic()
         self.options = options
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(f"{options.routing.prefill_policy}, {options.routing.decode_policy}")
         self.gate = Gate.of(options.access)
         self.fleet = _make_fleet(options, now)
         self.admission = Admission(options.admission, time.monotonic)
@@ -68,14 +70,12 @@ class RouterApp:
         self._recent = RecentRequests()
         signs = VitalSigns()
         conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
-        self.watch = Watch(options, self.fleet, self._upstreams, signs, conversations.forget)
+        calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs, _client_tls(options))
+        self.watch = Watch(calls, conversations.forget)
         ask = make_ask(self.watch) if make_ask is not None else None
         self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
         self._last_look = LastLook(_Counted(releases, self.metrics))
-        calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs)
-        serving = Serving(
-            calls, _Counted(releases, self.metrics), PushSources(push_key), self.watch, self._turns, self._last_look
-        )
+        serving = Serving(calls, _Counted(releases, self.metrics), PushSources(push_key), self.watch, self._turns, self._last_look)
         self._front = Front(options, self.gate, self.admission, serving, self._recent, signs)
         admin = Admin(self.fleet, registrar, self.watch.look_now, self.watch.gone)
         pages = Pages(options, self.fleet, self.watch, self.admission, conversations, self._recent, signs, calls)
@@ -106,12 +106,12 @@ class RouterApp:
         methods = ("POST",) if path in _GENERATING else tuple(self._find(path))
         cors = gate.cors_headers(request.headers)
         if not methods:
-            return self._refuse(request, error_answer(404, f"{request.method} {path}: Not Found", headers=cors))
+            return self._refuse(request, error_answer(404, f"{_shown_route(request)}: Not Found", headers=cors))
         if request.method == "OPTIONS" and request.headers.get("access-control-request-method") is not None:
             return 204, gate.preflight_headers(request.headers, methods), b""
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
             allow = ("Allow", ", ".join(methods))
-            return self._refuse(request, error_answer(405, f"{request.method} {path}: Method Not Allowed", headers=[allow, *cors]))
+            return self._refuse(request, error_answer(405, f"{_shown_route(request)}: Method Not Allowed", headers=[allow, *cors]))
         if gate.needs_key(path) and gate.tenant(request.headers) is None:
             challenge = ("WWW-Authenticate", "Bearer")
             return self._refuse(request, error_answer(401, "the API key is missing or not known here", headers=[challenge, *cors]))
@@ -153,8 +153,11 @@ class RouterApp:
         route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
         if status:
             self.metrics.requests.labels(route, str(status)).inc()
-        else:
-            self.metrics.aborts.inc()
+
+
+def _client_tls(options: RouterOptions) -> ssl.SSLContext:
+    """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
+    return ssl.create_default_context(cafile=options.access.instance_ca_file or None)
 
 
 def _make_fleet(options: RouterOptions, now: float) -> Fleet:
@@ -178,6 +181,10 @@ def _from_body(answer: Callable[[bytes], Answer]) -> _Page:
         return answer(request.body)
 
     return page
+
+
+def _shown_route(request: ServerRequest) -> str:
+    return f"{request.method} {request.path}"[:_SHOWN_ROUTE_CHARS]
 
 
 class _Counted:

@@ -1,7 +1,8 @@
 """One call to an instance: what it counts for, how long it may take, and what its failures are called. Runs on the event loop."""
 
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
 from kvferry.router.fleet import Fleet, Leg, Wish
 from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
 from kvferry.router.http1.errors import BrokenOff, NotReached, TimedOut, UpstreamError
-from kvferry.router.instances import Instance, Outcome
+from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
+from kvferry.router.vital_signs import VitalSigns
 
 __all__ = ["UNAVAILABLE", "Call", "Calls", "described", "excerpt"]
 
@@ -37,6 +39,12 @@ class Calls:
     fleet: Fleet
     upstreams: Upstreams
     metrics: RouterMetrics
+    signs: VitalSigns
+    tls: ssl.SSLContext | None = None
+    """For instances that speak TLS."""
+
+    def target(self, instance: Instance) -> Target:
+        return Target(instance.address, self.tls if instance.tls else None)
 
     @contextmanager
     def counted(self, instance: Instance, wish: Wish) -> Iterator[Call]:
@@ -59,13 +67,20 @@ class Calls:
     async def post(self, exchange: Exchange, instance: Instance, body: bytes) -> UpstreamAnswer:
         timeouts = self.options.timeouts
         return await self.upstreams.send(
-            Target(instance.address, instance.tls),
+            self.target(instance),
             "POST",
             exchange.http.path,
             exchange.leg_headers(),
             body,
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
+        )
+
+    async def get(self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]) -> UpstreamAnswer:
+        """A page of an instance, which is not asked about anything that takes long."""
+        timeouts = self.options.timeouts
+        return await self.upstreams.send(
+            self.target(instance), "GET", path, headers, connect_timeout_s=timeouts.connect, head_timeout_s=timeouts.probe
         )
 
     async def read(self, answer: UpstreamAnswer) -> bytes:
@@ -83,23 +98,21 @@ class Calls:
         return Setback(instance, f"{instance} failed: {described(error)}")
 
     async def fault(self, answer: UpstreamAnswer, instance: Instance, call: Call) -> Setback:
-        """It answered with a 5xx that is no refusal."""
+        """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""
         body = await self.read(answer)
         call.error = f"it answered with status {answer.status}"
         self.metrics.failures.labels(instance.role, instance.url).inc()
-        said = Answer(answer.status, passed_headers(answer.headers), body)
+        said = Answer(answer.status, passed_headers(answer.headers), body) if instance.role is Role.DECODE else None
         return Setback(instance, f"{instance} failed: {call.error}: {excerpt(body)}", said, needs_prefill=True)
 
 
 def described(error: Exception) -> str:
     if isinstance(error, NotReached):
-        return f"it cannot be reached ({error})"
+        return f"it cannot be reached: {error}"
     if isinstance(error, TimedOut):
         return "it did not answer in time"
     if isinstance(error, BrokenOff):
         return "it closed the connection in the middle of an answer"
-    if isinstance(error, UpstreamError):
-        return "its answer is not HTTP"
     return str(error)
 
 

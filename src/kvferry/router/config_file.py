@@ -1,11 +1,11 @@
 """The router's configuration file (TOML) as options. Pure: text in, options out; ConfigError names the key that is wrong.
 
-    prefillers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
-    decoders = ["http://10.0.0.3:8000"]
-    [routing]
-    prefill_policy = "prefix_affinity"
-    [access]
-    api_key_file = "/etc/kvferry/keys"
+prefillers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+decoders = ["http://10.0.0.3:8000"]
+[routing]
+prefill_policy = "prefix_affinity"
+[access]
+api_key_file = "/etc/kvferry/keys"
 """
 
 import difflib
@@ -37,7 +37,7 @@ _TABLES: Mapping[str, type[Any]] = {
 }
 _PLAIN: Mapping[str, type[Any]] = {"host": str, "port": int, "access_log": bool}
 _KEY_FILES = {"api_key_file": "api_keys", "admin_key_file": "admin_key", "instance_key_file": "instance_key"}
-_ACCESS_KEYS = [*_KEY_FILES, "cors_origins", "ssl_certfile", "ssl_keyfile"]
+_ACCESS_KEYS = [*_KEY_FILES, "instance_ca_file", "cors_origins", "ssl_certfile", "ssl_keyfile"]
 
 
 def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOptions:
@@ -62,7 +62,9 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
     """Keys are named by their files, so that they stand in no command line and no configuration."""
     _check_keys(given, _ACCESS_KEYS, "access.")
     made: dict[str, Any] = {
-        name: _convert(given[name], str, f"access.{name}") for name in ("ssl_certfile", "ssl_keyfile") if given.get(name)
+        name: _convert(given[name], str, f"access.{name}")
+        for name in ("instance_ca_file", "ssl_certfile", "ssl_keyfile")
+        if given.get(name)
     }
     if given.get("cors_origins"):
         made["cors_origins"] = tuple(_convert(given["cors_origins"], list[str], "access.cors_origins"))
@@ -88,7 +90,8 @@ def _read_instances(given: Any, name: str, role: Role) -> tuple[Instance, ...]:
 
 def _read_table(given: Any, kind: type[T], table: str) -> T:
     _check_keys(_convert(given, dict[str, Any], table), [entry.name for entry in fields(kind)], f"{table}.")  # type: ignore[arg-type]
-    return _convert(given, kind, table)
+    made: T = _convert(given, kind, table)
+    return made
 
 
 def _convert(given: Any, kind: Any, name: str) -> Any:

@@ -54,25 +54,25 @@ class DecodeLeg:
     async def _ask(
         self, exchange: Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
     ) -> Setback | None:
-        with self.calls.counted(instance, exchange.wish) as call:
-            async with await self.calls.post(exchange, instance, exchange.client.decode_body(handover, exchange.turn_word)) as answer:
-                if answer.status == UNAVAILABLE:
-                    return await self.calls.refusal(answer, instance, call)
-                if answer.status >= 500:
-                    return await self.calls.fault(answer, instance, call)
-                is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
-                start = await self._read_start(answer, is_stream)
-                if is_stream and _SAYS_ERROR.match(start):
-                    self.calls.metrics.failures.labels(instance.role, instance.url).inc()
-                    said = Answer(answer.status, passed_headers(answer.headers), start + await self.calls.read(answer))
-                    return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
-                call.outcome = Outcome.ANSWERED
-                if has_begun is not None:
-                    has_begun.set()
-                if answer.status == 200:
-                    held.hand_over()
-                self._note_first(exchange, call)
-                await self._pass_on(exchange, held, instance, answer, start, is_stream, call)
+        body = exchange.client.decode_body(handover, exchange.turn_word)
+        with self.calls.counted(instance, exchange.wish) as call, await self.calls.post(exchange, instance, body) as answer:
+            if answer.status == UNAVAILABLE:
+                return await self.calls.refusal(answer, instance, call)
+            if answer.status >= 500:
+                return await self.calls.fault(answer, instance, call)
+            is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
+            start = await self._read_start(answer, is_stream)
+            if is_stream and _SAYS_ERROR.match(start):
+                self.calls.metrics.failures.labels(instance.role, instance.url).inc()
+                said = Answer(answer.status, passed_headers(answer.headers), start + await self.calls.read(answer))
+                return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
+            call.outcome = Outcome.ANSWERED
+            if has_begun is not None:
+                has_begun.set()
+            if answer.status == 200:
+                held.hand_over()
+            self._note_first(exchange, call)
+            await self._pass_on(exchange, held, instance, answer, start, is_stream, call)
         return None
 
     async def _read_start(self, answer: UpstreamAnswer, is_stream: bool) -> bytes:
@@ -91,11 +91,13 @@ class DecodeLeg:
         self.calls.fleet.note_answer(call.leg, now)
         timeline = exchange.timeline
         timeline.mark(Mark.FIRST_TOKEN, now)
-        metrics = self.calls.metrics
+        metrics, signs = self.calls.metrics, self.calls.signs
         metrics.ttft.observe(now - timeline.arrived)
+        signs.note_ttft(now - timeline.arrived, now)
         prefilled = timeline.time_of(Mark.PREFILL_ENDED)
         if prefilled is not None:
             metrics.handover.observe(now - prefilled)
+            signs.note_handover(now - prefilled, now)
 
     async def _pass_on(
         self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, start: bytes, is_stream: bool, call: Call
@@ -136,4 +138,3 @@ class DecodeLeg:
             return
         await exchange.reply.write(error_event(502, message))
         await exchange.reply.finish()
-

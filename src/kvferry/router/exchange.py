@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from kvferry.router.http1.messages import Headers, ServerRequest
 from kvferry.router.http1.server import Reply
 from kvferry.router.instances import Instance
-from kvferry.router.members import Wish
 from kvferry.router.legs import ClientRequest
+from kvferry.router.members import Wish
 from kvferry.router.timeline import Mark, Timeline
 
 __all__ = ["Answer", "Exchange", "Setback", "passed_headers"]
@@ -57,6 +57,8 @@ class Exchange:
     tried: list[Instance] = field(default_factory=list)
     """Of either role: they have refused or failed this request."""
     cors: list[tuple[str, str]] = field(default_factory=list)
+    error: str = ""
+    """Why it failed."""
     broken_off: str = ""
     """Why the client's stream ended before its end."""
     prefiller: Instance | None = None

@@ -1,4 +1,6 @@
-"""The front of the router: a generation is read, waits for its turn, is served within its time, and its end is noted. Runs on the event loop."""
+"""The front of the router: a generation is read, waits for its turn, is served within its time, and its end is noted.
+
+Runs on the event loop."""
 
 import asyncio
 import logging
@@ -113,6 +115,8 @@ class Front:
         self.recent.end(timeline, ending, status, now, exchange.broken_off or exchange.error)
         self.signs.note_end(now, timeline.relayed_bytes, ending.is_error)
         self.serving.calls.metrics.outcome(ending)
+        if ending is Ending.ABANDONED:
+            self.serving.calls.metrics.aborts.inc()
         if self.options.access_log:
             _access_log.info(
                 "request",

@@ -125,7 +125,7 @@ class ClientRequest:
 def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
     if not push_ticket and last_turn is None:
         return _PLAIN_PREFILL_PARAMS
-    asked: dict[str, object] = _PREFILL_PARAMS | {}
+    asked: dict[str, object] = dict(_PREFILL_PARAMS)
     if last_turn is not None:
         asked |= _decoder.decode(last_turn) | {"do_remote_decode": True, "do_remote_prefill": False}
     if push_ticket:

@@ -78,6 +78,8 @@ class Access:
     """For /admin and /dashboard. Without one, they answer only to this machine."""
     instance_key: str = field(default="", repr=False)
     """Sent to instances in the place of the client's own credentials."""
+    instance_ca_file: str = ""
+    """Who vouches for instances that speak TLS, if not a public authority."""
     cors_origins: tuple[str, ...] = ()
     ssl_certfile: str = ""
     ssl_keyfile: str = ""

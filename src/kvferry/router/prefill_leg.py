@@ -42,20 +42,19 @@ class PrefillLeg:
         self, exchange: Exchange, instance: Instance, push_ticket: str, last_turn: bytes | None
     ) -> Handover | Answer | Setback | None:
         body = exchange.client.prefill_body(push_ticket, last_turn)
-        with self.calls.counted(instance, exchange.wish) as call:
-            async with await self.calls.post(exchange, instance, body) as answer:
-                if answer.status == UNAVAILABLE:
-                    return await self.calls.refusal(answer, instance, call)
-                if answer.status >= 500:
-                    return await self.calls.fault(answer, instance, call)
-                text = await self.calls.read(answer)
+        with self.calls.counted(instance, exchange.wish) as call, await self.calls.post(exchange, instance, body) as answer:
+            if answer.status == UNAVAILABLE:
+                return await self.calls.refusal(answer, instance, call)
+            if answer.status >= 500:
+                return await self.calls.fault(answer, instance, call)
+            text = await self.calls.read(answer)
+            if 400 <= answer.status < 500:
                 call.outcome = Outcome.ANSWERED
-                if 400 <= answer.status < 500:
-                    return Answer(answer.status, passed_headers(answer.headers), text)
-                if answer.status != 200:
-                    call.outcome = Outcome.FAILED
-                    raise RemoteProtocolError(f"it answered with status {answer.status}")
-                handover = read_prefill_answer(text)
+                return Answer(answer.status, passed_headers(answer.headers), text)
+            if answer.status != 200:
+                raise RemoteProtocolError(f"it answered with status {answer.status}")
+            handover = read_prefill_answer(text)
+            call.outcome = Outcome.ANSWERED
         self.push_sources.learn(instance, handover)
         if handover is None:
             self.calls.metrics.without_blocks.inc()

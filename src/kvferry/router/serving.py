@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.router.calls import Calls
+from kvferry.router.conversations import Turn
 from kvferry.router.decode_leg import DecodeLeg
 from kvferry.router.exchange import Answer, Exchange, Setback
 from kvferry.router.failures import error_answer
@@ -22,7 +23,6 @@ from kvferry.router.legs import Handover
 from kvferry.router.prefill_leg import PrefillLeg
 from kvferry.router.push_sources import PushSources
 from kvferry.router.release import Held, Releases
-from kvferry.router.conversations import Turn
 from kvferry.router.turn_keeper import TurnKeeper
 from kvferry.router.twins import run_twins
 from kvferry.router.watch import Watch
@@ -83,6 +83,7 @@ class Serving:
                 break
             # Another pair if there is one; else the same again: P may be another life of itself by now.
             last_turn = None
+        exchange.error = setback.sentence
         exchange.send(_last_word(setback))
 
     def _may_retry(self, exchange: Exchange, setback: Setback) -> bool:
@@ -145,9 +146,7 @@ class Serving:
             return _Prefilled(None, None)
         return failure or _nobody(Role.PREFILL)
 
-    async def _decode_somewhere(
-        self, exchange: Exchange, held: Held, handover: Handover | None, last_turn: Turn | None
-    ) -> Setback | None:
+    async def _decode_somewhere(self, exchange: Exchange, held: Held, handover: Handover | None, last_turn: Turn | None) -> Setback | None:
         wish = _where_d_was(exchange, last_turn)
         setback: Setback | None = None
         instance = self._choose(Role.DECODE, exchange, wish)
@@ -171,7 +170,7 @@ class Serving:
         exchange.prefiller = prefiller
         with Held(self.releases, None) as held:
             twins = _Twins(promise, held)
-            result = await run_twins(
+            result: Answer | Setback | None = await run_twins(
                 self._prefill_alongside(exchange, prefiller, twins, last_turn),
                 self._decode_alongside(exchange, twins, decoder, last_turn),
                 twins.has_begun.is_set,
@@ -201,9 +200,7 @@ class Serving:
         twins.is_computed.set()
         return None
 
-    async def _decode_alongside(
-        self, exchange: Exchange, twins: _Twins, decoder: Instance, last_turn: Turn | None
-    ) -> Setback | None:
+    async def _decode_alongside(self, exchange: Exchange, twins: _Twins, decoder: Instance, last_turn: Turn | None) -> Setback | None:
         """One that pushes is asked at once. Where it has refused, the next may pull: that one waits for P's own ticket."""
         wish = _where_d_was(exchange, last_turn)
         setback: Setback | None = None

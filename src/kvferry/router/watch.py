@@ -10,14 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.router.calls import described
-from kvferry.router.fleet import Fleet
-from kvferry.router.http1.client import Target, Upstreams
+from kvferry.router.calls import Calls, described
 from kvferry.router.http1.errors import UpstreamError
 from kvferry.router.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsWatch, read_metrics
 from kvferry.router.instances import Instance
-from kvferry.router.options import RouterOptions
-from kvferry.router.vital_signs import VitalSigns
 from kvferry.types import Address
 
 __all__ = ["Watch"]
@@ -29,11 +25,8 @@ _IDLE_S = 1.0
 
 @dataclass(slots=True)
 class Watch:
-    options: RouterOptions
-    fleet: Fleet
-    upstreams: Upstreams
-    vital_signs: VitalSigns
-    on_gone: Callable[[Instance], None]
+    calls: Calls
+    on_gone: Callable[[Instance], object]
     """It has left the fleet, or is another life of itself: what it had is gone."""
     seen: dict[Instance, MetricsWatch] = field(default_factory=dict)
     """What each said last."""
@@ -45,12 +38,12 @@ class Watch:
         """Until cancelled."""
         while True:
             now = time.monotonic()
-            for instance in self.fleet.expire(now):
+            for instance in self.calls.fleet.expire(now):
                 _log.info("instance has not renewed its registration instance=%s", instance.url)
                 self.gone(instance)
-            for instance in self.fleet.take_probes(now):
+            for instance in self.calls.fleet.take_probes(now):
                 self._look(instance)
-            due = self.fleet.next_deadline()
+            due = self.calls.fleet.next_deadline()
             wait_s = _IDLE_S if due is None else min(_IDLE_S, max(0.01, due - now))
             self._news.clear()
             try:
@@ -104,22 +97,22 @@ class Watch:
     async def _look_at(self, instance: Instance) -> None:
         watch = self.seen.setdefault(instance, MetricsWatch())
         try:
-            async with asyncio.timeout(self.options.timeouts.probe):
+            async with asyncio.timeout(self.calls.options.timeouts.probe):
                 status, _ = await self._get(instance, "/health")
                 page_status, page = await self._get(instance, "/metrics")
         except (UpstreamError, TimeoutError) as error:
-            self.fleet.note_probe_ill(instance, time.monotonic(), described(error))
+            self.calls.fleet.note_probe_ill(instance, time.monotonic(), described(error))
             watch.forget()
             return
         now = time.monotonic()
         if status == 200:
-            self.fleet.note_probe_well(instance, now)
+            self.calls.fleet.note_probe_well(instance, now)
         else:
-            self.fleet.note_probe_ill(instance, now, f"its health is {status}")
+            self.calls.fleet.note_probe_ill(instance, now, f"its health is {status}")
         reading = read_metrics(page if page_status == 200 else b"")
         self._note_life(instance, reading, now)
         growth = watch.note(reading, now)
-        self.vital_signs.note_engines(growth.tokens, growth.moved_bytes, now)
+        self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now)
 
     def _note_life(self, instance: Instance, reading: InstanceReading, now: float) -> None:
         if reading.started_at is None:
@@ -128,15 +121,10 @@ class Watch:
         self._lives[instance] = reading.started_at
         if before is not None and before != reading.started_at:
             _log.info("instance restarted instance=%s", instance.url)
-            self.fleet.restarted(instance, now)
+            self.calls.fleet.restarted(instance, now)
             self.on_gone(instance)
 
     async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
-        timeout_s = self.options.timeouts.probe
-        key = self.options.access.instance_key
-        headers = [("Authorization", f"Bearer {key}")] if key else []
-        target = Target(instance.address, instance.tls)
-        async with await self.upstreams.send(
-            target, "GET", path, headers, b"", connect_timeout_s=timeout_s, head_timeout_s=timeout_s
-        ) as answer:
-            return answer.status, await answer.read(MAX_PAGE_BYTES, timeout_s)
+        key = self.calls.options.access.instance_key
+        with await self.calls.get(instance, path, [("Authorization", f"Bearer {key}")] if key else []) as answer:
+            return answer.status, await answer.read(MAX_PAGE_BYTES, self.calls.options.timeouts.probe)
