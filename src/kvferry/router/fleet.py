@@ -34,17 +34,23 @@ class FleetOptions:
     health: HealthOptions = field(default_factory=HealthOptions)
 
 
+@dataclass(slots=True)
+class _Squad:
+    """The members of one role."""
+
+    policy: Policy
+    members: list[Member] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
 class Fleet:
     def __init__(self, options: FleetOptions, draw: Callable[[], float]) -> None:
         """`draw`: numbers from 0 to below 1. ConfigError when a policy is not known."""
         self._options = options
         self._draw = draw
-        self._policies: dict[Role, Policy] = {role: make_policy(options.policies[role], role, draw) for role in Role}
+        self._squads = {role: _Squad(make_policy(options.policies[role], role, draw)) for role in Role}
         self._members: dict[Instance, Member] = {}
-        self._by_role: dict[Role, list[Member]] = {role: [] for role in Role}
         self._turn = 0
-        self.reasons: Counter[tuple[Role, str]] = Counter()
-        """Why members were chosen."""
 
     # -- who there is ----------------------------------------------------------------------------------------------------
 
@@ -53,6 +59,7 @@ class Fleet:
         member = self._admit(instance, now)
         member.lease_until = inf
         member.is_draining = False
+        member.settle()
         return member
 
     def renew(self, instance: Instance, ttl_s: float, now: float) -> Member:
@@ -69,6 +76,7 @@ class Fleet:
         member = self._members.get(instance)
         if member is not None:
             member.is_draining = True
+            member.settle()
         return member is not None
 
     def is_drained(self, instance: Instance) -> bool:
@@ -80,7 +88,7 @@ class Fleet:
         """Legs under way are not touched by it. False when it is not here."""
         member = self._members.pop(instance, None)
         if member is not None:
-            self._by_role[instance.role].remove(member)
+            self._squads[instance.role].members.remove(member)
         return member is not None
 
     def expire(self, now: float) -> list[Instance]:
@@ -94,36 +102,40 @@ class Fleet:
         """Another process answers at its address: no failures, nothing cached. Draining is an operator's word and stays."""
         member = self._members.get(instance)
         if member is not None:
-            member.breaker.restart(now)
+            member.breaker.restart()
+            member.settle()
             member.life += 1
-            member.last_error = ""
+            member.probe_at = min(member.probe_at, now)
 
     def members(self, role: Role | None = None) -> list[Member]:
-        return list(self._members.values() if role is None else self._by_role[role])
+        return list(self._members.values() if role is None else self._squads[role].members)
 
     def get(self, instance: Instance) -> Member | None:
         return self._members.get(instance)
 
     def count(self, role: Role, outcome: Outcome) -> int:
         """How many members had this outcome last; those that have not been asked yet had none."""
-        return sum(member.last_outcome is outcome for member in self._by_role[role])
+        return sum(member.record.last_outcome is outcome for member in self._squads[role].members)
 
     # -- who is next -----------------------------------------------------------------------------------------------------
 
     def choose(self, role: Role, wish: Wish, now: float, tried: Collection[Instance] = ()) -> Instance | None:
         """Who to give a leg to, among those not tried yet; None when there is none. Nothing is taken until `begin`."""
-        left = self._by_role[role]
-        if tried:
-            left = [member for member in left if member.instance not in tried]
-        usable = [member for member in left if member.is_usable(now)]
+        squad = self._squads[role]
+        left = [member for member in squad.members if member.instance not in tried] if tried else squad.members
+        usable = [member for member in left if member.ready_at <= now]
         reason = ""
         if not usable:
             usable, reason = self._fall_back(role, left, now)
             if not usable:
                 return None
-        member, why = self._policies[role].choose(usable, wish)
-        self.reasons[role, reason or why] += 1
+        member, why = squad.policy.choose(usable, wish)
+        squad.reasons[reason or why] += 1
         return member.instance
+
+    def reasons(self, role: Role) -> Mapping[str, int]:
+        """Why members were chosen, and how often."""
+        return self._squads[role].reasons
 
     def _fall_back(self, role: Role, left: list[Member], now: float) -> tuple[list[Member], str]:
         active = [member for member in left if not member.is_draining]
@@ -144,15 +156,18 @@ class Fleet:
         member.load += weight
         member.num_running += 1
         if wish is not None:
-            self._policies[instance.role].note_begun(member, wish)
-        breaker = member.breaker
-        return Leg(member, weight, is_trial=breaker.begin(now), num_ejections=breaker.num_ejections, life=member.life)
+            self._squads[instance.role].policy.note_begun(member, wish)
+        is_trial = member.breaker.begin(now)
+        if is_trial:
+            member.settle()
+        return Leg(member, weight, is_trial, member.breaker.era, member.life)
 
     def note_answer(self, leg: Leg, now: float) -> None:
         """A stream's first piece has come: it need not end for the instance to be well. Later calls for the same leg change nothing."""
         if not leg.is_answered:
             leg.is_answered = True
-            leg.member.breaker.note_answer(leg.num_ejections, now)
+            leg.member.breaker.note_answer(leg.era, now)
+            leg.member.settle()
 
     def end(self, leg: Leg, outcome: Outcome, now: float, error: str = "") -> None:
         if leg.is_over:
@@ -161,19 +176,18 @@ class Fleet:
         member, breaker = leg.member, leg.member.breaker
         member.load -= leg.weight
         member.num_running -= 1
-        member.counts[outcome] += 1
-        if outcome is not Outcome.ABANDONED:
-            member.last_outcome = outcome
+        member.record.note_outcome(outcome)
         if outcome is Outcome.ANSWERED:
             self.note_answer(leg, now)
         elif outcome is Outcome.FAILED:
-            member.last_error = error
-            if breaker.wants_ejection(leg.num_ejections, now):
+            member.record.note_error(error, now)
+            if breaker.note_failure(leg.era, now):
                 self._eject(member, now)
         elif outcome is Outcome.REFUSED:
             breaker.note_refusal(now)
-        if leg.is_trial and leg.num_ejections == breaker.num_ejections:
-            breaker.end_trial(outcome, now)
+        if leg.is_trial:
+            breaker.end_trial(leg.era, now)
+        member.settle()
 
     def is_current(self, leg: Leg) -> bool:
         """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
@@ -186,7 +200,7 @@ class Fleet:
             member.probe_at = now
 
     def _can_spare(self, role: Role) -> bool:
-        active = [member for member in self._by_role[role] if not member.is_draining]
+        active = [member for member in self._squads[role].members if not member.is_draining]
         if role in self._options.spare_roles:
             return True
         num_ejected = sum(member.breaker.phase is not Phase.CLOSED for member in active)
@@ -207,13 +221,15 @@ class Fleet:
         member = self._members.get(instance)
         if member is not None:
             member.breaker.note_probe_well(now)
+            member.settle()
 
     def note_probe_ill(self, instance: Instance, now: float, error: str = "") -> None:
         member = self._members.get(instance)
         if member is not None:
-            member.last_error = error
+            member.record.note_error(error, now)
             if member.breaker.note_probe_ill():
                 self._eject(member, now)
+            member.settle()
 
     def next_deadline(self) -> float | None:
         """When to call `take_probes` and `expire` next."""
@@ -230,7 +246,7 @@ class Fleet:
         if member is None:
             member = Member(instance, Breaker(self._options.health, self._draw), probe_at=now)
             self._members[instance] = member
-            self._by_role[instance.role].append(member)
+            self._squads[instance.role].members.append(member)
         member.instance = instance
         return member
 

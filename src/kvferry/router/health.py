@@ -1,7 +1,7 @@
 """Whether one instance is given requests: a breaker that opens on failures, rests after refusals, and closes after one good trial.
 
 ```
-             failures in a row, or too large a share of them, or ill probes          (`Breaker.end`, `Breaker.note_probe`)
+             failures in a row, or too large a share of them, or ill probes
   closed ────────────────────────────────────────────────────────────────▶ ejected, for a time that doubles up to a cap
     ▲  ▲                                                                      │  ▲
     │  └── a leg that it was given as a last resort is answered ──────────────┤  │ the trial fails, or a probe is ill
@@ -20,7 +20,7 @@ from enum import Enum, auto
 from math import inf
 
 from kvferry.errors import ConfigError
-from kvferry.router.instances import REST_S, Outcome
+from kvferry.router.instances import REST_S
 
 __all__ = ["Breaker", "HealthOptions", "Phase"]
 
@@ -38,7 +38,7 @@ class HealthOptions:
     jitter: float = 0.2
     """An ejection is shorter by up to this share, so that instances that failed together do not come back together."""
     forgive_s: float = 60.0
-    """Closed for as long, an instance starts again with the first ejection's time."""
+    """So long after its last ejection ended an instance starts again with the first one's time."""
     probe_interval_s: float = 5.0
     """0: no probes."""
     probe_ejected_s: float = 1.0
@@ -104,13 +104,14 @@ class Breaker:
     phase: Phase = Phase.CLOSED
     not_before: float = -inf
     rests_until: float = -inf
-    ejected_until: float | None = None
+    ejected_until: float = -inf
+    """When the last ejection ended or is to end."""
     num_ejections: int = 0
-    """Also tells legs of before an ejection from those after it."""
+    era: int = 0
+    """Grows with each ejection and restart: tells legs begun before from those begun after."""
     failures_in_a_row: int = 0
     ill_probes_in_a_row: int = 0
     _streak: int = 0
-    _closed_at: float = -inf
     _window: _Window = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,28 +134,28 @@ class Breaker:
         self.not_before = inf
         return True
 
-    def note_answer(self, ejections_at_begin: int, now: float) -> None:
-        """A leg begun after so many ejections is being answered: a stream's first piece is as good as its last."""
-        if ejections_at_begin != self.num_ejections:
+    def note_answer(self, era: int, now: float) -> None:
+        """A leg begun in that era is being answered: a stream's first piece is as good as its last."""
+        if era != self.era:
             return
         self.failures_in_a_row = 0
         if self.phase is Phase.CLOSED:
             self._window.add(0, now)
         else:
-            self._close(now)
+            self._close()
 
     def note_refusal(self, now: float) -> None:
         """A later answer does not end the rest: an instance that drains still answers what it had taken before."""
         self.rests_until = now + REST_S
 
-    def end_trial(self, outcome: Outcome, now: float) -> None:
-        """It was neither answered nor failed: the next may try."""
-        if self.phase is Phase.HALF_OPEN and outcome in (Outcome.REFUSED, Outcome.ABANDONED):
+    def end_trial(self, era: int, now: float) -> None:
+        """Where it was neither answered nor failed, the next may try."""
+        if era == self.era and self.phase is Phase.HALF_OPEN:
             self.not_before = now
 
-    def wants_ejection(self, ejections_at_begin: int, now: float) -> bool:
-        """A leg failed; whether that is one too many."""
-        if ejections_at_begin != self.num_ejections or self.phase is Phase.EJECTED:
+    def note_failure(self, era: int, now: float) -> bool:
+        """Of a leg begun in that era; whether it is one too many."""
+        if era != self.era or self.phase is Phase.EJECTED:
             return False
         self.failures_in_a_row += 1
         if self.phase is Phase.HALF_OPEN:
@@ -165,11 +166,12 @@ class Breaker:
 
     def eject(self, now: float) -> None:
         options = self.options
-        if self.phase is Phase.CLOSED and now - self._closed_at >= options.forgive_s:
+        if self.phase is Phase.CLOSED and now - self.ejected_until >= options.forgive_s:
             self._streak = 0
         whole = min(options.longest_ejection_s, options.first_ejection_s * 2.0 ** min(self._streak, 30))
         self._streak += 1
         self.num_ejections += 1
+        self.era += 1
         self.phase = Phase.EJECTED
         self.ejected_until = now + whole * (1 - options.jitter * self.draw())
         self.not_before = inf if options.probe_interval_s else self.ejected_until
@@ -177,7 +179,7 @@ class Breaker:
     def note_probe_well(self, now: float) -> None:
         was_down = self.ill_probes_in_a_row > 0
         self.ill_probes_in_a_row = 0
-        if self.phase is Phase.EJECTED and self.ejected_until is not None:
+        if self.phase is Phase.EJECTED:
             self.ejected_until = now if was_down else self.ejected_until
             self.not_before = self.ejected_until
 
@@ -189,18 +191,16 @@ class Breaker:
             return False
         return self.phase is Phase.HALF_OPEN or self.ill_probes_in_a_row >= self.options.ill_probes
 
-    def restart(self, now: float) -> None:
+    def restart(self) -> None:
         """Another life: nothing that is known holds any more. Legs of the last one say nothing about this one."""
-        self.num_ejections += 1
+        self.era += 1
         self._streak = 0
         self.ill_probes_in_a_row = 0
         self.rests_until = -inf
-        self._close(now)
+        self._close()
 
-    def _close(self, now: float) -> None:
+    def _close(self) -> None:
         self.phase = Phase.CLOSED
         self.not_before = -inf
-        self.ejected_until = None
         self.failures_in_a_row = 0
-        self._closed_at = now
         self._window.clear()

@@ -10,7 +10,7 @@ from math import inf
 from kvferry.router.health import Breaker, Phase
 from kvferry.router.instances import Instance, Outcome, Role
 
-__all__ = ["Leg", "Member", "State", "Wish", "leg_weight"]
+__all__ = ["Leg", "Member", "Record", "State", "Wish", "leg_weight"]
 
 _PREFILL_BASE = 1024
 """What a prefill costs however short it is, in bytes of prompt."""
@@ -45,6 +45,24 @@ def leg_weight(role: Role, prompt_bytes: int) -> int:
     return _PREFILL_BASE + prompt_bytes if role is Role.PREFILL else 1
 
 
+@dataclass(slots=True)
+class Record:
+    """How a member's legs have ended, for those who look at the fleet."""
+
+    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    last_outcome: Outcome | None = None
+    last_error: str = ""
+    last_error_at: float | None = None
+
+    def note_outcome(self, outcome: Outcome) -> None:
+        self.counts[outcome] += 1
+        if outcome is not Outcome.ABANDONED:
+            self.last_outcome = outcome
+
+    def note_error(self, error: str, now: float) -> None:
+        self.last_error, self.last_error_at = error, now
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     instance: Instance
@@ -52,6 +70,8 @@ class Member:
     lease_until: float = inf
     """A member that registered itself goes unless it renews. Others stay."""
     is_draining: bool = False
+    ready_at: float = -inf
+    """When it may be given a leg, as things stand: `settle` after any of them changed. Every choice reads it for every member."""
     load: int = 0
     num_running: int = 0
     turn: int = 0
@@ -59,9 +79,7 @@ class Member:
     life: int = 0
     """Grows when it restarts: what it had cached is gone."""
     probe_at: float = -inf
-    last_outcome: Outcome | None = None
-    last_error: str = ""
-    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    record: Record = field(default_factory=Record)
 
     @property
     def is_static(self) -> bool:
@@ -77,9 +95,8 @@ class Member:
             return State.RESTING
         return State.SUSPECT if self.breaker.is_suspect else State.HEALTHY
 
-    def is_usable(self, now: float) -> bool:
-        """Nothing speaks against giving it a leg."""
-        return not self.is_draining and self.breaker.not_before <= now and self.breaker.rests_until <= now
+    def settle(self) -> None:
+        self.ready_at = inf if self.is_draining else max(self.breaker.not_before, self.breaker.rests_until)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,9 +105,9 @@ class Leg:
 
     member: Member
     weight: int
-    num_ejections: int
-    """Of the member, when the leg began."""
     is_trial: bool
+    era: int
+    """Of the member's breaker, when the leg began."""
     life: int
     """Of the member, then."""
     is_answered: bool = False

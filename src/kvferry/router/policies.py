@@ -89,12 +89,11 @@ class PrefixAffinity:
         if not marks:
             return least, "no_prefix"
         limit = self.max_ratio * least.load + self.spare_legs * leg_weight(least.instance.role, len(wish.prompt))
-        reason = "no_prefix"
+        reason, among = "no_prefix", set(candidates)
         for holders in self.index.holders(marks):
-            usable = [member for member in holders if member in candidates]
-            if not usable:
+            holder = min(among.intersection(holders), key=_by_load, default=None)
+            if holder is None:
                 continue
-            holder = min(usable, key=_by_load)
             if holder.load <= limit:
                 return holder, "prefix"
             reason = "prefix_overloaded"
