@@ -9,6 +9,7 @@ from kvferry.router.http1.parsing import BodyKind, RequestHead, check_beginning,
 
 __all__ = ["RequestReader"]
 
+_MAX_PIECES = 1024
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 
 
@@ -33,8 +34,7 @@ class RequestReader:
 
     def add(self, data: bytes) -> None:
         if self._left >= 0:
-            self._pieces.append(data)
-            self._size += len(data)
+            self._keep(data)
         elif self._data:
             self._data += data
         else:
@@ -100,8 +100,9 @@ class RequestReader:
         except NotFramed as error:
             raise RequestRefused(f"the body of the request is not chunked as it says: {error}") from None
         self._data = self._data[used:]
-        self._pieces += decoded
-        self._size += sum(map(len, decoded))
+        piece = b"".join(decoded)  # tiny chunks must not become many objects
+        if piece:
+            self._keep(piece)
         if self._size > self._limits.body_bytes:
             raise _too_large(self._limits)
         if not chunked.is_ended:
@@ -109,6 +110,12 @@ class RequestReader:
         body = b"".join(self._pieces)
         self._end_body()
         return body
+
+    def _keep(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if len(self._pieces) > _MAX_PIECES:
+            self._pieces = [b"".join(self._pieces)]
 
     def _end_body(self) -> None:
         self._left = -1
