@@ -118,7 +118,7 @@ def _view(member: Member) -> MemberView:
         state=member.state(time.monotonic()),
         running=member.num_running,
         failures=member.breaker.failures_in_a_row,
-        last_error=member.last_error,
+        last_error=member.record.last_error,
         is_registered=not member.is_static,
     )
 

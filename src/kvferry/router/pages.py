@@ -173,7 +173,7 @@ class Pages:
             state=member.state(now),
             in_flight=member.num_running,
             failures=breaker.failures_in_a_row,
-            last_error=member.last_error,
+            last_error=member.record.last_error,
             returns_in_s=max(0.0, breaker.not_before - now) if member.state(now) is State.EJECTED else None,
             watch=self.watch.seen.get(member.instance),
         )
