@@ -1,6 +1,7 @@
 """A fleet in virtual time: engines that take as long as the text they have not cached, die, come back or are slow, and clients that send.
 
-What is measured are counts: who was sent how much, how much text was found cached, how many legs went to the dead. Deterministic by its seed.
+What is measured are counts: who was sent how much, how much text was found cached, how many legs went to the dead.
+Deterministic by its seed.
 """
 
 import random

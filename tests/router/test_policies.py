@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
@@ -130,7 +131,7 @@ def test_a_change_at_the_start_changes_every_mark(text: bytes, at: int) -> None:
 
 def test_a_next_turn_has_the_marks_of_the_last_one() -> None:
     turns = conversation_texts("ann", num_turns=8, turn_bytes=700)
-    for last, following in zip(turns, turns[1:], strict=False):
+    for last, following in pairwise(turns):
         assert marks_of(following)[: len(marks_of(last))] == marks_of(last)
 
 

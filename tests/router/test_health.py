@@ -1,0 +1,437 @@
+"""The breaker of an instance, alone and in a fleet: when it opens, for how long, and what closes it."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.router.fleet_world import Engine, World, make_fleet, make_instance
+
+from kvferry.errors import ConfigError
+from kvferry.router.fleet import Fleet, FleetOptions, Leg, State, Wish
+from kvferry.router.health import Breaker, HealthOptions, Phase
+from kvferry.router.instances import REST_S, Instance, Outcome, Role
+
+UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)
+PROBED = HealthOptions(jitter=0)
+A, B, C = (make_instance(number) for number in range(3))
+
+
+def fail(fleet: Fleet, instance: Instance, now: float, times: int = 1) -> None:
+    for _ in range(times):
+        fleet.end(fleet.begin(instance, now), Outcome.FAILED, now, "connection refused")
+
+
+def answer(fleet: Fleet, instance: Instance, now: float) -> None:
+    fleet.end(fleet.begin(instance, now), Outcome.ANSWERED, now)
+
+
+def state(fleet: Fleet, instance: Instance, now: float) -> State:
+    member = fleet.get(instance)
+    assert member is not None
+    return member.state(now)
+
+
+def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
+    """By turns, each leg ended by its client, which says nothing about the instance."""
+    found = set()
+    for _ in range(times):
+        instance = fleet.choose(Role.PREFILL, Wish(), now)
+        assert instance is not None
+        fleet.end(fleet.begin(instance, now), Outcome.ABANDONED, now)
+        found.add(instance)
+    return found
+
+
+# -- when it opens -----------------------------------------------------------------------------------------------------
+
+
+def test_failures_in_a_row_eject() -> None:
+    fleet = make_fleet("round_robin", 3, health=UNPROBED)
+    fail(fleet, A, 0.0, times=2)
+    assert state(fleet, A, 0.0) is State.HEALTHY
+    fail(fleet, A, 0.0)
+    assert (state(fleet, A, 0.0), chosen(fleet, 0.0)) == (State.EJECTED, {B, C})
+
+
+def test_an_answer_between_failures_starts_the_count_again() -> None:
+    fleet = make_fleet("round_robin", 3, health=replace(UNPROBED, window_legs=1000))
+    for _ in range(20):
+        fail(fleet, A, 0.0, times=2)
+        answer(fleet, A, 0.0)
+        assert state(fleet, A, 0.0) is State.HEALTHY
+
+
+def test_an_instance_that_fails_every_other_leg_is_ejected_by_its_share() -> None:
+    fleet = make_fleet("round_robin", 3, health=UNPROBED)
+    for number in range(5):
+        assert state(fleet, A, 0.1 * number) is State.HEALTHY
+        answer(fleet, A, 0.1 * number)
+        fail(fleet, A, 0.1 * number)
+    assert state(fleet, A, 0.5) is State.EJECTED
+
+
+def test_the_same_share_over_a_longer_time_does_not_eject() -> None:
+    fleet = make_fleet("round_robin", 3, health=UNPROBED)
+    for number in range(50):
+        answer(fleet, A, 10.0 * number)
+        fail(fleet, A, 10.0 * number)
+    assert state(fleet, A, 500.0) is State.HEALTHY
+
+
+@given(ends=st.lists(st.sampled_from([Outcome.ABANDONED, Outcome.REFUSED, Outcome.ANSWERED]), max_size=40))
+def test_refusals_and_clients_that_leave_never_eject(ends: list[Outcome]) -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    for outcome in ends:
+        fleet.end(fleet.begin(A, 0.0), outcome, 0.0)
+    assert state(fleet, A, REST_S) is State.HEALTHY
+
+
+def test_legs_begun_before_an_ejection_do_not_prolong_it_nor_end_it() -> None:
+    """When an instance dies, all it had under way fails: that is one death."""
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    legs = [fleet.begin(A, 0.0) for _ in range(100)]
+    for leg in legs[:50]:
+        fleet.end(leg, Outcome.FAILED, 1.0)
+    for leg in legs[50:]:
+        fleet.end(leg, Outcome.ANSWERED, 1.5)
+    breaker = fleet.members()[0].breaker
+    assert (breaker.num_ejections, breaker.ejected_until, breaker.phase) == (1, 3.0, Phase.EJECTED)
+
+
+# -- for how long ------------------------------------------------------------------------------------------------------
+
+
+def ejection_times(options: HealthOptions, count: int, draw: float = 0.5) -> list[float]:
+    """Of an instance whose every trial fails."""
+    breaker, now, times = Breaker(options, lambda: draw), 0.0, []
+    for _ in range(count):
+        breaker.eject(now)
+        times.append(breaker.ejected_until - now)
+        now = breaker.ejected_until
+        assert breaker.begin(now)
+        assert breaker.note_failure(breaker.era, now)
+    return times
+
+
+def test_each_failed_trial_doubles_the_time_up_to_a_cap() -> None:
+    assert ejection_times(UNPROBED, 8) == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
+@given(count=st.integers(1, 100), draw=st.floats(0, 1, exclude_max=True), jitter=st.floats(0, 0.9))
+def test_times_never_exceed_the_cap_and_never_vanish(count: int, draw: float, jitter: float) -> None:
+    options = replace(UNPROBED, jitter=jitter)
+    for time in ejection_times(options, count, draw):
+        assert 0.1 * options.first_ejection_s * (1 - 1e-6) <= time <= options.longest_ejection_s * (1 + 1e-6)
+
+
+def test_instances_that_fail_together_do_not_come_back_together() -> None:
+    fleet = make_fleet("round_robin", 9, health=replace(UNPROBED, jitter=0.2))
+    for number in range(8):
+        fail(fleet, make_instance(number), 0.0, times=3)
+    ends = sorted(member.breaker.ejected_until for member in fleet.members() if member.breaker.phase is Phase.EJECTED)
+    assert len(ends) == 8
+    assert all(one < other for one, other in pairwise(ends))
+
+
+def test_a_relapse_takes_longer_and_is_forgiven_in_time() -> None:
+    breaker = Breaker(UNPROBED, lambda: 0.0)
+    lengths, now = [], 0.0
+    for well_for in (0.0, 10.0, UNPROBED.forgive_s):
+        now += well_for
+        breaker.eject(now)
+        lengths.append(breaker.ejected_until - now)
+        now = breaker.ejected_until
+        breaker.begin(now)
+        breaker.note_answer(breaker.era, now)
+        assert breaker.phase is Phase.CLOSED
+    assert lengths == [2, 4, 2]
+
+
+# -- what closes it ----------------------------------------------------------------------------------------------------
+
+
+def eject_and_wait(health: HealthOptions = UNPROBED) -> tuple[Fleet, float]:
+    """A fleet whose A is half open, and the time."""
+    fleet = make_fleet("round_robin", 3, health=health)
+    fail(fleet, A, 0.0, times=3)
+    assert state(fleet, A, 1.9) is State.EJECTED
+    assert state(fleet, A, 2.0) is State.HALF_OPEN
+    return fleet, 2.0
+
+
+def begin_trial(fleet: Fleet, now: float) -> Leg:
+    assert fleet.choose(Role.PREFILL, Wish(), now, tried=[B, C]) == A
+    return fleet.begin(A, now)
+
+
+def test_half_open_gives_one_trial_at_a_time() -> None:
+    fleet, now = eject_and_wait()
+    trial = begin_trial(fleet, now)
+    assert trial.is_trial
+    assert chosen(fleet, now) == {B, C}
+    fleet.end(trial, Outcome.ABANDONED, now)
+    assert begin_trial(fleet, now).is_trial
+
+
+def test_an_answered_trial_closes() -> None:
+    fleet, now = eject_and_wait()
+    fleet.end(begin_trial(fleet, now), Outcome.ANSWERED, now)
+    assert (state(fleet, A, now), chosen(fleet, now)) == (State.HEALTHY, {A, B, C})
+
+
+def test_the_first_piece_of_a_stream_closes_and_its_end_adds_nothing() -> None:
+    fleet, now = eject_and_wait()
+    trial = begin_trial(fleet, now)
+    fleet.note_answer(trial, now)
+    assert state(fleet, A, now) is State.HEALTHY
+    fleet.note_answer(trial, now)
+    fleet.end(trial, Outcome.FAILED, now)
+    assert (state(fleet, A, now), fleet.members()[0].breaker.failures_in_a_row) == (State.HEALTHY, 1)
+
+
+def test_a_failed_trial_ejects_for_twice_as_long() -> None:
+    fleet, now = eject_and_wait()
+    fleet.end(begin_trial(fleet, now), Outcome.FAILED, now)
+    assert state(fleet, A, now + 3.9) is State.EJECTED
+    assert state(fleet, A, now + 4.0) is State.HALF_OPEN
+
+
+def test_a_refused_trial_rests_and_is_repeated() -> None:
+    fleet, now = eject_and_wait()
+    fleet.end(begin_trial(fleet, now), Outcome.REFUSED, now)
+    assert chosen(fleet, now) == {B, C}
+    assert (state(fleet, A, now), A in chosen(fleet, now + REST_S)) == (State.HALF_OPEN, True)
+
+
+def test_an_answer_that_was_a_last_resort_closes() -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    fail(fleet, A, 0.0, times=3)
+    assert fleet.choose(Role.PREFILL, Wish(), 0.0, tried=[B]) == A
+    answer(fleet, A, 0.0)
+    assert state(fleet, A, 0.0) is State.HEALTHY
+
+
+def test_a_restart_closes_and_what_the_last_life_had_under_way_is_no_failure_of_this_one() -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    legs = [fleet.begin(A, 0.0) for _ in range(5)]
+    fail(fleet, A, 0.0, times=3)
+    fleet.restarted(A, 1.0)
+    assert state(fleet, A, 1.0) is State.HEALTHY
+    for leg in legs:
+        assert not fleet.is_current(leg)
+        fleet.end(leg, Outcome.FAILED, 1.0)
+    assert state(fleet, A, 1.0) is State.HEALTHY
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
+    fleet.end(fleet.begin(instance, now), Outcome.REFUSED, now)
+
+
+def test_an_instance_that_refused_is_passed_over_for_a_moment() -> None:
+    fleet = make_fleet("round_robin", 3)
+    refuse(fleet, B, 10.0)
+    assert (chosen(fleet, 10.0), state(fleet, B, 10.0)) == ({A, C}, State.RESTING)
+    assert chosen(fleet, 10.0 + 0.9 * REST_S) == {A, C}
+    assert chosen(fleet, 10.0 + REST_S) == {A, B, C}
+
+
+def test_an_answer_to_what_it_had_taken_before_does_not_bring_a_refusing_instance_back() -> None:
+    fleet = make_fleet("round_robin", 3)
+    earlier = fleet.begin(A, 0.0)
+    refuse(fleet, A, 0.0)
+    assert (fleet.count(Role.PREFILL, Outcome.REFUSED), fleet.count(Role.PREFILL, Outcome.ANSWERED)) == (1, 0)
+    fleet.end(earlier, Outcome.ANSWERED, 0.5)
+    assert chosen(fleet, 0.5) == {B, C}
+
+
+def test_when_all_refused_they_take_turns_as_ever() -> None:
+    fleet = make_fleet("round_robin", 3)
+    for instance in (A, B, C):
+        refuse(fleet, instance, 0.0)
+    assert chosen(fleet, 0.0) == {A, B, C}
+
+
+def test_each_instance_is_tried_once_the_resting_ones_late_and_the_ejected_ones_last() -> None:
+    fleet = make_fleet("round_robin", 3)
+    fail(fleet, A, 0.0, times=3)
+    refuse(fleet, B, 0.0)
+    tried: list[Instance] = []
+    while (instance := fleet.choose(Role.PREFILL, Wish(), 0.0, tried)) is not None:
+        tried.append(instance)
+    assert tried == [C, B, A]
+    assert fleet.reasons(Role.PREFILL) == {"turn": 1, "resting": 1, "last_resort": 1}
+
+
+# -- never all of a role -----------------------------------------------------------------------------------------------
+
+
+@given(
+    size=st.integers(1, 12),
+    share=st.floats(0, 1),
+    failing=st.lists(st.integers(0, 11), max_size=60),
+)
+def test_the_ejected_share_is_bounded_and_somebody_always_stays(size: int, share: float, failing: list[int]) -> None:
+    options = FleetOptions(dict.fromkeys(Role, "round_robin"), max_ejected_share=share, health=UNPROBED)
+    fleet = Fleet(options, random.Random(0).random)
+    for number in range(size):
+        fleet.add(make_instance(number), 0.0)
+    for number in failing:
+        fail(fleet, make_instance(number % size), 0.0)
+        num_ejected = sum(member.state(0.0) is State.EJECTED for member in fleet.members())
+        assert num_ejected <= share * size
+        assert num_ejected < size
+
+
+def test_the_last_of_a_role_is_suspect_and_is_used() -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    for instance in (A, B):
+        fail(fleet, instance, 0.0, times=3)
+    assert (state(fleet, A, 0.0), state(fleet, B, 0.0)) == (State.EJECTED, State.SUSPECT)
+    assert chosen(fleet, 0.0) == {B}
+
+
+def test_a_suspect_is_ejected_by_its_next_failure_once_another_is_back() -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    for instance in (A, B):
+        fail(fleet, instance, 0.0, times=3)
+    answer(fleet, A, 2.0)
+    fail(fleet, B, 2.0)
+    assert (state(fleet, A, 2.0), state(fleet, B, 2.0)) == (State.HEALTHY, State.EJECTED)
+
+
+def test_a_role_that_can_be_spared_may_be_ejected_whole_and_comes_back() -> None:
+    options = FleetOptions(dict.fromkeys(Role, "round_robin"), spare_roles=frozenset({Role.PREFILL}), health=UNPROBED)
+    fleet = Fleet(options, random.Random(0).random)
+    fleet.add(A, 0.0)
+    fail(fleet, A, 0.0, times=3)
+    assert fleet.choose(Role.PREFILL, Wish(), 0.0) is None
+    assert fleet.choose(Role.PREFILL, Wish(), 2.0) == A
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+def test_probes_are_due_at_once_and_then_by_the_interval() -> None:
+    fleet = make_fleet("round_robin", 2, health=PROBED)
+    assert fleet.next_deadline() == 0.0
+    assert set(fleet.take_probes(0.0)) == {A, B}
+    assert (fleet.take_probes(4.9), fleet.next_deadline()) == ([], 5.0)
+    assert set(fleet.take_probes(5.0)) == {A, B}
+
+
+def test_without_probes_nothing_is_due() -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    assert (fleet.take_probes(100.0), fleet.next_deadline()) == ([], None)
+
+
+def test_ill_probes_eject_and_a_single_one_does_not() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fleet.note_probe_ill(A, 0.0)
+    fleet.note_probe_well(A, 1.0)
+    fleet.note_probe_ill(A, 2.0)
+    assert state(fleet, A, 2.0) is State.HEALTHY
+    fleet.note_probe_ill(A, 3.0, "no route")
+    member = fleet.members()[0]
+    assert (state(fleet, A, 3.0), member.record.last_error, member.record.last_error_at) == (State.EJECTED, "no route", 3.0)
+
+
+def test_a_well_probe_does_not_hide_that_legs_fail() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    for now in (0.0, 1.0, 2.0):
+        fail(fleet, A, now)
+        fleet.note_probe_well(A, now)
+    assert state(fleet, A, 2.0) is State.EJECTED
+
+
+def test_with_probes_a_dead_instance_is_given_no_trial() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 0.0, times=3)
+    assert A in fleet.take_probes(0.0)
+    fleet.note_probe_ill(A, 0.1)
+    assert (chosen(fleet, 1000.0), state(fleet, A, 1000.0)) == ({B, C}, State.EJECTED)
+
+
+def test_one_that_was_down_and_is_up_is_tried_at_once() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 0.0, times=3)
+    fleet.note_probe_ill(A, 0.1)
+    fleet.note_probe_well(A, 1.1)
+    assert state(fleet, A, 1.1) is State.HALF_OPEN
+    fleet.end(begin_trial(fleet, 1.1), Outcome.ANSWERED, 1.2)
+    assert state(fleet, A, 1.2) is State.HEALTHY
+
+
+def test_one_that_was_never_down_waits_for_the_end_of_its_time() -> None:
+    """It answers its health check while its legs fail: what the check says is not the point."""
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 0.0, times=3)
+    fleet.note_probe_well(A, 0.1)
+    assert state(fleet, A, 1.9) is State.EJECTED
+    assert state(fleet, A, 2.0) is State.HALF_OPEN
+
+
+def test_an_ill_probe_ends_the_half_open_state() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 0.0, times=3)
+    fleet.note_probe_well(A, 0.1)
+    fleet.note_probe_ill(A, 2.5)
+    assert state(fleet, A, 1000.0) is State.EJECTED
+
+
+def test_an_ejected_instance_is_probed_at_once_and_often() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fleet.take_probes(0.0)
+    fail(fleet, A, 0.5, times=3)
+    assert fleet.take_probes(0.5) == [A]
+    assert (fleet.take_probes(1.4), fleet.take_probes(1.5)) == ([], [A])
+
+
+@pytest.mark.parametrize(
+    "setting", ["failures_in_a_row", "window_s", "window_legs", "first_ejection_s", "longest_ejection_s", "ill_probes"]
+)
+def test_settings_of_health_must_be_positive(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        replace(PROBED, **{setting: 0})
+
+
+@pytest.mark.parametrize("setting", ["failure_share", "jitter"])
+def test_shares_are_from_0_to_1(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        replace(PROBED, **{setting: 1.1})  # type: ignore[arg-type]
+
+
+# -- in a simulated fleet ----------------------------------------------------------------------------------------------
+
+
+def run_with_a_death(policy: str, health: HealthOptions) -> World:
+    """One of four is dead from 5 s to 25 s, at 50 requests a second."""
+    engines = [Engine() for _ in range(4)]
+    engines[0].dead = [(5.0, 25.0)]
+    world = World(make_fleet(policy, 4, health=health), {make_instance(number): engine for number, engine in enumerate(engines)})
+    world.run([(number * 0.02, b"%d" % number * 300) for number in range(3000)], until=1000.0)
+    assert (world.num_answered, world.num_lost) == (3000, 0)
+    return world
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "prefix_affinity"])
+def test_a_dead_instance_is_sent_little_and_comes_back_soon(policy: str) -> None:
+    world = run_with_a_death(policy, HealthOptions())
+    assert len(world.sent_to_dead) <= 3
+    back = min(at for at in world.answered_at[make_instance(0)] if at >= 25.0)
+    assert back < 25.0 + 2 * HealthOptions().probe_ejected_s
+
+
+def test_without_probes_a_dead_instance_is_tried_now_and_then() -> None:
+    world = run_with_a_death("least_load", HealthOptions(probe_interval_s=0))
+    assert 3 < len(world.sent_to_dead) <= 3 + 5
+
+
+def test_without_ejection_a_dead_instance_would_draw_legs_all_the_time() -> None:
+    world = run_with_a_death("least_load", HealthOptions(failures_in_a_row=10**6, window_legs=10**6, ill_probes=10**6))
+    assert len(world.sent_to_dead) > 200
