@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.fleet_world import Engine, World, make_fleet, make_instance
+from tests.router.fleet_world import make_fleet, make_instance
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet import Fleet, FleetOptions, Leg, State, Wish
@@ -404,34 +404,3 @@ def test_settings_of_health_must_be_positive(setting: str) -> None:
 def test_shares_are_from_0_to_1(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
         replace(PROBED, **{setting: 1.1})  # type: ignore[arg-type]
-
-
-# -- in a simulated fleet ----------------------------------------------------------------------------------------------
-
-
-def run_with_a_death(policy: str, health: HealthOptions) -> World:
-    """One of four is dead from 5 s to 25 s, at 50 requests a second."""
-    engines = [Engine() for _ in range(4)]
-    engines[0].dead = [(5.0, 25.0)]
-    world = World(make_fleet(policy, 4, health=health), {make_instance(number): engine for number, engine in enumerate(engines)})
-    world.run([(number * 0.02, b"%d" % number * 300) for number in range(3000)], until=1000.0)
-    assert (world.num_answered, world.num_lost) == (3000, 0)
-    return world
-
-
-@pytest.mark.parametrize("policy", ["round_robin", "least_load", "power_of_two", "prefix_affinity"])
-def test_a_dead_instance_is_sent_little_and_comes_back_soon(policy: str) -> None:
-    world = run_with_a_death(policy, HealthOptions())
-    assert len(world.sent_to_dead) <= 3
-    back = min(at for at in world.answered_at[make_instance(0)] if at >= 25.0)
-    assert back < 25.0 + 2 * HealthOptions().probe_ejected_s
-
-
-def test_without_probes_a_dead_instance_is_tried_now_and_then() -> None:
-    world = run_with_a_death("least_load", HealthOptions(probe_interval_s=0))
-    assert 3 < len(world.sent_to_dead) <= 3 + 5
-
-
-def test_without_ejection_a_dead_instance_would_draw_legs_all_the_time() -> None:
-    world = run_with_a_death("least_load", HealthOptions(failures_in_a_row=10**6, window_legs=10**6, ill_probes=10**6))
-    assert len(world.sent_to_dead) > 200

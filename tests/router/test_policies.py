@@ -1,4 +1,4 @@
-"""Policies by their rules, over generated fleets, and against each other in a simulated one."""
+"""Policies by their rules, over generated fleets."""
 
 import random
 from collections import Counter
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.operations import count_instructions
-from tests.router.fleet_world import Engine, World, conversation_texts, make_fleet, make_instance
+from tests.router.fleet_world import conversation_texts, make_fleet, make_instance
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet import Fleet, FleetOptions
@@ -252,61 +252,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         Fleet(FleetOptions(policies=dict.fromkeys(Role, "best")), random.random)
 
 
-# -- against each other ------------------------------------------------------------------------------------------------
-
-
-def simulate(policy: str, engines: list[Engine], arrivals: list[tuple[float, bytes]]) -> World:
-    fleet = make_fleet(policy, len(engines))
-    world = World(fleet, {make_instance(number): engine for number, engine in enumerate(engines)})
-    world.run(sorted(arrivals), until=1000.0)
-    assert (world.num_answered, world.num_lost) == (len(arrivals), 0)
-    assert [member.load for member in fleet.members()] == [0] * len(engines)
-    return world
-
-
-def chats(num: int, turns: int, every_s: float, system: str = "") -> list[tuple[float, bytes]]:
-    """Turns of every conversation come about `every_s` after one another; not in step, or round robin would find its way by itself."""
-    pauses = random.Random(5)
-    arrivals = []
-    for number in range(num):
-        at = 0.0
-        for text in conversation_texts(f"client{number}", turns, 1500, system):
-            at += (0.5 + pauses.random()) * every_s
-            arrivals.append((at, text))
-    return arrivals
-
-
-def test_prefix_affinity_finds_more_cached_than_the_others_and_still_balances() -> None:
-    arrivals = chats(num=40, turns=6, every_s=2.0)
-    worlds = {name: simulate(name, [Engine(max_cached=256) for _ in range(4)], arrivals) for name in POLICIES}
-    hits = {name: world.cached_bytes for name, world in worlds.items()}
-    assert hits["prefix_affinity"] > 1.5 * max(hits["round_robin"], hits["least_load"], hits["power_of_two"])
-    sent = worlds["prefix_affinity"].sent
-    assert max(sent.values()) < 2 * min(sent.values())
-
-
-def test_a_system_prompt_that_all_share_does_not_draw_all_to_one_instance() -> None:
-    arrivals = chats(num=60, turns=3, every_s=0.4, system="be helpful " * 400)
-    sent = simulate("prefix_affinity", [Engine(bytes_per_s=1e5, max_cached=256) for _ in range(4)], arrivals).sent
-    assert len(sent) == 4
-    assert max(sent.values()) < 0.6 * len(arrivals)
-
-
-def test_policies_that_look_at_load_spare_a_slow_instance() -> None:
-    arrivals = [(number * 0.01, f"{number}".encode() * 800) for number in range(600)]
-    shares = {}
-    for name in ("round_robin", "least_load", "power_of_two"):
-        world = simulate(name, [Engine(bytes_per_s=2.5e4)] + [Engine(bytes_per_s=2.5e5) for _ in range(3)], arrivals)
-        shares[name] = world.sent[make_instance(0)] / len(arrivals)
-    assert shares["round_robin"] == 0.25
-    assert shares["least_load"] < 0.15
-    assert shares["power_of_two"] < 0.2
-
-
-@given(size=st.integers(2, 16), data=st.data())
-def test_a_prompt_is_a_load_by_its_length_and_a_decode_is_one(size: int, data: st.DataObject) -> None:
-    prompt = data.draw(st.binary(max_size=2000))
-    other = data.draw(st.binary(max_size=2000))
-    assume(len(prompt) != len(other))
-    assert (leg_weight(Role.PREFILL, len(prompt)) > leg_weight(Role.PREFILL, len(other))) == (len(prompt) > len(other))
-    assert leg_weight(Role.DECODE, len(prompt)) == leg_weight(Role.DECODE, len(other)) == 1
+@given(one=st.integers(0, 10**8), other=st.integers(0, 10**8))
+def test_a_prefill_is_a_load_by_its_length_and_a_decode_is_one(one: int, other: int) -> None:
+    assert (leg_weight(Role.PREFILL, one) > leg_weight(Role.PREFILL, other)) == (one > other)
+    assert leg_weight(Role.DECODE, one) == leg_weight(Role.DECODE, other) == 1
