@@ -6,7 +6,7 @@ Deterministic by its seed.
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -78,8 +78,8 @@ class Engine:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Of both from the start; by halves, as the texts are long."""
-    low, high = 0, min(len(one), len(other))
+    """How far both are the same; by halves, as the texts are long."""
+    low, high = 0, min(len(one), len(other)) if one[:64] == other[:64] else 0
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
@@ -102,7 +102,7 @@ class World:
     _events: list[tuple[float, int, object]] = field(default_factory=list)
     _serial: "count[int]" = field(default_factory=count)
 
-    def run(self, arrivals: Iterable[tuple[float, bytes]], until: float) -> None:
+    def run(self, arrivals: Sequence[tuple[float, bytes]]) -> None:
         """Each text at its time; whatever fails is tried elsewhere, each once, as a router does."""
         for at, text in arrivals:
             self._at(at, _Request(text, at))
@@ -110,7 +110,7 @@ class World:
             for _, back in engine.dead:
                 self._at(back, engine)
         self._at(0.0, _Tick())
-        while self._events and self._events[0][0] <= until:
+        while self.num_answered + self.num_lost < len(arrivals):
             now, _, event = heappop(self._events)
             match event:
                 case _Request():

@@ -293,6 +293,13 @@ class FleetMachine(RuleBasedStateMachine):
             assert (member.num_running, member.load) == (len(own), sum(leg.weight for leg in own))
 
     @invariant()
+    def whoever_is_well_is_ready_and_nobody_else(self) -> None:
+        for member in self.fleet.members():
+            state = member.state(self.now)
+            if state is not State.HALF_OPEN:  # ready unless a trial is under way
+                assert (member.ready_at <= self.now) == (state in (State.HEALTHY, State.SUSPECT))
+
+    @invariant()
     def there_is_one_trial_at_a_time(self) -> None:
         for member in self.fleet.members():
             trials = [leg for leg in self.legs if leg.member is member and leg.is_trial and leg.era == member.breaker.era]

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.router.fleet_world import Engine, World, conversation_texts, make_fleet, make_instance
 
 from kvferry.router.health import HealthOptions
@@ -12,7 +14,7 @@ from kvferry.router.policies import POLICIES
 def simulate(policy: str, engines: list[Engine], arrivals: list[tuple[float, bytes]]) -> World:
     fleet = make_fleet(policy, len(engines))
     world = World(fleet, {make_instance(number): engine for number, engine in enumerate(engines)})
-    world.run(sorted(arrivals), until=1000.0)
+    world.run(sorted(arrivals))
     assert (world.num_answered, world.num_lost) == (len(arrivals), 0)
     assert [member.load for member in fleet.members()] == [0] * len(engines)
     return world
@@ -62,7 +64,7 @@ def run_with_a_death(policy: str, health: HealthOptions) -> World:
     engines = [Engine() for _ in range(4)]
     engines[0].dead = [(5.0, 25.0)]
     world = World(make_fleet(policy, 4, health=health), {make_instance(number): engine for number, engine in enumerate(engines)})
-    world.run([(number * 0.02, b"%d" % number * 300) for number in range(3000)], until=1000.0)
+    world.run([(number * 0.02, b"%d" % number * 300) for number in range(3000)])
     assert (world.num_answered, world.num_lost) == (3000, 0)
     return world
 
@@ -83,3 +85,20 @@ def test_without_probes_a_dead_instance_is_tried_now_and_then() -> None:
 def test_without_ejection_a_dead_instance_would_draw_legs_all_the_time() -> None:
     world = run_with_a_death("least_load", HealthOptions(failures_in_a_row=10**6, window_legs=10**6, ill_probes=10**6))
     assert len(world.sent_to_dead) > 200
+
+
+deaths = st.lists(st.tuples(st.integers(1, 7), st.floats(0.1, 10), st.floats(0.5, 5)), max_size=12)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=20)
+@given(deaths=deaths)
+def test_no_request_is_lost_while_somebody_lives_and_a_death_costs_few_legs(policy: str, deaths: list[tuple[int, float, float]]) -> None:
+    """The first of eight never dies. Each death of another costs the failures that eject it, and a trial that was about to begin."""
+    engines = [Engine() for _ in range(8)]
+    for number, start, length in deaths:
+        engines[number].dead.append((start, start + length))
+    world = World(make_fleet(policy, 8), {make_instance(number): engine for number, engine in enumerate(engines)})
+    world.run([(number * 0.05, b"%d" % number * 300) for number in range(300)])
+    assert (world.num_answered, world.num_lost) == (300, 0)
+    assert len(world.sent_to_dead) <= 4 * len(deaths)

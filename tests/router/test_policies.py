@@ -16,7 +16,7 @@ from kvferry.router.fleet import Fleet, FleetOptions
 from kvferry.router.health import Breaker, HealthOptions
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.router.members import Member, Wish, leg_weight
-from kvferry.router.policies import POLICIES, LeastLoad, Policy, PowerOfTwo, PrefixAffinity, make_policy
+from kvferry.router.policies import POLICIES, LeastLoad, Policy, PowerOfTwo, PrefixAffinity, RoundRobin, make_policy
 from kvferry.router.prefix_index import PrefixIndex, marks_of
 
 chances = st.floats(0, 1, exclude_max=True)
@@ -77,6 +77,29 @@ def test_round_robin_stays_fair_among_those_who_stay_while_others_come_and_go(le
         counts.update(serve(fleet, legs))
     one, other = (counts[instance] for instance in staying)
     assert abs(one - other) <= 1
+
+
+def test_an_index_that_goes_round_would_not_stay_fair() -> None:
+    class IndexRoundRobin(RoundRobin):
+        index = 0
+
+        def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
+            self.index += 1
+            return candidates[self.index % len(candidates)], "index"
+
+    def excess(policy: Policy) -> int:
+        """How many more legs one of two members gets than the other while a third comes and goes."""
+        one, other, third = members = make_members([0, 0, 0])
+        counts = Counter[Member]()
+        for turn in range(60):
+            chosen, _ = policy.choose(members if turn % 2 else [one, other], Wish())
+            chosen.turn = turn + 3
+            counts[chosen] += 1
+        assert counts[third] > 0
+        return abs(counts[one] - counts[other])
+
+    assert excess(RoundRobin()) <= 1
+    assert excess(IndexRoundRobin()) > 10
 
 
 @given(loads=loads)
