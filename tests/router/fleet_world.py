@@ -11,12 +11,24 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from kvferry.router.fleet import Fleet, FleetOptions, Leg, Wish
+from kvferry.router.fleet import Fleet, FleetOptions, Leg, State, Wish
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.types import Address
 
-__all__ = ["Engine", "World", "conversation_texts", "make_fleet", "make_instance"]
+__all__ = [
+    "Engine",
+    "World",
+    "answer",
+    "begin_trial",
+    "chosen",
+    "conversation_texts",
+    "fail",
+    "make_fleet",
+    "make_instance",
+    "refuse",
+    "state_of",
+]
 
 _REFUSED_AFTER_S = 0.001
 _PROBE_TAKES_S = 0.002
@@ -179,3 +191,40 @@ class _Ending:
     request: _Request
     outcome: Outcome
     cached: int
+
+
+def fail(fleet: Fleet, instance: Instance, now: float, times: int = 1) -> None:
+    for _ in range(times):
+        fleet.end(fleet.begin(instance, now), Outcome.FAILED, now, "connection refused")
+
+
+def answer(fleet: Fleet, instance: Instance, now: float) -> None:
+    fleet.end(fleet.begin(instance, now), Outcome.ANSWERED, now)
+
+
+def state_of(fleet: Fleet, instance: Instance, now: float) -> State:
+    member = fleet.get(instance)
+    assert member is not None
+    return member.state(now)
+
+
+def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
+    """By turns, each leg ended by its client, which says nothing about the instance."""
+    found = set()
+    for _ in range(times):
+        instance = fleet.choose(Role.PREFILL, Wish(), now)
+        assert instance is not None
+        fleet.end(fleet.begin(instance, now), Outcome.ABANDONED, now)
+        found.add(instance)
+    return found
+
+
+def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
+    fleet.end(fleet.begin(instance, now), Outcome.REFUSED, now)
+
+
+def begin_trial(fleet: Fleet, instance: Instance, now: float) -> Leg:
+    """It is given a leg, the others having been tried."""
+    others = [member.instance for member in fleet.members(instance.role) if member.instance != instance]
+    assert fleet.choose(instance.role, Wish(), now, others) == instance
+    return fleet.begin(instance, now)

@@ -84,6 +84,14 @@ def test_the_estimate_grows_with_the_queue_and_with_what_a_request_takes() -> No
     assert [queue.estimate_s(ahead) for ahead in (0, 4, 9, 10_000)] == [2, 10, 20, 60]
 
 
+def test_a_tenant_is_told_to_wait_for_its_own_places() -> None:
+    queue = AdmissionQueue(AdmissionOptions(max_running=100, tenant_running=1, tenant_waiting=2))
+    queue.leave(arrive(queue, now=0.0), now=4.0)
+    for _ in range(3):
+        arrive(queue)
+    assert refuse(queue) == Refused(Why.TENANT, 12)
+
+
 def test_nobody_leaves_twice() -> None:
     queue = AdmissionQueue(AdmissionOptions())
     entry = arrive(queue)

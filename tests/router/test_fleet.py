@@ -233,15 +233,13 @@ class FleetMachine(RuleBasedStateMachine):
         prompt = data.draw(st.sampled_from([b"", b"a" * 600, b"a" * 600 + b"b" * 600, b"c" * 3000]))
         wish = Wish(prompt, data.draw(st.none() | st.sampled_from(INSTANCES)))
         states = {member.instance: member.state(self.now) for member in self.fleet.members(role) if member.instance not in tried}
-        busy = {leg.instance for leg in self.legs if leg.is_trial}
         chosen = self.fleet.choose(role, wish, self.now, tried)
-        self._check_choice(role, chosen, states, busy)
+        self._check_choice(role, chosen, states)
         if chosen is not None:
             self.legs.append(self.fleet.begin(chosen, self.now, wish))
 
-    def _check_choice(self, role: Role, chosen: Instance | None, states: dict[Instance, State], busy: set[Instance]) -> None:
-        good = {instance for instance, state in states.items() if state in (State.HEALTHY, State.SUSPECT)}
-        waiting = {instance for instance, state in states.items() if state is State.HALF_OPEN and instance not in busy}
+    def _check_choice(self, role: Role, chosen: Instance | None, states: dict[Instance, State]) -> None:
+        good = {instance for instance, state in states.items() if state is State.HEALTHY}
         resting = {instance for instance, state in states.items() if state is State.RESTING}
         active = {instance for instance, state in states.items() if state is not State.DRAINING}
         if chosen is None:
@@ -249,9 +247,8 @@ class FleetMachine(RuleBasedStateMachine):
             assert not resting
             assert not active or role in self.options.spare_roles
         elif good:
-            # A trial that ended in the meantime leaves a half-open member free, or resting: `busy` is only an upper bound.
             assert states[chosen] in (State.HEALTHY, State.SUSPECT, State.HALF_OPEN)
-        elif not waiting and resting:
+        elif role in self.options.spare_roles:
             assert states[chosen] in (State.RESTING, State.HALF_OPEN)
         else:
             assert chosen in active

@@ -8,42 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.router.fleet_world import make_fleet, make_instance
+from tests.router.fleet_world import answer, begin_trial, chosen, fail, make_fleet, make_instance, refuse, state_of
 
 from kvferry.errors import ConfigError
-from kvferry.router.fleet import Fleet, FleetOptions, Leg, State, Wish
+from kvferry.router.fleet import Fleet, FleetOptions, State, Wish
 from kvferry.router.health import Breaker, HealthOptions, Phase
 from kvferry.router.instances import REST_S, Instance, Outcome, Role
 
 UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)
-PROBED = HealthOptions(jitter=0)
 A, B, C = (make_instance(number) for number in range(3))
-
-
-def fail(fleet: Fleet, instance: Instance, now: float, times: int = 1) -> None:
-    for _ in range(times):
-        fleet.end(fleet.begin(instance, now), Outcome.FAILED, now, "connection refused")
-
-
-def answer(fleet: Fleet, instance: Instance, now: float) -> None:
-    fleet.end(fleet.begin(instance, now), Outcome.ANSWERED, now)
-
-
-def state(fleet: Fleet, instance: Instance, now: float) -> State:
-    member = fleet.get(instance)
-    assert member is not None
-    return member.state(now)
-
-
-def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
-    """By turns, each leg ended by its client, which says nothing about the instance."""
-    found = set()
-    for _ in range(times):
-        instance = fleet.choose(Role.PREFILL, Wish(), now)
-        assert instance is not None
-        fleet.end(fleet.begin(instance, now), Outcome.ABANDONED, now)
-        found.add(instance)
-    return found
 
 
 # -- when it opens -----------------------------------------------------------------------------------------------------
@@ -52,9 +25,9 @@ def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
 def test_failures_in_a_row_eject() -> None:
     fleet = make_fleet("round_robin", 3, health=UNPROBED)
     fail(fleet, A, 0.0, times=2)
-    assert state(fleet, A, 0.0) is State.HEALTHY
+    assert state_of(fleet, A, 0.0) is State.HEALTHY
     fail(fleet, A, 0.0)
-    assert (state(fleet, A, 0.0), chosen(fleet, 0.0)) == (State.EJECTED, {B, C})
+    assert (state_of(fleet, A, 0.0), chosen(fleet, 0.0)) == (State.EJECTED, {B, C})
 
 
 def test_an_answer_between_failures_starts_the_count_again() -> None:
@@ -62,16 +35,19 @@ def test_an_answer_between_failures_starts_the_count_again() -> None:
     for _ in range(20):
         fail(fleet, A, 0.0, times=2)
         answer(fleet, A, 0.0)
-        assert state(fleet, A, 0.0) is State.HEALTHY
+        assert state_of(fleet, A, 0.0) is State.HEALTHY
 
 
 def test_an_instance_that_fails_every_other_leg_is_ejected_by_its_share() -> None:
+    """A stream is counted once, by its first piece."""
     fleet = make_fleet("round_robin", 3, health=UNPROBED)
     for number in range(5):
-        assert state(fleet, A, 0.1 * number) is State.HEALTHY
-        answer(fleet, A, 0.1 * number)
+        assert state_of(fleet, A, 0.1 * number) is State.HEALTHY
+        stream = fleet.begin(A, 0.1 * number)
+        fleet.note_answer(stream, 0.1 * number)
+        fleet.end(stream, Outcome.ANSWERED, 0.1 * number)
         fail(fleet, A, 0.1 * number)
-    assert state(fleet, A, 0.5) is State.EJECTED
+    assert state_of(fleet, A, 0.5) is State.EJECTED
 
 
 def test_the_same_share_over_a_longer_time_does_not_eject() -> None:
@@ -79,7 +55,15 @@ def test_the_same_share_over_a_longer_time_does_not_eject() -> None:
     for number in range(50):
         answer(fleet, A, 10.0 * number)
         fail(fleet, A, 10.0 * number)
-    assert state(fleet, A, 500.0) is State.HEALTHY
+    assert state_of(fleet, A, 500.0) is State.HEALTHY
+
+
+def test_what_was_long_ago_does_not_count() -> None:
+    fleet = make_fleet("round_robin", 3, health=UNPROBED)
+    for now in (0.0, 0.0, 0.0, 0.0, 1000.0):
+        answer(fleet, A, now)
+        fail(fleet, A, now)
+    assert state_of(fleet, A, 1000.0) is State.HEALTHY
 
 
 @given(ends=st.lists(st.sampled_from([Outcome.ABANDONED, Outcome.REFUSED, Outcome.ANSWERED]), max_size=40))
@@ -87,7 +71,7 @@ def test_refusals_and_clients_that_leave_never_eject(ends: list[Outcome]) -> Non
     fleet = make_fleet("round_robin", 2, health=UNPROBED)
     for outcome in ends:
         fleet.end(fleet.begin(A, 0.0), outcome, 0.0)
-    assert state(fleet, A, REST_S) is State.HEALTHY
+    assert state_of(fleet, A, REST_S) is State.HEALTHY
 
 
 def test_legs_begun_before_an_ejection_do_not_prolong_it_nor_end_it() -> None:
@@ -158,53 +142,58 @@ def eject_and_wait(health: HealthOptions = UNPROBED) -> tuple[Fleet, float]:
     """A fleet whose A is half open, and the time."""
     fleet = make_fleet("round_robin", 3, health=health)
     fail(fleet, A, 0.0, times=3)
-    assert state(fleet, A, 1.9) is State.EJECTED
-    assert state(fleet, A, 2.0) is State.HALF_OPEN
+    assert state_of(fleet, A, 1.9) is State.EJECTED
+    assert state_of(fleet, A, 2.0) is State.HALF_OPEN
     return fleet, 2.0
-
-
-def begin_trial(fleet: Fleet, now: float) -> Leg:
-    assert fleet.choose(Role.PREFILL, Wish(), now, tried=[B, C]) == A
-    return fleet.begin(A, now)
 
 
 def test_half_open_gives_one_trial_at_a_time() -> None:
     fleet, now = eject_and_wait()
-    trial = begin_trial(fleet, now)
+    trial = begin_trial(fleet, A, now)
     assert trial.is_trial
     assert chosen(fleet, now) == {B, C}
     fleet.end(trial, Outcome.ABANDONED, now)
-    assert begin_trial(fleet, now).is_trial
+    assert begin_trial(fleet, A, now).is_trial
 
 
 def test_an_answered_trial_closes() -> None:
     fleet, now = eject_and_wait()
-    fleet.end(begin_trial(fleet, now), Outcome.ANSWERED, now)
-    assert (state(fleet, A, now), chosen(fleet, now)) == (State.HEALTHY, {A, B, C})
+    fleet.end(begin_trial(fleet, A, now), Outcome.ANSWERED, now)
+    assert (state_of(fleet, A, now), chosen(fleet, now)) == (State.HEALTHY, {A, B, C})
+
+
+def test_failures_of_before_an_ejection_do_not_count_after_it() -> None:
+    fleet = make_fleet("round_robin", 3, health=UNPROBED)
+    for _ in range(5):
+        answer(fleet, A, 0.0)
+        fail(fleet, A, 0.0)
+    fleet.end(begin_trial(fleet, A, 2.0), Outcome.ANSWERED, 2.0)
+    fail(fleet, A, 2.0)
+    assert state_of(fleet, A, 2.0) is State.HEALTHY
 
 
 def test_the_first_piece_of_a_stream_closes_and_its_end_adds_nothing() -> None:
     fleet, now = eject_and_wait()
-    trial = begin_trial(fleet, now)
+    trial = begin_trial(fleet, A, now)
     fleet.note_answer(trial, now)
-    assert state(fleet, A, now) is State.HEALTHY
+    assert (state_of(fleet, A, now), chosen(fleet, now)) == (State.HEALTHY, {A, B, C})
     fleet.note_answer(trial, now)
     fleet.end(trial, Outcome.FAILED, now)
-    assert (state(fleet, A, now), fleet.members()[0].breaker.failures_in_a_row) == (State.HEALTHY, 1)
+    assert (state_of(fleet, A, now), fleet.members()[0].breaker.failures_in_a_row) == (State.HEALTHY, 1)
 
 
 def test_a_failed_trial_ejects_for_twice_as_long() -> None:
     fleet, now = eject_and_wait()
-    fleet.end(begin_trial(fleet, now), Outcome.FAILED, now)
-    assert state(fleet, A, now + 3.9) is State.EJECTED
-    assert state(fleet, A, now + 4.0) is State.HALF_OPEN
+    fleet.end(begin_trial(fleet, A, now), Outcome.FAILED, now)
+    assert state_of(fleet, A, now + 3.9) is State.EJECTED
+    assert state_of(fleet, A, now + 4.0) is State.HALF_OPEN
 
 
 def test_a_refused_trial_rests_and_is_repeated() -> None:
     fleet, now = eject_and_wait()
-    fleet.end(begin_trial(fleet, now), Outcome.REFUSED, now)
+    fleet.end(begin_trial(fleet, A, now), Outcome.REFUSED, now)
     assert chosen(fleet, now) == {B, C}
-    assert (state(fleet, A, now), A in chosen(fleet, now + REST_S)) == (State.HALF_OPEN, True)
+    assert (state_of(fleet, A, now), A in chosen(fleet, now + REST_S)) == (State.HALF_OPEN, True)
 
 
 def test_an_answer_that_was_a_last_resort_closes() -> None:
@@ -212,7 +201,7 @@ def test_an_answer_that_was_a_last_resort_closes() -> None:
     fail(fleet, A, 0.0, times=3)
     assert fleet.choose(Role.PREFILL, Wish(), 0.0, tried=[B]) == A
     answer(fleet, A, 0.0)
-    assert state(fleet, A, 0.0) is State.HEALTHY
+    assert state_of(fleet, A, 0.0) is State.HEALTHY
 
 
 def test_a_restart_closes_and_what_the_last_life_had_under_way_is_no_failure_of_this_one() -> None:
@@ -220,24 +209,20 @@ def test_a_restart_closes_and_what_the_last_life_had_under_way_is_no_failure_of_
     legs = [fleet.begin(A, 0.0) for _ in range(5)]
     fail(fleet, A, 0.0, times=3)
     fleet.restarted(A, 1.0)
-    assert (state(fleet, A, 1.0), chosen(fleet, 1.0)) == (State.HEALTHY, {A, B})
+    assert (state_of(fleet, A, 1.0), chosen(fleet, 1.0)) == (State.HEALTHY, {A, B})
     for leg in legs:
         assert not fleet.is_current(leg)
         fleet.end(leg, Outcome.FAILED, 1.0)
-    assert state(fleet, A, 1.0) is State.HEALTHY
+    assert state_of(fleet, A, 1.0) is State.HEALTHY
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
-    fleet.end(fleet.begin(instance, now), Outcome.REFUSED, now)
-
-
 def test_an_instance_that_refused_is_passed_over_for_a_moment() -> None:
     fleet = make_fleet("round_robin", 3)
     refuse(fleet, B, 10.0)
-    assert (chosen(fleet, 10.0), state(fleet, B, 10.0)) == ({A, C}, State.RESTING)
+    assert (chosen(fleet, 10.0), state_of(fleet, B, 10.0)) == ({A, C}, State.RESTING)
     assert chosen(fleet, 10.0 + 0.9 * REST_S) == {A, C}
     assert chosen(fleet, 10.0 + REST_S) == {A, B, C}
 
@@ -285,12 +270,24 @@ def test_the_ejected_share_is_bounded_and_somebody_always_stays(size: int, share
         assert num_ejected < size
 
 
-def test_the_last_of_a_role_is_suspect_and_is_used() -> None:
+def test_the_last_of_a_role_is_suspect_and_counts_as_the_ejected_do() -> None:
     fleet = make_fleet("round_robin", 2, health=UNPROBED)
     for instance in (A, B):
         fail(fleet, instance, 0.0, times=3)
-    assert (state(fleet, A, 0.0), state(fleet, B, 0.0)) == (State.EJECTED, State.SUSPECT)
-    assert chosen(fleet, 0.0) == {B}
+    assert (state_of(fleet, A, 0.0), state_of(fleet, B, 0.0)) == (State.EJECTED, State.SUSPECT)
+    assert chosen(fleet, 0.0) == {A, B}
+    answer(fleet, B, 0.0)
+    assert (state_of(fleet, B, 0.0), chosen(fleet, 0.0)) == (State.HEALTHY, {B})
+
+
+def test_a_resting_one_is_asked_before_a_suspect() -> None:
+    fleet = make_fleet("round_robin", 3, health=UNPROBED)
+    for instance in (A, B, C):
+        fail(fleet, instance, 0.0, times=3)
+    fleet.restarted(A, 0.0)
+    refuse(fleet, A, 0.0)
+    assert [state_of(fleet, instance, 0.0) for instance in (A, B, C)] == [State.RESTING, State.EJECTED, State.SUSPECT]
+    assert chosen(fleet, 0.0) == {A}
 
 
 def test_a_suspect_is_ejected_by_its_next_failure_once_another_is_back() -> None:
@@ -299,7 +296,7 @@ def test_a_suspect_is_ejected_by_its_next_failure_once_another_is_back() -> None
         fail(fleet, instance, 0.0, times=3)
     answer(fleet, A, 2.0)
     fail(fleet, B, 2.0)
-    assert (state(fleet, A, 2.0), state(fleet, B, 2.0)) == (State.HEALTHY, State.EJECTED)
+    assert (state_of(fleet, A, 2.0), state_of(fleet, B, 2.0)) == (State.HEALTHY, State.EJECTED)
 
 
 def test_a_role_that_can_be_spared_may_be_ejected_whole_and_comes_back() -> None:
@@ -309,84 +306,6 @@ def test_a_role_that_can_be_spared_may_be_ejected_whole_and_comes_back() -> None
     fail(fleet, A, 0.0, times=3)
     assert fleet.choose(Role.PREFILL, Wish(), 0.0) is None
     assert fleet.choose(Role.PREFILL, Wish(), 2.0) == A
-
-
-# -- probes ------------------------------------------------------------------------------------------------------------
-
-
-def test_probes_are_due_at_once_and_then_by_the_interval() -> None:
-    fleet = make_fleet("round_robin", 2, health=PROBED)
-    assert fleet.next_deadline() == 0.0
-    assert set(fleet.take_probes(0.0)) == {A, B}
-    assert (fleet.take_probes(4.9), fleet.next_deadline()) == ([], 5.0)
-    assert set(fleet.take_probes(5.0)) == {A, B}
-
-
-def test_without_probes_nothing_is_due() -> None:
-    fleet = make_fleet("round_robin", 2, health=UNPROBED)
-    assert (fleet.take_probes(100.0), fleet.next_deadline()) == ([], None)
-
-
-def test_ill_probes_eject_and_a_single_one_does_not() -> None:
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    fleet.note_probe_ill(A, 0.0)
-    fleet.note_probe_well(A, 1.0)
-    fleet.note_probe_ill(A, 2.0)
-    assert state(fleet, A, 2.0) is State.HEALTHY
-    fleet.note_probe_ill(A, 3.0, "no route")
-    member = fleet.members()[0]
-    assert (state(fleet, A, 3.0), member.record.last_error, member.record.last_error_at) == (State.EJECTED, "no route", 3.0)
-
-
-def test_a_well_probe_does_not_hide_that_legs_fail() -> None:
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    for now in (0.0, 1.0, 2.0):
-        fail(fleet, A, now)
-        fleet.note_probe_well(A, now)
-    assert state(fleet, A, 2.0) is State.EJECTED
-
-
-def test_with_probes_a_dead_instance_is_given_no_trial() -> None:
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    fail(fleet, A, 0.0, times=3)
-    assert A in fleet.take_probes(0.0)
-    fleet.note_probe_ill(A, 0.1)
-    assert (chosen(fleet, 1000.0), state(fleet, A, 1000.0)) == ({B, C}, State.EJECTED)
-
-
-def test_one_that_was_down_and_is_up_is_tried_at_once() -> None:
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    fail(fleet, A, 0.0, times=3)
-    fleet.note_probe_ill(A, 0.1)
-    fleet.note_probe_well(A, 1.1)
-    assert state(fleet, A, 1.1) is State.HALF_OPEN
-    fleet.end(begin_trial(fleet, 1.1), Outcome.ANSWERED, 1.2)
-    assert state(fleet, A, 1.2) is State.HEALTHY
-
-
-def test_one_that_was_never_down_waits_for_the_end_of_its_time() -> None:
-    """It answers its health check while its legs fail: what the check says is not the point."""
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    fail(fleet, A, 0.0, times=3)
-    fleet.note_probe_well(A, 0.1)
-    assert state(fleet, A, 1.9) is State.EJECTED
-    assert state(fleet, A, 2.0) is State.HALF_OPEN
-
-
-def test_an_ill_probe_ends_the_half_open_state() -> None:
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    fail(fleet, A, 0.0, times=3)
-    fleet.note_probe_well(A, 0.1)
-    fleet.note_probe_ill(A, 2.5)
-    assert state(fleet, A, 1000.0) is State.EJECTED
-
-
-def test_an_ejected_instance_is_probed_at_once_and_often() -> None:
-    fleet = make_fleet("round_robin", 3, health=PROBED)
-    fleet.take_probes(0.0)
-    fail(fleet, A, 0.5, times=3)
-    assert fleet.take_probes(0.5) == [A]
-    assert (fleet.take_probes(1.4), fleet.take_probes(1.5)) == ([], [A])
 
 
 @pytest.mark.parametrize(
