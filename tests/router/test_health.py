@@ -204,16 +204,31 @@ def test_an_answer_that_was_a_last_resort_closes() -> None:
     assert state_of(fleet, A, 0.0) is State.HEALTHY
 
 
-def test_a_restart_closes_and_what_the_last_life_had_under_way_is_no_failure_of_this_one() -> None:
+def test_a_restart_ends_ejection_and_rest() -> None:
+    fleet = make_fleet("round_robin", 2, health=UNPROBED)
+    fail(fleet, A, 0.0, times=3)
+    refuse(fleet, A, 0.0)
+    fleet.restarted(A, 0.0)
+    assert (state_of(fleet, A, 0.0), chosen(fleet, 0.0)) == (State.HEALTHY, {A, B})
+
+
+def test_what_the_last_life_had_under_way_is_no_failure_of_this_one() -> None:
     fleet = make_fleet("round_robin", 2, health=UNPROBED)
     legs = [fleet.begin(A, 0.0) for _ in range(5)]
-    fail(fleet, A, 0.0, times=3)
     fleet.restarted(A, 1.0)
-    assert (state_of(fleet, A, 1.0), chosen(fleet, 1.0)) == (State.HEALTHY, {A, B})
     for leg in legs:
         assert not fleet.is_current(leg)
         fleet.end(leg, Outcome.FAILED, 1.0)
     assert state_of(fleet, A, 1.0) is State.HEALTHY
+
+
+def test_a_new_life_starts_with_the_shortest_time() -> None:
+    breaker = Breaker(UNPROBED, lambda: 0.0)
+    for now in (0.0, 10.0, 20.0):
+        breaker.eject(now)
+    breaker.restart()
+    breaker.eject(30.0)
+    assert breaker.ejected_until == 32.0
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

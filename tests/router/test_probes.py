@@ -79,9 +79,21 @@ def test_an_ill_probe_ends_the_half_open_state() -> None:
     fleet = make_fleet("round_robin", 3, health=PROBED)
     fail(fleet, A, 0.0, times=3)
     fleet.note_probe_well(A, 0.1)
+    fleet.end(begin_trial(fleet, A, 2.5), Outcome.ABANDONED, 2.5)
     assert state_of(fleet, A, 2.5) is State.HALF_OPEN
     fleet.note_probe_ill(A, 2.5)
     assert state_of(fleet, A, 60.0) is State.EJECTED
+
+
+def test_a_trial_under_way_outweighs_an_ill_probe() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 0.0, times=3)
+    fleet.note_probe_well(A, 0.1)
+    trial = begin_trial(fleet, A, 2.5)
+    for now in (3.0, 4.0, 5.0):
+        fleet.note_probe_ill(A, now)
+    fleet.end(trial, Outcome.ANSWERED, 5.0)
+    assert (state_of(fleet, A, 5.0), chosen(fleet, 5.0)) == (State.HEALTHY, {A, B, C})
 
 
 def test_an_ejected_instance_is_probed_at_once_and_often() -> None:

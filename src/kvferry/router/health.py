@@ -25,6 +25,8 @@ from kvferry.router.instances import REST_S
 
 __all__ = ["Breaker", "HealthOptions", "Phase"]
 
+_POSITIVE = ("failures_in_a_row", "window_s", "window_legs", "first_ejection_s", "longest_ejection_s", "probe_ejected_s", "ill_probes")
+
 
 @dataclass(frozen=True, slots=True)
 class HealthOptions:
@@ -46,15 +48,7 @@ class HealthOptions:
     ill_probes: int = 2
 
     def __post_init__(self) -> None:
-        for name in (
-            "failures_in_a_row",
-            "window_s",
-            "window_legs",
-            "first_ejection_s",
-            "longest_ejection_s",
-            "probe_ejected_s",
-            "ill_probes",
-        ):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
         for name in ("failure_share", "jitter"):
@@ -98,7 +92,7 @@ class _Window:
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one instance. `not_before`: when it may be given a leg again; in the past while nothing is wrong, never while that is open."""
+    """Of one instance. `not_before`: when it may be given a leg; in the past while nothing is wrong, never while a trial is under way."""
 
     options: HealthOptions
     draw: Callable[[], float]
@@ -187,12 +181,14 @@ class Breaker:
             self.not_before = self.ejected_until
 
     def note_probe_ill(self) -> bool:
-        """Whether it is to be ejected for that."""
+        """Whether it is to be ejected for that. A trial that is under way knows better."""
         self.ill_probes_in_a_row += 1
         if self.phase is Phase.EJECTED:
             self.not_before = self._unprobed_end()
             return False
-        return self.phase is Phase.HALF_OPEN or self.ill_probes_in_a_row >= self.options.ill_probes
+        if self.phase is Phase.HALF_OPEN:
+            return self.not_before < inf
+        return self.ill_probes_in_a_row >= self.options.ill_probes
 
     def restart(self) -> None:
         """Another life: nothing that is known holds any more. Legs of the last one say nothing about this one."""
