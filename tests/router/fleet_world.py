@@ -1,21 +1,34 @@
 """A fleet in virtual time: engines that take as long as the text they have not cached, die, come back or are slow, and clients that send.
 
-What is measured are counts: who was sent how much, how much text was found cached, how many legs went to the dead. Deterministic by its seed.
+What is measured are counts: who was sent how much, how much text was found cached, how many legs went to the dead.
+Deterministic by its seed.
 """
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from kvferry.router.fleet import Fleet, FleetOptions, Leg, Wish
+from kvferry.router.fleet import Fleet, FleetOptions, Leg, State, Wish
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.types import Address
 
-__all__ = ["Engine", "World", "conversation_texts", "make_fleet", "make_instance"]
+__all__ = [
+    "Engine",
+    "World",
+    "answer",
+    "begin_trial",
+    "chosen",
+    "conversation_texts",
+    "fail",
+    "make_fleet",
+    "make_instance",
+    "refuse",
+    "state_of",
+]
 
 _REFUSED_AFTER_S = 0.001
 _PROBE_TAKES_S = 0.002
@@ -77,8 +90,8 @@ class Engine:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Of both from the start; by halves, as the texts are long."""
-    low, high = 0, min(len(one), len(other))
+    """How far both are the same; by halves, as the texts are long."""
+    low, high = 0, min(len(one), len(other)) if one[:64] == other[:64] else 0
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
@@ -101,7 +114,7 @@ class World:
     _events: list[tuple[float, int, object]] = field(default_factory=list)
     _serial: "count[int]" = field(default_factory=count)
 
-    def run(self, arrivals: Iterable[tuple[float, bytes]], until: float) -> None:
+    def run(self, arrivals: Sequence[tuple[float, bytes]]) -> None:
         """Each text at its time; whatever fails is tried elsewhere, each once, as a router does."""
         for at, text in arrivals:
             self._at(at, _Request(text, at))
@@ -109,7 +122,7 @@ class World:
             for _, back in engine.dead:
                 self._at(back, engine)
         self._at(0.0, _Tick())
-        while self._events and self._events[0][0] <= until:
+        while self.num_answered + self.num_lost < len(arrivals):
             now, _, event = heappop(self._events)
             match event:
                 case _Request():
@@ -178,3 +191,40 @@ class _Ending:
     request: _Request
     outcome: Outcome
     cached: int
+
+
+def fail(fleet: Fleet, instance: Instance, now: float, times: int = 1) -> None:
+    for _ in range(times):
+        fleet.end(fleet.begin(instance, now), Outcome.FAILED, now, "connection refused")
+
+
+def answer(fleet: Fleet, instance: Instance, now: float) -> None:
+    fleet.end(fleet.begin(instance, now), Outcome.ANSWERED, now)
+
+
+def state_of(fleet: Fleet, instance: Instance, now: float) -> State:
+    member = fleet.get(instance)
+    assert member is not None
+    return member.state(now)
+
+
+def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
+    """By turns, each leg ended by its client, which says nothing about the instance."""
+    found = set()
+    for _ in range(times):
+        instance = fleet.choose(Role.PREFILL, Wish(), now)
+        assert instance is not None
+        fleet.end(fleet.begin(instance, now), Outcome.ABANDONED, now)
+        found.add(instance)
+    return found
+
+
+def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
+    fleet.end(fleet.begin(instance, now), Outcome.REFUSED, now)
+
+
+def begin_trial(fleet: Fleet, instance: Instance, now: float) -> Leg:
+    """It is given a leg, the others having been tried."""
+    others = [member.instance for member in fleet.members(instance.role) if member.instance != instance]
+    assert fleet.choose(instance.role, Wish(), now, others) == instance
+    return fleet.begin(instance, now)

@@ -87,7 +87,7 @@ class AdmissionQueue:
             return entry
         own = self._waiting.get(tenant, ())
         if self.options.tenant_waiting is not None and len(own) >= self.options.tenant_waiting:
-            return Refused(Why.TENANT, self.estimate_s(len(own)))
+            return Refused(Why.TENANT, self.estimate_s(len(own), self.options.tenant_running))
         if self.num_waiting >= self.options.max_waiting:
             return Refused(Why.FULL, self.estimate_s(self.num_waiting))
         self._waiting.setdefault(tenant, deque()).append(entry)
@@ -109,10 +109,11 @@ class AdmissionQueue:
             del self._running[entry.tenant]
         return self._admit_next(now)
 
-    def estimate_s(self, num_ahead: int) -> int:
-        """After how many seconds there may be room behind so many: as long as they take at the present pace."""
+    def estimate_s(self, num_ahead: int, num_places: int | None = None) -> int:
+        """After how many seconds there may be room behind so many: as long as they take at the present pace, in so many places at once."""
         least, most = _RETRY_BOUNDS_S
-        return max(least, min(most, ceil(self._mean_s * (num_ahead + 1) / self.options.max_running)))
+        num_places = min(num_places or self.options.max_running, self.options.max_running)
+        return max(least, min(most, ceil(self._mean_s * (num_ahead + 1) / num_places)))
 
     def waiting_of(self, tenant: str) -> int:
         return len(self._waiting.get(tenant, ()))

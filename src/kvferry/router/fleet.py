@@ -4,10 +4,11 @@ Candidates come in tiers, and the role's policy chooses within the first that is
 
 1. usable: not draining, not resting, not ejected, or half open with no trial under way;
 2. resting: answered 503 a moment ago;
-3. the last resort (Envoy's panic rule): ejected ones, in roles that have to answer. What else is there to lose?
+3. the last resort (Envoy's panic rule): all, ejected or not, in roles that have to answer. What else is there to lose?
 
-In a role that has to answer the last one that is not ejected never is. In a spare role (P, where D can compute alone) all may be.
-Draining ones are never chosen. Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
+In a role that has to answer the last one that is not ejected never is; while it fails too (`suspect`), it counts as the others do.
+In a spare role (P, where D can compute alone) all may be ejected. Draining ones are never chosen.
+Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
 """
 
 from collections import Counter
@@ -123,24 +124,28 @@ class Fleet:
         """Who to give a leg to, among those not tried yet; None when there is none. Nothing is taken until `begin`."""
         squad = self._squads[role]
         left = [member for member in squad.members if member.instance not in tried] if tried else squad.members
-        usable = [member for member in left if member.ready_at <= now]
-        reason = ""
-        if not usable:
-            usable, reason = self._fall_back(role, left, now)
-            if not usable:
-                return None
-        member, why = squad.policy.choose(usable, wish)
-        squad.reasons[reason or why] += 1
+        candidates = [member for member in left if member.ready_at <= now]
+        tier = ""
+        if len(candidates) < len(left):
+            candidates, tier = self._fall_back(role, left, candidates, now)
+        if not candidates:
+            return None
+        member, why = squad.policy.choose(candidates, wish)
+        squad.reasons[tier or why] += 1
         return member.instance
 
     def reasons(self, role: Role) -> Mapping[str, int]:
         """Why members were chosen, and how often."""
         return self._squads[role].reasons
 
-    def _fall_back(self, role: Role, left: list[Member], now: float) -> tuple[list[Member], str]:
+    def _fall_back(self, role: Role, left: list[Member], usable: list[Member], now: float) -> tuple[list[Member], str]:
+        """Somebody cannot be used: who can, and of which tier they are if not of the first."""
+        has_to_answer = role not in self._options.spare_roles
+        if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
+            return usable, ""
         active = [member for member in left if not member.is_draining]
-        resting = [member for member in active if member.breaker.not_before <= now]
-        if resting or role in self._options.spare_roles:
+        resting = [member for member in active if member.breaker.not_before <= now and not member.breaker.is_suspect]
+        if resting or not has_to_answer:
             return resting, "resting"
         return active, "last_resort"
 

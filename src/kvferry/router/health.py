@@ -9,8 +9,9 @@
     └───────────────────── the trial is answered ───────────────────────── half open: one trial leg at a time
 ```
 
-With probes an ejected instance is half open only after one of them found it well: a dead one is given no request of a client. One that was
-seen down and is up again need not wait for the end of its time. Legs begun before the instance was ejected say nothing about it since.
+With probes an instance whose time is over is half open when one of them found it well, else only a long time later, as a probe may be
+wrong where a request is right: a dead one is given next to no request of a client. One that was seen down and is up again need not wait
+for the end of its time. Legs begun before the instance was ejected say nothing about it since.
 Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
 """
 
@@ -23,6 +24,8 @@ from kvferry.errors import ConfigError
 from kvferry.router.instances import REST_S
 
 __all__ = ["Breaker", "HealthOptions", "Phase"]
+
+_POSITIVE = ("failures_in_a_row", "window_s", "window_legs", "first_ejection_s", "longest_ejection_s", "probe_ejected_s", "ill_probes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,7 @@ class HealthOptions:
     ill_probes: int = 2
 
     def __post_init__(self) -> None:
-        for name in (
-            "failures_in_a_row",
-            "window_s",
-            "window_legs",
-            "first_ejection_s",
-            "longest_ejection_s",
-            "probe_ejected_s",
-            "ill_probes",
-        ):
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
         for name in ("failure_share", "jitter"):
@@ -97,7 +92,7 @@ class _Window:
 
 @dataclass(slots=True)
 class Breaker:
-    """Of one instance. `not_before`: when it may be given a leg again; in the past while nothing is wrong, never while that is open."""
+    """Of one instance. `not_before`: when it may be given a leg; in the past while nothing is wrong, never while a trial is under way."""
 
     options: HealthOptions
     draw: Callable[[], float]
@@ -119,8 +114,9 @@ class Breaker:
 
     @property
     def is_suspect(self) -> bool:
-        """It would be ejected if it were not the last of its role."""
-        return self.failures_in_a_row >= self.options.failures_in_a_row or self.ill_probes_in_a_row >= self.options.ill_probes
+        """It would be ejected if its role could spare it."""
+        is_bad = self.failures_in_a_row >= self.options.failures_in_a_row or self.ill_probes_in_a_row >= self.options.ill_probes
+        return is_bad and self.phase is Phase.CLOSED
 
     def phase_at(self, now: float) -> Phase:
         """An ejection ends by itself; whoever looks sees it."""
@@ -139,6 +135,7 @@ class Breaker:
         if era != self.era:
             return
         self.failures_in_a_row = 0
+        self.ill_probes_in_a_row = 0
         if self.phase is Phase.CLOSED:
             self._window.add(0, now)
         else:
@@ -174,7 +171,7 @@ class Breaker:
         self.era += 1
         self.phase = Phase.EJECTED
         self.ejected_until = now + whole * (1 - options.jitter * self.draw())
-        self.not_before = inf if options.probe_interval_s else self.ejected_until
+        self.not_before = self._unprobed_end() if options.probe_interval_s else self.ejected_until
 
     def note_probe_well(self, now: float) -> None:
         was_down = self.ill_probes_in_a_row > 0
@@ -184,12 +181,14 @@ class Breaker:
             self.not_before = self.ejected_until
 
     def note_probe_ill(self) -> bool:
-        """Whether it is to be ejected for that."""
+        """Whether it is to be ejected for that. A trial that is under way knows better."""
         self.ill_probes_in_a_row += 1
         if self.phase is Phase.EJECTED:
-            self.not_before = inf
+            self.not_before = self._unprobed_end()
             return False
-        return self.phase is Phase.HALF_OPEN or self.ill_probes_in_a_row >= self.options.ill_probes
+        if self.phase is Phase.HALF_OPEN:
+            return self.not_before < inf
+        return self.ill_probes_in_a_row >= self.options.ill_probes
 
     def restart(self) -> None:
         """Another life: nothing that is known holds any more. Legs of the last one say nothing about this one."""
@@ -198,6 +197,9 @@ class Breaker:
         self.ill_probes_in_a_row = 0
         self.rests_until = -inf
         self._close()
+
+    def _unprobed_end(self) -> float:
+        return self.ejected_until + self.options.longest_ejection_s
 
     def _close(self) -> None:
         self.phase = Phase.CLOSED
