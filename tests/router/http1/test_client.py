@@ -308,11 +308,11 @@ def test_an_instance_that_falls_silent_in_its_body_has_timed_out() -> None:
     async def story() -> None:
         async with instance(talk) as target, upstreams() as made:
             for is_whole in (True, False):
-                with await ask(made, target) as answer, pytest.raises(TimedOut):
-                    if is_whole:
-                        await answer.read(100, 0.1)
-                    while await answer.read_some(0.1):
-                        pass
+                with await ask(made, target) as answer:
+                    if not is_whole:
+                        assert await answer.read_some(5) == b"hel"
+                    with pytest.raises(TimedOut):
+                        await (answer.read(100, 0.1) if is_whole else answer.read_some(0.1))
 
     run(story())
 
@@ -386,6 +386,29 @@ def test_an_answer_that_comes_before_the_body_was_sent_is_read(is_reset: bool) -
                 with await ask(made, target, body=b"x" * 20_000_000) as answer:
                     assert (answer.status, await answer.read(100, 5)) == (413, b"big")
             assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_an_answer_that_comes_before_the_question_is_read() -> None:
+    """A server that has too many connections says so, and closes."""
+
+    async def story() -> None:
+        async with upstreams() as made:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                target = Target(Address("127.0.0.1", server.getsockname()[1]))
+
+                def accept_and_refuse() -> None:
+                    sock, _ = server.accept()
+                    sock.sendall(b"HTTP/1.1 503 Full\r\nConnection: close\r\nContent-Length: 4\r\n\r\nfull")
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    sock.close()
+
+                for _ in range(20):
+                    refused = asyncio.create_task(asyncio.to_thread(accept_and_refuse))
+                    with await ask(made, target, body=b"x" * 1_000_000) as answer:
+                        assert (answer.status, await answer.read(100, 5)) == (503, b"full")
+                    await refused
 
     run(story())
 

@@ -185,8 +185,7 @@ class ServerConnection(asyncio.Protocol):
             refusal = RequestRefused("the server failed to serve this request; its log says why", status=500)
             reply.send(500, (_JSON,), error_body(refusal))
         if not reply.is_finished:
-            self.out.abort()
-            return
+            reply.abort()
         self._end()
         if self._reader.num_waiting and self._state is _State.IDLE:
             self._advance()

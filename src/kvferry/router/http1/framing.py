@@ -15,6 +15,12 @@ _MAX_TRAILERS = 16 * 1024
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
 
 
+_MAX_KNOWN_SIZES = 4096
+_MAX_KNOWN_LINE = 16
+_known_sizes: dict[bytes, int] = {}
+"""Lines that were found to be sizes, with their ends. Instances send the same few again and again, and looking one up is cheaper."""
+
+
 class NotFramed(Exception):
     """The bytes are not a body in this framing."""
 
@@ -30,39 +36,33 @@ class Framing(IntEnum):
     UNTIL_CLOSE = 3
 
 
-class _Part(IntEnum):
-    SIZE = 0
-    DATA = 1
-    DATA_END = 2
-    TRAILERS = 3
-    END = 4
+# Where in a chunked body we are. Plain numbers: in Python 3.11 reading a member of an enum costs as much as a dictionary.
+_SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
 
 
 class LengthBody:
     """A body of known length."""
 
-    __slots__ = ("_left",)
+    __slots__ = ("_left", "is_ended")
     is_whole_at_close = False
     is_between = False
 
     def __init__(self, length: int) -> None:
         self._left = length
-
-    @property
-    def is_ended(self) -> bool:
-        return self._left == 0
+        self.is_ended = length == 0
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
         """How many of these bytes belong to the body; they are added to `decoded`, if given."""
         left = self._left
-        if len(data) <= left:
+        if len(data) < left:
             self._left = left - len(data)
             if decoded is not None:
                 decoded.append(data)
             return len(data)
         self._left = 0
+        self.is_ended = True
         if decoded is not None:
-            decoded.append(data[:left])
+            decoded.append(data if len(data) == left else data[:left])
         return left
 
 
@@ -83,42 +83,70 @@ class OpenBody:
 class ChunkedBody:
     """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and trailers are printable and bounded."""
 
-    __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part")
+    __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part", "is_ended")
     is_whole_at_close = False
 
     def __init__(self) -> None:
-        self._part = _Part.SIZE
+        self._part = _SIZE
         self._left = 0  # of the data of this chunk
         self._line = b""  # the beginning of a line whose end has not come
         self._num_trailer_bytes = 0
-
-    @property
-    def is_ended(self) -> bool:
-        return self._part is _Part.END
+        self.is_ended = False
 
     @property
     def is_between(self) -> bool:
         """Whether another chunk could begin exactly here."""
-        return self._part is _Part.SIZE and not self._line
+        return self._part == _SIZE and not self._line
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
         """How many of these bytes belong to the body; the data among them is added to `decoded`, if given. NotFramed."""
         position, end = 0, len(data)
+        if self._part == _SIZE and not self._line:
+            position = self._skip_whole(data, decoded)
         while position < end:
             part = self._part
-            if part is _Part.SIZE:
+            if part == _SIZE:
                 position = self._take_size(data, position)
-            elif part is _Part.DATA:
+            elif part == _DATA:
                 position = self._take_data(data, position, end, decoded)
-            elif part is _Part.END:
+            elif part == _END:
                 break
             else:
                 position = self._take_line_end(data, position)
         return position
 
+    def _skip_whole(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """Nearly all pieces are whole chunks of sizes seen before: where the first thing begins that is not."""
+        position, end = 0, len(data)
+        known = _known_sizes.get
+        width = data.find(b"\n") + 1  # of a size line; chunks that follow each other mostly have it in common
+        while True:
+            size = known(data[position : position + width])
+            if size is None:
+                line_end = data.find(b"\n", position, position + _MAX_KNOWN_LINE) + 1
+                size = known(data[position:line_end]) if line_end else None
+                if size is None:
+                    return self._take_end(data, position)
+                width = line_end - position
+            stop = position + width + size
+            if data[stop : stop + 2] != b"\r\n":
+                return position
+            if decoded is not None:
+                decoded.append(data[position + width : stop])
+            position = stop + 2
+            if position == end:
+                return position
+
+    def _take_end(self, data: bytes, position: int) -> int:
+        if data[position : position + 5] != b"0\r\n\r\n":
+            return position
+        self._part = _END
+        self.is_ended = True
+        return position + 5
+
     def resume_raw(self, start: bytes) -> bytes | None:
         """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow it untouched. None: they cannot."""
-        if self._part is _Part.DATA:
+        if self._part == _DATA:
             return b"%x\r\n%b" % (len(start) + self._left, start)
         if self.is_between:
             return chunk(start) if start else b""
@@ -128,11 +156,13 @@ class ChunkedBody:
         line, position = self._take_line(data, position)
         if line is None:
             return position
-        size = _SIZE_LINE.fullmatch(line)  # int() alone would also take 0x10, 1_0, +1 and blanks
-        if size is None:
+        spelt = _SIZE_LINE.fullmatch(line)  # int() alone would also take 0x10, 1_0, +1 and blanks
+        if spelt is None:
             raise NotFramed("the size of a chunk is not valid")
-        self._left = int(size[1], 16)
-        self._part = _Part.DATA if self._left else _Part.TRAILERS
+        self._left = size = int(spelt[1], 16)
+        if size and len(_known_sizes) < _MAX_KNOWN_SIZES and len(line) < _MAX_KNOWN_LINE - 2:
+            _known_sizes[line + b"\r\n"] = size
+        self._part = _DATA if self._left else _TRAILERS
         return position
 
     def _take_data(self, data: bytes, position: int, end: int, decoded: list[bytes] | None) -> int:
@@ -142,20 +172,20 @@ class ChunkedBody:
             stop = end
         else:
             self._left = 0
-            self._part = _Part.DATA_END
+            self._part = _DATA_END
         if decoded is not None:
             decoded.append(data[position:stop])
-        if self._part is _Part.DATA_END and data[stop : stop + 2] == b"\r\n":
-            self._part = _Part.SIZE
+        if self._part == _DATA_END and data[stop : stop + 2] == b"\r\n":
+            self._part = _SIZE
             return stop + 2
         return stop
 
     def _take_line_end(self, data: bytes, position: int) -> int:
         """The CR LF after the data of a chunk, or a line of the trailers."""
         line, position = self._take_line(data, position)
-        if self._part is _Part.DATA_END:
+        if self._part == _DATA_END:
             if line == b"":
-                self._part = _Part.SIZE
+                self._part = _SIZE
             elif line is not None or self._line != b"\r":
                 raise NotFramed("a chunk is longer than its size")
             return position
@@ -163,7 +193,8 @@ class ChunkedBody:
         if self._num_trailer_bytes > _MAX_TRAILERS:
             raise NotFramed("the trailers are too long")
         if line == b"":
-            self._part = _Part.END
+            self._part = _END
+            self.is_ended = True
         elif line is not None and not is_field_line(line):
             raise NotFramed("a trailer is not valid")
         return position

@@ -1,6 +1,8 @@
 """The sending half of a client's connection: what is written, whether there is room, and who is told when there is again."""
 
 import asyncio
+import socket
+import struct
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -102,6 +104,13 @@ class Outflow:
     def close(self) -> None:
         if self.transport is not None:
             self.transport.close()
+
+    def reset(self) -> None:
+        """Abort in a way that the client can tell from an end."""
+        if self.transport is not None:
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
 
     def abort(self) -> None:
         if self.transport is not None:

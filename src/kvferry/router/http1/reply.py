@@ -81,10 +81,16 @@ class Reply:
             self.end()
 
     def abort(self) -> None:
-        """Close the connection now: what was sent never looks whole."""
+        """Close the connection: what was sent may still arrive, but never looks whole."""
         self.is_finished = True
         self.can_write = False
-        self.out.abort()
+        self.out.keeps_alive = False
+        if self._framing is Framing.UNTIL_CLOSE:
+            self.out.reset()  # for the client any other end is the end of the body
+        elif self.is_started:
+            self.out.close()
+        else:
+            self.out.abort()
 
     def put(self, data: bytes) -> None:
         """A piece of the stream, without waiting."""

@@ -1,7 +1,10 @@
-"""One connection to an instance: a request out, the head and then the raw bytes of its answer in."""
+"""One connection to an instance: a request out, the head and then the raw bytes of its answer in.
+
+An instance may answer before it has read the whole request, and then reset the connection. The loop reads before it writes, so the
+answer is there before the failed write ends the connection.
+"""
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import Protocol
@@ -15,7 +18,6 @@ __all__ = ["Receiver", "UpstreamConnection"]
 _MAX_HEAD = 64 * 1024
 _MAX_WAITING = 256 * 1024
 """Bytes of a body that nobody has taken; the instance is not read while there are more."""
-_RESCUE_BYTES = 64 * 1024
 
 
 class Receiver(Protocol):
@@ -28,9 +30,11 @@ class Receiver(Protocol):
 
 
 class _Phase(IntEnum):
-    IDLE = 0
+    FRESH = 0
+    """Not asked anything yet. What comes is kept all the same: a server with too many connections answers before it is asked."""
     HEAD = 1
     BODY = 2
+    IDLE = 3
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -55,7 +59,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = loop
         self._on_lost = on_lost
         self._method = ""
-        self._phase = _Phase.IDLE
+        self._phase = _Phase.FRESH
         self._pieces: list[bytes] = []
         self._size = 0
         self._waiter: asyncio.Future[AnswerHead | None] | None = None
@@ -85,10 +89,13 @@ class UpstreamConnection(asyncio.Protocol):
         self.has_answered = False
         self.deadline = self._loop.time() + timeout_s
         waiter = self._waiter = self._loop.create_future()
-        if self.transport is None or self.transport.is_closing():
-            waiter.set_exception(BrokenOff("it had closed the connection", has_answered=False))
-        else:
+        if self._pieces:
+            self.has_answered = True
+            self._read_head()
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.writelines(data)
+        elif not waiter.done():
+            waiter.set_exception(BrokenOff("it closed the connection before it had answered", self.has_answered))
         return waiter
 
     def take(self) -> bytes:
@@ -151,11 +158,10 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             if self._size > _MAX_WAITING:
                 self.pause_reading()
-            self._wake()
+            if self._phase is _Phase.BODY:
+                self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is not None and self._phase is not _Phase.IDLE:
-            self._rescue()
         self.error = error
         self.transport = None
         self.deadline = NEVER
@@ -164,7 +170,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.receiver.lose()
         elif self._phase is _Phase.HEAD:
             self._fail(BrokenOff("it closed the connection before it had answered", self.has_answered))
-        else:
+        elif self._phase is _Phase.BODY:
             self._wake()
 
     def run_out(self, now: float) -> None:
@@ -211,19 +217,3 @@ class UpstreamConnection(asyncio.Protocol):
     def _fail(self, error: Exception) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(error)
-
-    def _rescue(self) -> None:
-        """An instance that refuses a body it has not read answers and resets. Our writing then fails before its answer was read, though the
-        kernel still has it; the socket is open until this callback returns."""
-        transport = self.transport
-        if transport is None or transport.get_extra_info("ssl_object") is not None:
-            return
-        descriptor = transport.get_extra_info("socket").fileno()
-        while True:
-            try:
-                data = os.read(descriptor, _RESCUE_BYTES)
-            except OSError:
-                return
-            if not data:
-                return
-            self.data_received(data)
