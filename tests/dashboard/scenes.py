@@ -147,7 +147,6 @@ def told(scene: Scene) -> None:
             confirmed_s=0.3,
             scheduled_s=0.32,
             first_token_s=0.39,
-            ended_s=0.6,
             bytes=12_582_912,
             pieces=96,
             plane="shm",
