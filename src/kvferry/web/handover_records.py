@@ -20,7 +20,7 @@ class HandoverRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     age_s: float
     """Since the engine got it."""
     attached_s: float | None = None
-    """The producer has acknowledged the lease."""
+    """The producer was known, and told that its lease is wanted."""
     allocated_s: float | None = None
     """There were blocks for it."""
     read_began_s: float | None = None
@@ -29,7 +29,6 @@ class HandoverRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     scheduled_s: float | None = None
     """Its first step after that began."""
     first_token_s: float | None = None
-    ended_s: float | None = None
     bytes: int = 0
     pieces: int = 0
     """Copies or descriptors."""
