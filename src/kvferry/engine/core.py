@@ -110,6 +110,8 @@ class EngineCore:
 
     def _report(self, outputs: list[RequestOutput]) -> None:
         if self._is_draining:
+            # There will be no next turn here.
+            self._scheduler.keep_nothing()
             self._tell_remaining()
         if outputs:
             self._api.send(Outputs(outputs))
@@ -154,6 +156,8 @@ class EngineCore:
 
     def _send_status(self, nonce: int) -> None:
         status = self._scheduler.status(nonce)
+        if self._connector is not None:
+            self._totals.add(self._connector.get_kv_connector_stats())
         self._api.send(msgspec.structs.replace(status, transfers=self._totals.summaries(), connector_stats=self._totals.to_dict()))
 
     def _tell_remaining(self) -> None:

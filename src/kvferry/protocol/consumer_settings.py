@@ -46,6 +46,6 @@ class ConsumerSettings:
             case TransferState.TRACKED:
                 return f"the producer did not answer within {self.confirm_timeout_s:g} s"
             case TransferState.READY:
-                return f"the engine had no blocks for it within {self.registration_s:g} s"
+                return f"the engine had no blocks for it within {self.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"

@@ -34,7 +34,7 @@ class Promises:
         match pull.state:
             case TransferState.READY:
                 # The producer may need those blocks itself, and we may be waiting for each other: not for ever.
-                pulls.set_deadline(pull, now + self.parts.settings.registration_s)
+                pulls.set_deadline(pull, now + self.parts.settings.confirm_timeout_s)
                 events.append(PullPromised(pull.request))
             case TransferState.DOOMED if before is not TransferState.DOOMED:
                 pulls.set_deadline(pull, None)
