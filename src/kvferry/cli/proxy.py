@@ -25,6 +25,7 @@ from kvferry.router.policies import POLICIES
 from kvferry.router.registration import Registrar
 from kvferry.router.release import ReleaseSender
 from kvferry.router.server import run_router
+from kvferry.router.turn_questions import ask_by
 from kvferry.types import Address, FailurePolicy
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
@@ -78,10 +79,20 @@ def run(arguments: argparse.Namespace) -> int:
     with _releases(secret) as releases:
         run_router(
             options,
-            lambda: RouterApp(options, releases, push_key=PushTicketKey(secret.key), registrar=Registrar(secret.key)),
+            lambda: _make_app(options, releases, secret),
             lambda address: _announce(address, bool(options.access.ssl_certfile)),
         )
     return 0
+
+
+def _make_app(options: RouterOptions, side_channels: ReleaseSender, secret: ClusterSecret) -> RouterApp:
+    return RouterApp(
+        options,
+        side_channels,
+        push_key=PushTicketKey(secret.key),
+        registrar=Registrar(secret.key),
+        make_ask=lambda watch: ask_by(side_channels.ask_turn, watch),
+    )
 
 
 def router_options(arguments: argparse.Namespace) -> RouterOptions:
