@@ -143,6 +143,7 @@ async def stage(
     decode: list[Behaviour] | Behaviour,
     push_key: PushTicketKey | None = None,
     modes: Sequence[str] = (),
+    registrar: Registrar | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """A router before stub engines; `modes` of the decode side, if not all push. Everything inside must be over within DEADLINE_S."""
@@ -156,7 +157,7 @@ async def stage(
             tuple(instance(Role.DECODE, engine.port) for engine in decoders),
         )
         releases = RecordedReleases()
-        port = await stack.enter_async_context(serving(changed(options, settings), releases, push_key))
+        port = await stack.enter_async_context(serving(changed(options, settings), releases, push_key, registrar))
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
 
@@ -183,6 +184,7 @@ async def serving(
     options: RouterOptions, releases: Releases, push_key: PushTicketKey | None = None, registrar: Registrar | None = None
 ) -> AsyncIterator[int]:
     """A router; its port."""
+    tls = server_tls(options)
     app = RouterApp(options, releases, push_key=push_key, registrar=registrar)
     server = make_server(app)
     sock = socket.create_server(("127.0.0.1", 0))
@@ -190,7 +192,7 @@ async def serving(
     port: int = sock.getsockname()[1]
     await app.start()
     try:
-        await server.start(sock, server_tls(options))
+        await server.start(sock, tls)
         yield port
     finally:
         await server.close()
