@@ -1,6 +1,7 @@
 """Who runs, who waits and who is sent away: stories, a state machine over the pure queue, and the shell's coroutines."""
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -238,6 +239,23 @@ def test_a_deadline_ends_the_waiting() -> None:
         assert admission.queue.num_waiting == 0
         admission.leave(first)
         admission.leave(await enter(admission))
+
+    run(story())
+
+
+def test_a_place_that_is_free_in_the_moment_of_the_deadline_is_taken() -> None:
+    async def story() -> None:
+        admission, loop = make_admission(max_running=1), asyncio.get_running_loop()
+        first = await enter(admission)
+        waiting = asyncio.create_task(admission.enter("ann", timeout_s=0.6))
+        await settle()
+        # The loop is kept from looking until both are due, the leaving first; the waiter runs after both.
+        loop.call_later(0.05, admission.leave, first)
+        loop.call_soon(time.sleep, 0.7)
+        entry = await waiting
+        assert isinstance(entry, Pass)
+        admission.leave(entry)
+        assert (admission.queue.num_running, admission.queue.num_waiting) == (0, 0)
 
     run(story())
 

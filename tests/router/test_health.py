@@ -324,7 +324,8 @@ def test_a_role_that_can_be_spared_may_be_ejected_whole_and_comes_back() -> None
 
 
 @pytest.mark.parametrize(
-    "setting", [{"failures_in_a_row": 0}, {"window_s": 0}, {"window_legs": 0}, {"ill_probes": 0}, {"jitter": 1.1}, {"failure_share": -1}]
+    "setting",
+    [{"failures_in_a_row": 0}, {"window_s": 0}, {"ill_probes": 0}, {"jitter": 1.1}, {"failure_share": -1}, {"probe_interval_s": -1}],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):

@@ -80,9 +80,9 @@ class AdmissionQueue:
     _mean_s: float = field(default=0.0, init=False)
 
     def arrive(self, tenant: str, now: float) -> Pass | Refused:
-        """Runs, waits or goes. Nobody overtakes the waiting, except past tenants that run as many as they may."""
+        """Runs, waits or goes. Nobody overtakes who waits: beside a free place wait only tenants that run as many as they may."""
         entry = Pass(tenant)
-        if self.num_running < self.options.max_running and tenant not in self._waiting and self._may_run(tenant):
+        if self.num_running < self.options.max_running and self._may_run(tenant):
             self._admit(entry, now)
             return entry
         own = self._waiting.get(tenant, ())

@@ -25,7 +25,7 @@ class Turn:
     prefiller: Instance | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     turn: Turn
     deadline: float
@@ -69,7 +69,9 @@ class Conversations:
 
     def forget(self, decoder: Instance) -> int:
         """It was removed or has restarted: its tickets are void. Looks at every entry, as it happens rarely."""
-        return self._drop_all([key for key, entry in self._entries.items() if entry.turn.decoder == decoder])
+        seen = {id(entry.turn.decoder): entry.turn.decoder for entry in self._entries.values()}
+        same = {number for number, other in seen.items() if other == decoder}  # few are compared, and comparing is what takes time
+        return self._drop_all([key for key, entry in self._entries.items() if id(entry.turn.decoder) in same])
 
     def expire(self, now: float) -> int:
         """Makes room early; correctness does not need it. Looks at every entry, so once in many seconds is enough."""

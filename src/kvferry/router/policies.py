@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 _by_turn = attrgetter("turn")
-_by_load = attrgetter("load", "turn")
 
 
 class Policy(Protocol):
@@ -55,7 +54,7 @@ class LeastLoad(_Memoryless):
     """Equals take turns, else the first of an idle fleet would get everything."""
 
     def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
-        return min(candidates, key=_by_load), "least_load"
+        return _least(candidates), "least_load"
 
 
 @dataclass(slots=True)
@@ -70,7 +69,7 @@ class PowerOfTwo(_Memoryless):
             return candidates[0], "only"
         first, second = divmod(int(self.draw() * count * (count - 1)), count - 1)
         one, other = candidates[first], candidates[second + (second >= first)]
-        return (one if _by_load(one) <= _by_load(other) else other), "two_choices"
+        return _least((one, other)), "two_choices"
 
 
 @dataclass(slots=True)
@@ -84,16 +83,17 @@ class PrefixAffinity:
     index: PrefixIndex = field(default_factory=PrefixIndex)
 
     def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
-        least = min(candidates, key=_by_load)
+        least = _least(candidates)
         marks = _marks(wish)
         if not marks:
             return least, "no_prefix"
         limit = self.max_ratio * least.load + self.spare_legs * leg_weight(least.instance.role, len(wish.prompt))
         reason, among = "no_prefix", set(candidates)
         for holders in self.index.holders(marks):
-            holder = min(among.intersection(holders), key=_by_load, default=None)
-            if holder is None:
+            usable = [member for member in holders if member in among]
+            if not usable:
                 continue
+            holder = _least(usable)
             if holder.load <= limit:
                 return holder, "prefix"
             reason = "prefix_overloaded"
@@ -118,6 +118,15 @@ class ConversationAffinity:
 
     def note_begun(self, member: Member, wish: Wish) -> None:
         self.fallback.note_begun(member, wish)
+
+
+def _least(candidates: Sequence[Member]) -> Member:
+    """By load, then by turn. Half the time of `min` with a key."""
+    least = candidates[0]
+    for member in candidates:
+        if member.load < least.load or (member.load == least.load and member.turn < least.turn):
+            least = member
+    return least
 
 
 def _find(candidates: Sequence[Member], wish: Wish) -> Member | None:

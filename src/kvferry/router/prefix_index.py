@@ -17,7 +17,7 @@ from kvferry.router.members import Member
 __all__ = ["PrefixIndex", "marks_of"]
 
 _STEP_BYTES = 512
-_DENSE_BYTES = 8 * 1024
+_DENSE_BYTES = 4 * 1024
 _SAMPLE_BYTES = 256
 _LOOKED_AT_BYTES = 2 * 1024 * 1024
 _HOLDERS = 4
