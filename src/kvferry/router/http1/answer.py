@@ -3,33 +3,40 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp
 from kvferry.router.http1.framing import NotFramed, make_body
 from kvferry.router.http1.parsing import AnswerHead, BodyKind
+from kvferry.router.http1.pool import Site
 from kvferry.router.http1.relay import Relay
 from kvferry.router.http1.reply import Reply
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 
+if TYPE_CHECKING:
+    from kvferry.router.http1.client import Upstreams
+
 __all__ = ["UpstreamAnswer"]
+
+_CHUNKED = BodyKind.CHUNKED
 
 
 class UpstreamAnswer:
     """A context manager: left before the end of the body, it closes the connection; so the instance learns that nobody wants the rest."""
 
-    __slots__ = ("_body", "_connection", "_give_back", "_has_rest", "_head", "_is_over", "headers", "is_chunked", "status")
+    __slots__ = ("_body", "_connection", "_has_rest", "_head", "_is_over", "_owner", "_site", "headers", "is_chunked", "status")
 
-    def __init__(self, connection: UpstreamConnection, head: AnswerHead, give_back: Callable[[], None]) -> None:
+    def __init__(self, connection: UpstreamConnection, head: AnswerHead, owner: "Upstreams", site: Site) -> None:
         self._connection = connection
         self._head = head
-        self._give_back = give_back
+        self._owner = owner
+        self._site = site
         self._body = make_body(head.body, head.length)
         self._is_over = False
         self._has_rest = False
         self.status = head.status
         self.headers = head.headers
-        self.is_chunked = head.body is BodyKind.CHUNKED
+        self.is_chunked = head.body is _CHUNKED
         if self._body.is_ended:
             self._end()
 
@@ -133,4 +140,4 @@ class UpstreamAnswer:
         if self._has_rest or not self._head.keeps_alive:
             self._connection.abort()
         else:
-            self._give_back()
+            self._owner.give_back(self._site, self._connection)

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.router.http1.answer import UpstreamAnswer
 from kvferry.router.http1.errors import BrokenOff, NotReached
-from kvferry.router.http1.parsing import AnswerHead
-from kvferry.router.http1.pool import Pool, Target
+from kvferry.router.http1.pool import Site, Target
 from kvferry.router.http1.sweep import Sweep
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 from kvferry.router.http1.wire import request_head
@@ -17,6 +16,8 @@ __all__ = ["KEEPALIVE_S", "Target", "UpstreamAnswer", "Upstreams"]
 KEEPALIVE_S = 4.0
 """vLLM's server closes a connection that was idle for 5 s; a request sent just then would be lost."""
 
+_MAX_SITES = 4096
+
 
 class Upstreams:
     """Warm connections per target."""
@@ -25,7 +26,7 @@ class Upstreams:
         self._keepalive_s = keepalive_s
         self._loop = asyncio.get_running_loop()
         self._sweep = Sweep(self._loop)
-        self._pool = Pool()
+        self._sites: dict[Target, Site] = {}
         self._connections: set[UpstreamConnection] = set()
 
     @property
@@ -49,18 +50,31 @@ class Upstreams:
         A connection that was kept warm may have been closed by the instance at this very moment: when it ends without a byte of an answer,
         the request is sent once more, over a fresh one.
         """
-        pieces = (body,) if isinstance(body, bytes) else body
-        head = request_head(method, path, str(target.address), headers, sum(map(len, pieces)))
-        data = (head, *pieces)
-        connection = self._pool.take(target, self._loop.time())
+        site = self._sites.get(target) or self._add_site(target)
+        if isinstance(body, bytes):
+            data: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
+        else:
+            data = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
+        connection = site.take(self._loop.time())
         if connection is not None:
             try:
-                return self._answer(target, connection, await self._ask(connection, method, data, head_timeout_s))
+                head = await connection.ask(method, data, head_timeout_s)
             except BrokenOff as error:
+                connection.abort()
                 if error.has_answered:
                     raise
-        connection = await self._connect(target, connect_timeout_s)
-        return self._answer(target, connection, await self._ask(connection, method, data, head_timeout_s))
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return UpstreamAnswer(connection, head, self, site)
+        connection = await self._connect(site, connect_timeout_s)
+        try:
+            head = await connection.ask(method, data, head_timeout_s)
+        except BaseException:
+            connection.abort()
+            raise
+        return UpstreamAnswer(connection, head, self, site)
 
     async def close(self) -> None:
         """Close every connection, busy ones too."""
@@ -68,28 +82,23 @@ class Upstreams:
             connection.abort()
         self._sweep.close()
 
-    async def _ask(self, connection: UpstreamConnection, method: str, data: Iterable[bytes], timeout_s: float) -> AnswerHead:
-        try:
-            head = await connection.ask(method, data, timeout_s)
-        except BaseException:
-            connection.abort()
-            raise
-        assert head is not None
-        return head
-
-    def _answer(self, target: Target, connection: UpstreamConnection, head: AnswerHead) -> UpstreamAnswer:
-        return UpstreamAnswer(connection, head, lambda: self._give_back(target, connection))
-
-    def _give_back(self, target: Target, connection: UpstreamConnection) -> None:
+    def give_back(self, site: Site, connection: UpstreamConnection) -> None:
+        """An exchange has ended cleanly."""
         if connection.is_clean:
             connection.rest(self._loop.time() + self._keepalive_s)
-            self._pool.put(target, connection)
+            site.put(connection)
         else:
             connection.abort()
 
-    async def _connect(self, target: Target, timeout_s: float) -> UpstreamConnection:
-        address = target.address
-        connection = UpstreamConnection(self._loop, self._forget)
+    def _add_site(self, target: Target) -> Site:
+        if len(self._sites) >= _MAX_SITES:  # addresses come and go with instances; warm connections of a forgotten one grow old
+            self._sites.clear()
+        site = self._sites[target] = Site(target)
+        return site
+
+    async def _connect(self, site: Site, timeout_s: float) -> UpstreamConnection:
+        target, address = site.target, site.target.address
+        connection = UpstreamConnection(self._loop, lambda lost: self._forget(site, lost))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.create_connection(
@@ -109,7 +118,7 @@ class Upstreams:
         self._sweep.add(connection)
         return connection
 
-    def _forget(self, connection: UpstreamConnection) -> None:
+    def _forget(self, site: Site, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)
         self._sweep.discard(connection)
-        self._pool.forget(connection)
+        site.forget(connection)

@@ -8,7 +8,6 @@ next write.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kvferry.errors import RequestRefused
@@ -33,13 +32,8 @@ _MAX_PIPELINED = 64 * 1024
 _JSON = ("Content-Type", "application/json")
 
 
-class _State(IntEnum):
-    IDLE = 0
-    HEAD = 1
-    BODY = 2
-    BUSY = 3
-    LEAVING = 4
-    """The last word was said; what still comes is dropped."""
+# Where a connection is. Plain numbers: in Python 3.11 reading a member of an enum costs as much as a dictionary.
+_IDLE, _HEAD, _BODY, _BUSY, _LEAVING = range(5)  # leaving: the last word was said, what still comes is dropped
 
 
 class ServerConnection(asyncio.Protocol):
@@ -50,7 +44,7 @@ class ServerConnection(asyncio.Protocol):
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
         self._reader = RequestReader(server.limits)
-        self._state = _State.IDLE
+        self._state = _IDLE
         self._peer = ""
         self._request: ServerRequest | None = None
         self._reply: Reply | None = None
@@ -62,7 +56,7 @@ class ServerConnection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether no request is being read or served, or its answer still on the way."""
-        return self._state is _State.IDLE
+        return self._state == _IDLE
 
     # -- asyncio -------------------------------------------------------------------------------------------------------
 
@@ -75,10 +69,10 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(RequestRefused("the server has as many connections as it takes", status=503, retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
-        if self._state is _State.LEAVING:
+        if self._state == _LEAVING:
             return
         self._reader.add(data)
-        if self._state is not _State.BUSY:
+        if self._state != _BUSY:
             self._advance()
         elif self._reader.num_waiting > _MAX_PIPELINED:
             self.out.pause_reading()
@@ -88,32 +82,32 @@ class ServerConnection(asyncio.Protocol):
         self.deadline = NEVER
         if self._task is None:
             self._server.remove(self)
-        elif self._state is _State.BUSY and not (self._reply is not None and self._reply.is_finished):
+        elif self._state == _BUSY and not (self._reply is not None and self._reply.is_finished):
             self._task.cancel()
 
     def pause_writing(self) -> None:
         self.out.pause()
-        if self._state is _State.BUSY:
+        if self._state == _BUSY:
             self.deadline = self._server.loop.time() + self._server.limits.stall_timeout_s
 
     def resume_writing(self) -> None:
-        if self._state is _State.BUSY:
+        if self._state == _BUSY:
             self.deadline = NEVER
         self.out.resume()
 
     def run_out(self, now: float) -> None:
         """The deadline has passed."""
-        if self._state is _State.IDLE:
+        if self._state == _IDLE:
             self.close()
-        elif self._state is _State.HEAD:
+        elif self._state == _HEAD:
             self._refuse(RequestRefused("the request's head did not come in time", status=408))
-        elif self._state is _State.BODY:
+        elif self._state == _BODY:
             self._refuse(RequestRefused("the request's body did not come in time", status=408))
-        elif self._state is _State.BUSY and self.out.has_progressed():
+        elif self._state == _BUSY and self.out.has_progressed():
             self.deadline = now + self._server.limits.stall_timeout_s
         else:
             if self.out.fail(ConnectionAbortedError("the client has not read for too long")):
-                self._state = _State.LEAVING
+                self._state = _LEAVING
             self.out.abort()
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -121,17 +115,17 @@ class ServerConnection(asyncio.Protocol):
     def _advance(self) -> None:
         """Go on with what the client has sent, up to a request that is whole."""
         try:
-            while self._state < _State.BODY:
+            while self._state < _BODY:
                 head = self._reader.take_head()
                 if head is None:
                     self._await_head()
                     return
                 self._accept(head)
-            body = self._reader.take_body() if self._state is _State.BODY else None
+            body = self._reader.take_body() if self._state == _BODY else None
         except RequestRefused as refusal:
             self._refuse(refusal)
             return
-        if self._state is not _State.BODY:
+        if self._state != _BODY:
             return
         if body is None:
             now = self._server.loop.time()
@@ -140,15 +134,15 @@ class ServerConnection(asyncio.Protocol):
             self._begin(body)
 
     def _await_head(self) -> None:
-        if self._state is _State.IDLE and self._reader.num_waiting:
-            self._state = _State.HEAD
+        if self._state == _IDLE and self._reader.num_waiting:
+            self._state = _HEAD
             self.deadline = self._server.loop.time() + self._server.limits.head_timeout_s
 
     def _accept(self, head: RequestHead) -> None:
         """The head of a request is there: it is refused at once, or its body is read."""
         request = self._request = ServerRequest(head.method, head.path, head.query, head.headers, b"", self._peer)
         self._reply = Reply(self.out, head)
-        self._state = _State.BODY
+        self._state = _BODY
         refused = self._server.admit(request) if self._server.admit is not None else None
         if refused is not None:
             is_whole = self._reader.take_body() is not None
@@ -164,7 +158,7 @@ class ServerConnection(asyncio.Protocol):
         assert self._request is not None
         assert self._reply is not None
         self._request.body = body
-        self._state = _State.BUSY
+        self._state = _BUSY
         self.deadline = NEVER if not self.out.is_paused else self._server.loop.time() + self._server.limits.stall_timeout_s
         self._task = self._server.loop.create_task(self._serve(self._request, self._reply))
 
@@ -187,7 +181,7 @@ class ServerConnection(asyncio.Protocol):
         if not reply.is_finished:
             reply.abort()
         self._end()
-        if self._reader.num_waiting and self._state is _State.IDLE:
+        if self._reader.num_waiting and self._state == _IDLE:
             self._advance()
 
     def _end(self) -> None:
@@ -196,7 +190,7 @@ class ServerConnection(asyncio.Protocol):
         if not self.out.keeps_alive or self._server.is_draining:
             self._leave()
             return
-        self._state = _State.IDLE
+        self._state = _IDLE
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
         self.out.resume_reading()
 
@@ -204,7 +198,7 @@ class ServerConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """What was written still goes out, if the client reads it."""
-        self._state = _State.LEAVING
+        self._state = _LEAVING
         self.deadline = self._server.loop.time() + self._server.limits.stall_timeout_s
         self.out.close()
 
@@ -230,7 +224,7 @@ class ServerConnection(asyncio.Protocol):
 
     def _leave(self) -> None:
         """Closing while the client still sends would reset the connection and destroy our last words: say that we end, drop the rest."""
-        self._state = _State.LEAVING
+        self._state = _LEAVING
         if self.out.end_writing():
             self.deadline = self._server.loop.time() + self._server.limits.linger_s
         else:

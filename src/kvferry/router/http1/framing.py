@@ -4,6 +4,7 @@ A body either decodes what it is given, or only follows it so that raw bytes can
 """
 
 import re
+from collections.abc import Callable
 from enum import IntEnum
 
 from kvferry.router.http1.parsing import BodyKind, is_field_line
@@ -218,10 +219,16 @@ class ChunkedBody:
 Body = LengthBody | ChunkedBody | OpenBody
 
 
+_MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
+    lambda length: LengthBody(0),
+    lambda length: LengthBody(length),
+    lambda length: ChunkedBody(),
+    lambda length: OpenBody(),
+)
+
+
 def make_body(kind: BodyKind, length: int) -> Body:
-    if kind is BodyKind.CHUNKED:
-        return ChunkedBody()
-    return OpenBody() if kind is BodyKind.UNTIL_CLOSE else LengthBody(length if kind is BodyKind.LENGTH else 0)
+    return _MAKERS[kind](length)
 
 
 def chunk(data: bytes) -> bytes:

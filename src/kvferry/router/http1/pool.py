@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 from kvferry.types import Address
 
-__all__ = ["Pool", "Target"]
+__all__ = ["Site", "Target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,33 +17,29 @@ class Target:
     tls: ssl.SSLContext | None = None
 
 
-class Pool:
-    """Connections that wait for their next request. An idle one's deadline is when it is too old."""
+class Site:
+    """A target and the connections to it that wait for their next request. An idle one's deadline is when it is too old."""
 
-    __slots__ = ("_idle", "_targets")
+    __slots__ = ("_idle", "host", "target")
 
-    def __init__(self) -> None:
-        self._idle: dict[Target, list[UpstreamConnection]] = {}
-        self._targets: dict[UpstreamConnection, Target] = {}
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.host = str(target.address)
+        self._idle: list[UpstreamConnection] = []
 
-    def take(self, target: Target, now: float) -> UpstreamConnection | None:
-        idle = self._idle.get(target)
+    def take(self, now: float) -> UpstreamConnection | None:
+        idle = self._idle
         while idle:
             connection = idle.pop()
-            del self._targets[connection]
             if connection.deadline > now and connection.is_clean:
                 return connection
             connection.abort()
         return None
 
-    def put(self, target: Target, connection: UpstreamConnection) -> None:
-        self._idle.setdefault(target, []).append(connection)
-        self._targets[connection] = target
+    def put(self, connection: UpstreamConnection) -> None:
+        self._idle.append(connection)
 
     def forget(self, connection: UpstreamConnection) -> None:
-        target = self._targets.pop(connection, None)
-        if target is not None:
-            idle = self._idle[target]
-            idle.remove(connection)
-            if not idle:
-                del self._idle[target]
+        """It is lost, whether it was idle or not."""
+        if connection in self._idle:
+            self._idle.remove(connection)

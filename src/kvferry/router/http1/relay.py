@@ -17,6 +17,8 @@ __all__ = ["Relay"]
 
 Filter = Callable[[bytes], bytes]
 
+_LENGTH, _BY_LENGTH, _CHUNKED = BodyKind.LENGTH, Framing.LENGTH, Framing.CHUNKED
+
 
 class Relay:
     """One body on its way. Used once."""
@@ -40,15 +42,15 @@ class Relay:
     def begin(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
         """The head, and what was read of the body already."""
         reply, body = self._reply, self._body
-        if self._filter is None and head.body in (BodyKind.LENGTH, BodyKind.NONE):
-            reply.start_framed(head.status, headers, Framing.LENGTH, head.length)
+        if self._filter is None and head.body <= _LENGTH:
+            reply.start_framed(head.status, headers, _BY_LENGTH, head.length)
             reply.put_raw(start)
             self._is_raw = reply.has_body
             reply.can_write = not reply.has_body
             return
         prefix = body.resume_raw(start) if self._filter is None and isinstance(body, ChunkedBody) and reply.is_http11 else None
         if prefix is not None:
-            reply.start_framed(head.status, headers, Framing.CHUNKED, 0)
+            reply.start_framed(head.status, headers, _CHUNKED, 0)
             reply.put_raw(prefix)
             self._is_raw = reply.has_body
             reply.can_write = not reply.has_body

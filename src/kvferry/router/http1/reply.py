@@ -9,6 +9,7 @@ from kvferry.router.http1.wire import answer_head
 
 __all__ = ["Reply"]
 
+_WHOLE, _CHUNKED, _UNTIL_CLOSE = Framing.WHOLE, Framing.CHUNKED, Framing.UNTIL_CLOSE
 _JOINED_BYTES = 64 * 1024
 _BODILESS = (204, 304)
 
@@ -26,7 +27,7 @@ class Reply:
         self.out = out
         out.keeps_alive = head is not None and head.keeps_alive and not out.is_draining
         self.is_http11 = head is None or head.is_http11
-        self._framing = Framing.WHOLE
+        self._framing = _WHOLE
         self.has_body = head is None or head.method != "HEAD"
         self.status = 0
         self.can_write = False
@@ -54,15 +55,15 @@ class Reply:
 
     def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         """A stream: chunked, or up to the end of the connection for HTTP/1.0."""
-        self.start_framed(status, headers, Framing.CHUNKED if self.is_http11 else Framing.UNTIL_CLOSE, 0)
+        self.start_framed(status, headers, _CHUNKED if self.is_http11 else _UNTIL_CLOSE, 0)
         self.can_write = True
 
     def start_framed(self, status: int, headers: Iterable[tuple[str, str]], framing: Framing, length: int) -> None:
         """A head alone; the bytes that follow come by `put_raw`."""
         self._framing = framing
-        if framing is Framing.CHUNKED:
+        if framing is _CHUNKED:
             field = "Transfer-Encoding: chunked\r\n" if status not in _BODILESS else ""
-        elif framing is Framing.LENGTH:
+        elif framing is not _UNTIL_CLOSE:
             field = f"Content-Length: {length}\r\n" if status not in _BODILESS else ""
         else:
             field = ""
@@ -85,7 +86,7 @@ class Reply:
         self.is_finished = True
         self.can_write = False
         self.out.keeps_alive = False
-        if self._framing is Framing.UNTIL_CLOSE:
+        if self._framing is _UNTIL_CLOSE:
             self.out.reset()  # for the client any other end is the end of the body
         elif self.is_started:
             self.out.close()
@@ -97,7 +98,7 @@ class Reply:
         if not self.can_write:
             raise ConnectionError("this answer cannot be continued")
         if data and self.has_body:
-            self.out.put(chunk(data) if self._framing is Framing.CHUNKED else data)
+            self.out.put(chunk(data) if self._framing is _CHUNKED else data)
 
     def put_raw(self, data: bytes) -> None:
         """Bytes in the framing that was started."""
@@ -109,7 +110,7 @@ class Reply:
             raise ConnectionError("this answer cannot be continued")
         self.can_write = False
         self.is_finished = True
-        if self._framing is Framing.CHUNKED and self.has_body:
+        if self._framing is _CHUNKED and self.has_body:
             self.out.put(b"0\r\n\r\n")
 
     def end_raw(self) -> None:

@@ -6,7 +6,6 @@ answer is there before the failed write ends the connection.
 
 import asyncio
 from collections.abc import Callable, Iterable
-from enum import IntEnum
 from typing import Protocol
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
@@ -29,18 +28,16 @@ class Receiver(Protocol):
         """The connection is gone; its `error` says how."""
 
 
-class _Phase(IntEnum):
-    FRESH = 0
-    """Not asked anything yet. What comes is kept all the same: a server with too many connections answers before it is asked."""
-    HEAD = 1
-    BODY = 2
-    IDLE = 3
+# Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with too many connections answers before it is
+# asked. Idle, after an exchange: what comes is an answer to nothing.
+_FRESH, _HEAD, _BODY, _IDLE = range(4)
 
 
 class UpstreamConnection(asyncio.Protocol):
     """Belongs to the loop's thread. `on_lost` hears of its end once."""
 
     __slots__ = (
+        "_asker",
         "_loop",
         "_method",
         "_on_lost",
@@ -59,10 +56,11 @@ class UpstreamConnection(asyncio.Protocol):
         self._loop = loop
         self._on_lost = on_lost
         self._method = ""
-        self._phase = _Phase.FRESH
+        self._phase = _FRESH
         self._pieces: list[bytes] = []
         self._size = 0
-        self._waiter: asyncio.Future[AnswerHead | None] | None = None
+        self._asker: asyncio.Future[AnswerHead] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self.transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.error: Exception | None = None
@@ -82,13 +80,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, data: Iterable[bytes], timeout_s: float) -> "asyncio.Future[AnswerHead | None]":
+    def ask(self, method: str, data: Iterable[bytes], timeout_s: float) -> "asyncio.Future[AnswerHead]":
         """Send a request; the head of its answer comes by the future."""
         self._method = method
-        self._phase = _Phase.HEAD
+        self._phase = _HEAD
         self.has_answered = False
         self.deadline = self._loop.time() + timeout_s
-        waiter = self._waiter = self._loop.create_future()
+        waiter = self._asker = self._loop.create_future()
         if self._pieces:
             self.has_answered = True
             self._read_head()
@@ -121,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def rest(self, deadline: float) -> None:
         """The exchange is over; until the deadline another may begin."""
-        self._phase = _Phase.IDLE
+        self._phase = _IDLE
         self.deadline = deadline
         self.resume_reading()
 
@@ -150,15 +148,15 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._pieces.append(data)
         self._size += len(data)
-        if self._phase is _Phase.HEAD:
+        if self._phase == _HEAD:
             self.has_answered = True
             self._read_head()
-        elif self._phase is _Phase.IDLE:
+        elif self._phase == _IDLE:
             self.abort()  # nobody asked
         else:
             if self._size > _MAX_WAITING:
                 self.pause_reading()
-            if self._phase is _Phase.BODY:
+            if self._phase == _BODY:
                 self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -168,9 +166,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_lost(self)
         if self.receiver is not None:
             self.receiver.lose()
-        elif self._phase is _Phase.HEAD:
+        elif self._phase == _HEAD:
             self._fail(BrokenOff("it closed the connection before it had answered", self.has_answered))
-        elif self._phase is _Phase.BODY:
+        elif self._phase == _BODY:
             self._wake()
 
     def run_out(self, now: float) -> None:
@@ -202,18 +200,19 @@ class UpstreamConnection(asyncio.Protocol):
             data = data[end + 4 :]
             if head.status >= 200 or head.status == 101:
                 break
-        self._phase = _Phase.BODY
+        self._phase = _BODY
         self.deadline = NEVER
         self._pieces = [data] if data else []
         self._size = len(data)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(head)
+        asker = self._asker
+        if asker is not None and not asker.done():
+            asker.set_result(head)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
+        waiter = self._asker if self._phase == _HEAD else self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)
