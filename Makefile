@@ -127,9 +127,10 @@ $(VLLM_STAMP): pyproject.toml setup.py
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable . $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
 	@touch $@
 
-# In an environment of its own: it shares nothing with vLLM, and only the tests that put it in front of engines need it.
+# In an environment of its own: it shares nothing with vLLM, and only tests and the router benchmark need it. Beside it, what vLLM's toy
+# proxy is made of, with the parsers and the event loop that it has in vLLM's own environment.
 $(ROUTER_STAMP): Makefile
 	@test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
 	@echo "installing vllm-router $(ROUTER_VERSION) into $(ROUTER_VENV)"
-	@$(ROUTER_VENV)/bin/python -m pip install --quiet vllm-router==$(ROUTER_VERSION)
+	@$(ROUTER_VENV)/bin/python -m pip install --quiet vllm-router==$(ROUTER_VERSION) fastapi httpx httptools uvicorn uvloop
 	@touch $@

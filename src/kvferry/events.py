@@ -8,13 +8,17 @@ __all__ = [
     "BytesMoved",
     "Event",
     "HandshakeFailed",
+    "KeptBlocksFetched",
     "LeaseEnded",
+    "LeaseLingers",
     "MessageDropped",
     "PeerConnected",
     "PrefillCompleted",
     "PullFailed",
     "PullFinished",
     "PullGivenUp",
+    "PullPromised",
+    "PullRefused",
     "PullTimes",
 ]
 
@@ -59,6 +63,37 @@ class PullGivenUp:
 
     request: RequestId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullPromised:
+    """The producer keeps what an optional pull is for, and waits for us to read it."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PullRefused:
+    """What an optional pull is for cannot be had. It has no blocks yet."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBlocksFetched:
+    """An optional pull has brought so much."""
+
+    request: RequestId
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLingers:
+    """The engine wants blocks back that somebody is reading; `LeaseEnded` follows when he is through."""
+
+    request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,5 +155,17 @@ class MessageDropped:
 
 
 Event = (
-    PullFinished | PullFailed | PullGivenUp | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | PrefillCompleted | MessageDropped
+    PullFinished
+    | PullFailed
+    | PullGivenUp
+    | PullPromised
+    | PullRefused
+    | KeptBlocksFetched
+    | LeaseEnded
+    | LeaseLingers
+    | BytesMoved
+    | PeerConnected
+    | HandshakeFailed
+    | PrefillCompleted
+    | MessageDropped
 )

@@ -361,6 +361,15 @@ class KVConnectorBase_V1(ABC):
         """Whether blocks will come back soon, so that waiting beats preempting."""
         return False
 
+    def want_blocks(self, num_blocks: int) -> None:
+        """kvferry only. The engine lacks so many blocks for a request: let go of blocks that are kept for nobody in particular.
+        Called before `build_connector_meta`, at every attempt that fails. `has_pending_block_frees` says whether it helps."""
+        return None
+
+    def is_load_optional(self, request_id: str) -> bool:
+        """kvferry only. Whether a request whose load has failed is to be computed, whatever the failure policy says."""
+        return False
+
     def has_pending_push_work(self) -> bool:
         """Whether the engine must take a step although nothing is scheduled."""
         return False

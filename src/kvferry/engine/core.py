@@ -118,6 +118,8 @@ class EngineCore:
         if self._totals.handovers.is_watching:
             self._totals.handovers.note_outputs(outputs, time.monotonic())
         if self._is_draining:
+            # There will be no next turn here.
+            self._scheduler.keep_nothing()
             self._tell_remaining()
         if outputs:
             self._api.send(Outputs(outputs))
@@ -166,6 +168,8 @@ class EngineCore:
 
     def _send_status(self, nonce: int) -> None:
         status = self._scheduler.status(nonce)
+        if self._connector is not None:
+            self._totals.add(self._connector.get_kv_connector_stats())
         self._api.send(msgspec.structs.replace(status, transfers=self._totals.summaries(), connector_stats=self._totals.to_dict()))
 
     def _tell_remaining(self) -> None:

@@ -8,6 +8,7 @@ the blocks and writes (`lending.py`). Feed it commands, messages and completions
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished
 from kvferry.protocol.actions import Action, Place
@@ -28,6 +29,7 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerUser
+from kvferry.protocol.promises import Promises
 from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
 from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.reading import Reading
@@ -55,7 +57,7 @@ class Consumer:
         self._events: list[Event] = []
         self._stopwatches = Stopwatches()
         parts = ConsumerParts(settings, self._peers, self._pulls, self._talk, self._actions, self._events, self._meet)
-        self._reading, self._lending = Reading(parts), Lending(parts)
+        self._reading, self._lending, self._promises = Reading(parts), Lending(parts), Promises(parts)
 
     @property
     def num_pulls(self) -> int:
@@ -77,9 +79,11 @@ class Consumer:
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
-        self._begin(
-            request, Origin(EngineLife(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, ticket_text), now
-        )
+        self._begin(request, Origin.of(ticket, ticket_text), now)
+
+    def try_to_track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
+        """The same, for a request that can do without. `PullPromised` or `PullRefused` follows, before it is given blocks."""
+        self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
 
     def expect(self, request: RequestId, life: EngineLife, address: Address, tp_size: int, invitation: Invitation, now: float) -> None:
         """A request has entered the engine whose KV that producer is about to compute. Known requests are ignored."""
@@ -262,6 +266,7 @@ class Consumer:
         self._stopwatches.note(pull.request, event, pull.state, now)
         if event in TROUBLE and pull.state not in (TransferState.PLACING, TransferState.RECLAIMING):
             pull.reason = pull.reason or reason
+        self._promises.note(pull, before, now)
         match pull.state:
             case TransferState.MOVING:
                 self._reading.start(pull, now)
@@ -308,6 +313,7 @@ class Consumer:
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
         self._talk.attach(pull, peer, now)
         pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
+        self._promises.await_answers(pull, peer, now)
         if not pull.outstanding.exposures:
             self._meet(pull, _E.PEER_READY, now, "")
 

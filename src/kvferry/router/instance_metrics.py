@@ -55,6 +55,8 @@ class InstanceReading:
     side_channel: str = ""
     """host:port; empty: it does not say."""
     model: str = ""
+    started_at: float | None = None
+    """When its process started, by its own clock: another value is another life."""
 
     @property
     def is_push(self) -> bool:
@@ -83,7 +85,8 @@ _SUMMED: Mapping[bytes, str] = {
 _USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
 _MODE = b"kvferry:transfer_mode"
 _SIDE_CHANNEL = b"kvferry:side_channel"
-_WANTED = frozenset({*_SUMMED, *_USAGE, _MODE, _SIDE_CHANNEL})
+_STARTED = b"process_start_time_seconds"
+_WANTED = frozenset({*_SUMMED, *_USAGE, _MODE, _SIDE_CHANNEL, _STARTED})
 
 
 def read_metrics(page: bytes) -> InstanceReading:
@@ -91,9 +94,12 @@ def read_metrics(page: bytes) -> InstanceReading:
     sums: dict[str, float] = {}
     usage: float | None = None
     words: dict[bytes, str] = {}
+    started_at: float | None = None
     for name, labels, value in _samples(page):
         if name in _USAGE:
             usage = max(usage or 0.0, min(value, 1.0))
+        elif name == _STARTED:
+            started_at = value
         elif name in (_MODE, _SIDE_CHANNEL):
             if value == 1:
                 words[name] = _label(labels, "mode" if name == _MODE else "address")
@@ -118,6 +124,7 @@ def read_metrics(page: bytes) -> InstanceReading:
         words.get(_MODE, ""),
         words.get(_SIDE_CHANNEL, ""),
         words.get(b"vllm:num_requests_running", ""),
+        started_at,
     )
 
 
