@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,19 @@ def test_where_d_tells_the_wait_for_it_is_shown_in_its_parts() -> None:
     ]
     assert view.has_transfer
     assert view.phases[4].detail == "4,096 bytes in 8 pieces by shm"
+
+
+def test_what_passed_before_d_s_engine_had_the_request_is_a_part_too() -> None:
+    view = view_request(handed_over(), [msgspec.structs.replace(RECORD, age_s=6.875)], now=110.0)
+    assert phases(view)[2:5] == [("received", 3.0, 3.125), ("lease", 3.125, 3.25), ("blocks", 3.25, 3.375)]
+
+
+def test_d_s_parts_end_before_its_first_token_whatever_the_delay_of_its_words() -> None:
+    """It is asked much later than now says: its record would lie after what the client has had long ago."""
+    record = msgspec.structs.replace(RECORD, age_s=6.0, first_token_s=0.875)
+    view = view_request(handed_over(), [record], now=110.0)
+    assert phases(view)[2] == ("received", 3.0, 3.125)
+    assert phases(view)[-2:] == [("first token", 3.875, 4.0), ("streaming", 4.0, 6.0)]
 
 
 def test_of_two_requests_with_one_name_the_record_of_the_same_age_is_shown() -> None:
@@ -211,8 +225,6 @@ def test_a_router_that_has_seen_nothing_has_a_state() -> None:
 
 
 def test_records_cross_the_wire_and_anything_else_is_none() -> None:
-    import msgspec
-
     assert list(read_records(msgspec.json.encode(HandoverRecords([RECORD])))) == [RECORD]
     for body in (b"", b"{}", b"null", b"<html>", b'{"transfers":[{"request_id":1}]}', b"[" * 100_000):
         assert read_records(body) == ()

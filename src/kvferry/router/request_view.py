@@ -15,6 +15,8 @@ __all__ = ["Phase", "RequestView", "state_of", "view_request"]
 
 _SAME_MOMENT_S = 1.0
 """Records of the choices of one request are this close to each other; another request of the same name seldom is."""
+_UNSEEN_S = 0.0005
+"""Less than a question and its answer take on one machine: a gap of this size may be none."""
 Shown = Callable[[object], str]
 
 
@@ -131,24 +133,30 @@ def _decodes(timeline: Timeline, record: HandoverRecord | None, now: float, show
 
 
 def _parts(leg: Phase, record: HandoverRecord, now_s: float) -> Iterator[Phase]:
-    """The wait for D's first token, as D saw it. D's clock starts when it has the request, a moment after it was asked."""
+    """The wait for D's first token, as D saw it, put where it fits into ours."""
+    began, limit = leg.began_s, now_s if leg.ended_s is None else leg.ended_s
+    # When D's engine had it: D's words took a moment to get here, and what D did was over before we heard of it.
+    received = max(began, min(now_s - record.age_s, limit - (record.first_token_s or 0.0)))
+    if received - began < _UNSEEN_S:
+        received = began
     steps = (
+        ("received", 0.0 if received > began else None, ""),
         ("lease", record.attached_s, ""),
         ("blocks", record.read_began_s, ""),
         ("transfer", record.read_ended_s, _moved(record)),
         ("confirm", record.confirmed_s, ""),
         ("scheduled", record.scheduled_s, ""),
     )
-    began, limit = leg.began_s, now_s if leg.ended_s is None else leg.ended_s
     for name, after_s, detail in steps:
         if after_s is None:
             continue
-        ended = min(leg.began_s + after_s, limit)
+        ended = min(received + after_s, limit)
         if ended >= began:
             yield Phase(name=name, began_s=began, ended_s=ended, instance=leg.instance, detail=detail)
             began = ended
     name = "failed" if record.failure else "first token"
-    yield Phase(name=name, began_s=began, ended_s=leg.ended_s, instance=leg.instance, detail=record.failure, is_failed=bool(record.failure))
+    is_failed = bool(record.failure)
+    yield Phase(name=name, began_s=began, ended_s=leg.ended_s, instance=leg.instance, detail=record.failure, is_failed=is_failed)
 
 
 def _moved(record: HandoverRecord) -> str:

@@ -6,6 +6,7 @@ import { age, bytes, duration } from "./format.js";
 const EXPLAINED = {
   queued: "Waits in the router until it may run",
   prefill: "P computes the prompt",
+  received: "D reads the request and hands it to its engine",
   lease: "D attaches to P's lease on the blocks",
   blocks: "D waits for free blocks of its own",
   transfer: "The KV moves",
