@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -157,7 +158,7 @@ def test_a_turn_that_its_client_left_keeps_nothing_and_hurts_nobody() -> None:
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     edges = [0, *sorted({place % (len(data) + 1) for place in cuts}), len(data)]
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False) if end > start]
+    return [data[start:end] for start, end in pairwise(edges) if end > start]
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=20), st.booleans())

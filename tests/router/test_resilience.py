@@ -20,7 +20,7 @@ FAILING = {
     "502": answers(502, '{"error":{"message":"P is gone"}}'),
     "no json": answers(200, "no json"),
 }
-PERSISTENT = {"max_retries": 2}
+PERSISTENT: dict[str, Any] = {"max_retries": 2}
 
 
 @pytest.mark.parametrize("way", ["drops", "500", "no json"])
@@ -146,7 +146,7 @@ def test_an_instance_that_comes_back_is_given_requests_again() -> None:
         async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             return await (prefills if is_up.is_set() else drops_connection)(request, body)
 
-        quick = {"first_ejection_s": 0.01, "probe_interval_s": 0.01, "probe_ejected_s": 0.01}
+        quick: dict[str, Any] = {"first_ejection_s": 0.01, "probe_interval_s": 0.01, "probe_ejected_s": 0.01}
         async with stage([behave, prefills], completes, max_retries=1, without_prefill=FailurePolicy.RECOMPUTE, **quick) as s:
             for _ in range(10):
                 await s.post(ONE)

@@ -62,9 +62,7 @@ def add_arguments(parser: Parser) -> None:
     _add_cache_arguments(parser)
     parser.add_argument("--router", nargs="+", metavar="URL", help="routers to register with, for as long as this engine serves")
     parser.add_argument("--router-role", choices=[role.value for role in Role], help="what for; needed with --router")
-    parser.add_argument(
-        "--router-url", metavar="URL", help="where routers reach this engine (default: the side channel's host)"
-    )
+    parser.add_argument("--router-url", metavar="URL", help="where routers reach this engine (default: the side channel's host)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much is logged (default: %(default)s)")
     for name in DATA_PARALLEL:
         parser.add_planned(name, advice="start several engines and name them all to `kvferry proxy`")
