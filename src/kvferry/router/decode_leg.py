@@ -107,7 +107,7 @@ class DecodeLeg:
             # It holds D's word for the router, which no client gets.
             rest = await answer.read(self.calls.options.limits.max_body_bytes, self.calls.options.timeouts.answer)
             params, body = take_from_answer(start + rest)
-            self.turns.keep(exchange, instance, params)
+            self.turns.keep(exchange, call.leg, params)
             exchange.reply.send(200, headers, body)
             return
         look = EventFilter() if exchange.turn_word is not None and is_stream else None
@@ -125,7 +125,7 @@ class DecodeLeg:
             await self._break_off(exchange, instance, is_stream, described(error))
             return
         if look is not None:
-            self.turns.keep(exchange, instance, look.params)
+            self.turns.keep(exchange, call.leg, look.params)
 
     async def _break_off(self, exchange: Exchange, instance: Instance, is_stream: bool, what: str) -> None:
         """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
