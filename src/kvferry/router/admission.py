@@ -158,16 +158,16 @@ class Admission:
         """`clock`: local monotonic seconds."""
         self.queue = AdmissionQueue(options)
         self._clock = clock
-        self._is_closing = False
+        self.is_closing = False
         self._waiters: dict[Pass, asyncio.Future[None]] = {}
 
     def close(self) -> None:
         """From now on everybody is refused who is not admitted or waiting already."""
-        self._is_closing = True
+        self.is_closing = True
 
     async def enter(self, tenant: str, timeout_s: float) -> Pass | Refused:
         """A pass that is admitted, to be handed to `leave`, or why not. A cancelled wait leaves nothing behind."""
-        if self._is_closing:
+        if self.is_closing:
             return Refused(Why.CLOSING, 1)
         entry = self.queue.arrive(tenant, self._clock())
         if isinstance(entry, Refused) or entry.is_admitted:
