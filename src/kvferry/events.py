@@ -1,6 +1,6 @@
 """Past-tense facts. The ferry emits them; the engine, metrics and logs are views of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.types import LeaseEnd, RequestId
 
@@ -8,14 +8,36 @@ __all__ = [
     "BytesMoved",
     "Event",
     "HandshakeFailed",
+    "KeptBlocksFetched",
     "LeaseEnded",
+    "LeaseLingers",
     "MessageDropped",
     "PeerConnected",
     "PrefillCompleted",
     "PullFailed",
     "PullFinished",
     "PullGivenUp",
+    "PullPromised",
+    "PullRefused",
+    "PullTimes",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class PullTimes:
+    """When a pull came how far, by this machine's monotonic clock; None: it did not."""
+
+    tracked_at: float
+    attached_at: float | None = None
+    """The producer was known, and told that we read."""
+    allocated_at: float | None = None
+    began_at: float | None = None
+    """To read, or to be written to."""
+    moved_at: float | None = None
+    confirmed_at: float | None = None
+    total_bytes: int = 0
+    pieces: int = 0
+    plane: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +45,7 @@ class PullFinished:
     """The blocks hold the right bytes and may be used."""
 
     request: RequestId
+    times: PullTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +54,7 @@ class PullFailed:
 
     request: RequestId
     reason: str
+    times: PullTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +63,37 @@ class PullGivenUp:
 
     request: RequestId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullPromised:
+    """The producer keeps what an optional pull is for, and waits for us to read it."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class PullRefused:
+    """What an optional pull is for cannot be had. It has no blocks yet."""
+
+    request: RequestId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBlocksFetched:
+    """An optional pull has brought so much."""
+
+    request: RequestId
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLingers:
+    """The engine wants blocks back that somebody is reading; `LeaseEnded` follows when he is through."""
+
+    request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +117,8 @@ class BytesMoved:
     post_s: float
     transfer_s: float
     is_ok: bool
+    request: RequestId | None = field(default=None, compare=False)
+    """Whose blocks were read for; None: of nobody here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +155,17 @@ class MessageDropped:
 
 
 Event = (
-    PullFinished | PullFailed | PullGivenUp | LeaseEnded | BytesMoved | PeerConnected | HandshakeFailed | PrefillCompleted | MessageDropped
+    PullFinished
+    | PullFailed
+    | PullGivenUp
+    | PullPromised
+    | PullRefused
+    | KeptBlocksFetched
+    | LeaseEnded
+    | LeaseLingers
+    | BytesMoved
+    | PeerConnected
+    | HandshakeFailed
+    | PrefillCompleted
+    | MessageDropped
 )

@@ -74,6 +74,8 @@ class LeaseEnd(StrEnum):
     CONFIRMED = "confirmed"
     RELEASED = "released"
     EXPIRED = "expired"
+    LAPSED = "lapsed"
+    """Kept for whoever might come, and nobody did."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

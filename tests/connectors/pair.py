@@ -179,7 +179,9 @@ class EngineSide:
             getattr(self.seen, name).update(getattr(news, name))
         self.seen.failure_reasons.update(news.failure_reasons)
         self.seen.given_up_recving.update(news.given_up_recving)
-        self.scheduler.update_connector_output(KVConnectorOutput(news.finished_sending, news.finished_recving, news.failed_recving))
+        output = KVConnectorOutput(news.finished_sending, news.finished_recving, news.failed_recving)
+        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.scheduler.update_connector_output(output)
 
     def prefill(self, request: EngineRequest, *blocks: list[int]) -> dict[str, Any]:
         """Pretend to compute a prompt into blocks and hand it over: the parameters for the other side."""

@@ -265,7 +265,7 @@ def test_of_a_family_whose_one_member_was_read_the_others_are_given_up(pair: tup
     assert "0_b" not in p.seen.finished_sending
     stats = p.scheduler.get_kv_connector_stats()
     assert stats is not None
-    assert stats.data["levels"] == {"num_held_blocks": {"scheduler": 3}}
+    assert stats.data["levels"]["num_held_blocks"] == {"scheduler": 3}
 
 
 WINDOWED = (KVCacheGroup(("layer.0",)), KVCacheGroup(("layer.1",), sliding_window=5))

@@ -25,12 +25,14 @@ from kvferry.connectors.contract import (
     Request,
     SupportsHMA,
 )
+from kvferry.connectors.kept_turns import KeptTurns
 from kvferry.engine.limits import Limits
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step import SampledToken, SamplingParams, StepPlan, StepResult
 from kvferry.protocol.tickets import HOLE
 from kvferry.testing.local_kit import LocalKit
+from kvferry.types import RequestId
 
 GARBAGE = -1
 VOCAB = 50
@@ -50,6 +52,10 @@ class Script:
     """Leading tokens of the prompt that can be loaded; None: not known yet."""
     is_async: bool = True
     is_delayed: bool = False
+    is_soft: bool = False
+    """Its blocks are kept for nobody in particular; asked to, the connector lets them go."""
+    is_optional: bool = False
+    """It only saves computing to load it."""
     params: dict[str, Any] | None = None
 
 
@@ -70,6 +76,9 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.loads: dict[str, Load] = {}
         self.newly_sending: list[tuple[str, tuple[list[int], ...]]] = []
         self.has_block_frees = False
+        self.kept = KeptTurns()
+        self.leaving: list[str] = []
+        """Those let go, until a test ends them."""
 
     def times(self, method: str, request_id: str) -> int:
         return sum(call[:2] == (method, request_id) for call in self.calls)
@@ -99,7 +108,19 @@ class ScriptedConnector(KVConnectorBase_V1):
         return KVConnectorMetadata()
 
     def has_pending_block_frees(self) -> bool:
-        return self.has_block_frees
+        return self.has_block_frees or self.kept.has_leaving
+
+    def want_blocks(self, num_blocks: int) -> None:
+        self.leaving += self.kept.let_go(num_blocks)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for request_id in connector_output.finished_sending:
+            self.kept.end(RequestId(request_id))
+            if request_id in self.leaving:
+                self.leaving.remove(request_id)
+
+    def is_load_optional(self, request_id: str) -> bool:
+        return self.scripts[request_id].is_optional
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.note_finished(request, (block_ids,))
@@ -109,6 +130,8 @@ class ScriptedConnector(KVConnectorBase_V1):
         script = self.scripts.get(request.request_id, Script())
         if script.is_delayed:
             self.newly_sending.append((request.request_id, tables))
+        if script.is_delayed and script.is_soft:
+            self.kept.keep(RequestId(request.request_id), sum(block != HOLE for table in tables for block in table), "")
         return script.is_delayed, script.params
 
     def request_abandoned(self, request_id: str) -> None:

@@ -47,7 +47,7 @@ def test_a_long_sequence_has_a_bounded_fingerprint() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [Fingerprint(0, 4, b""), Fingerprint(4, -1, b""), Fingerprint(4, 4, b""), Fingerprint(1, 1000, bytes(1000 * DIGEST_BYTES))],
+    [Fingerprint(0, 4, b""), Fingerprint(4, -1, b""), Fingerprint(4, 4, b""), Fingerprint(1, 5000, bytes(5000 * DIGEST_BYTES))],
 )
 def test_fields_that_do_not_fit_together_are_refused(bad: Fingerprint) -> None:
     with pytest.raises(RemoteProtocolError):

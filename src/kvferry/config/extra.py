@@ -79,11 +79,11 @@ class NixlExtraConfig(ExtraConfig):
     kv_lease_duration: LeaseSeconds = 30.0
     """How long P keeps blocks for D without hearing from it."""
     decoder_kv_blocks_ttl: Seconds = 480.0
-    """No effect yet: how long D will keep blocks for the next turn of a conversation."""
+    """How long D keeps blocks for the next turn of a conversation, unless it needs them before."""
     bidirectional_kv_xfer: Flag = False
-    """No effect yet: P will fetch what D has of an earlier turn."""
+    """D keeps what it has of a conversation when a turn ends, and P fetches it for the next one. On both sides, with kv_role kv_both."""
     kv_recompute_threshold: Natural = 64
-    """No effect yet: fewer tokens than this will be computed again rather than fetched back from D."""
+    """Fewer tokens than this P computes again rather than fetching them from D; 0: it fetches whatever it lacks."""
     enable_cross_layers_blocks: Flag = False
     """All layers of a block lie side by side in memory and move as one piece."""
     enable_permute_local_kv: Flag = False

@@ -107,10 +107,6 @@ class KVTransferConfig:
         return extra_config_class(self.kv_connector) if path is None or path.split(".")[0] == OWN_PACKAGE else FreeExtraConfig
 
     def _check_nixl(self, extra: NixlExtraConfig) -> None:
-        if extra.bidirectional_kv_xfer and self.kv_connector == "NixlPushConnector":
-            raise ConfigError(
-                "kv_connector_extra_config.bidirectional_kv_xfer does not work with NixlPushConnector; set it to false or use NixlConnector"
-            )
         object.__setattr__(self, "enable_permute_local_kv", self.enable_permute_local_kv or extra.enable_permute_local_kv)
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
+    from kvferry.events import PullTimes
     from kvferry.ports.kit import PlaneKit
     from kvferry.ports.memory import CacheMemory
 
@@ -237,6 +238,8 @@ class KVConnectorTransferResults:
     """kvferry only: a sentence per failed receive."""
     given_up_recving: dict[str, str] = field(default_factory=dict)
     """kvferry only: receives that will fail, with the reason, whose blocks may still be written. `failed_recving` names them later."""
+    recving_times: "dict[str, list[PullTimes]]" = field(default_factory=dict)
+    """kvferry only: how receives that ended went, one entry per rank that tells."""
 
 
 @dataclass(slots=True)
@@ -248,6 +251,7 @@ class KVConnectorOutput:
     failed_recving: set[str] = field(default_factory=set)
     failure_reasons: dict[str, str] = field(default_factory=dict)
     given_up_recving: dict[str, str] = field(default_factory=dict)
+    recving_times: "dict[str, list[PullTimes]]" = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_stats: "KVConnectorStats | None" = None
     kv_cache_events: Any = None
@@ -355,6 +359,15 @@ class KVConnectorBase_V1(ABC):
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will come back soon, so that waiting beats preempting."""
+        return False
+
+    def want_blocks(self, num_blocks: int) -> None:
+        """kvferry only. The engine lacks so many blocks for a request: let go of blocks that are kept for nobody in particular.
+        Called before `build_connector_meta`, at every attempt that fails. `has_pending_block_frees` says whether it helps."""
+        return None
+
+    def is_load_optional(self, request_id: str) -> bool:
+        """kvferry only. Whether a request whose load has failed is to be computed, whatever the failure policy says."""
         return False
 
     def has_pending_push_work(self) -> bool:

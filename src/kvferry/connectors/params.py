@@ -11,21 +11,38 @@ from typing import Any
 from kvferry.config.side_channel import numeric_host
 from kvferry.protocol.push_tickets import MAX_TP_SIZE
 from kvferry.protocol.tickets import MAX_NAME_CHARS
+from kvferry.protocol.turns import MAX_WORD_CHARS
 from kvferry.types import Address
 
-__all__ = ["BadParams", "NamedPeer", "NoTransfer", "PrefillForPeer", "PullFromPeer", "TransferRole", "read_params"]
+__all__ = ["BadParams", "NamedPeer", "NoTransfer", "PrefillForPeer", "PullFromPeer", "TransferRole", "TurnWish", "read_params"]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnWish:
+    """Whether what a request leaves behind may be of use to the next turn of its conversation."""
+
+    is_kept: bool
+    word: str = ""
+    """By which its router will ask for it; empty: it looks into the answer."""
+
+
+KEEP_NOTHING, KEEP_UNNAMED = TurnWish(False), TurnWish(True)
 
 
 @dataclass(frozen=True, slots=True)
 class NoTransfer:
     """An ordinary request."""
 
+    turn: TurnWish = KEEP_NOTHING
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillForPeer:
-    """Its KV is to be handed over when it is done. `push_ticket` is whatever came under that key."""
+    """Its KV is to be handed over when it is done. `push_ticket` and `ticket` are whatever came under these keys."""
 
     push_ticket: object = None
+    ticket: object = None
+    """For what a decode side has kept of the conversation so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,7 @@ class PullFromPeer:
     push_ticket: object = None
     named: NamedPeer | None = None
     """Whom the other keys name, if they name anybody."""
+    turn: TurnWish = KEEP_UNNAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +88,19 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if flags["do_remote_prefill"] and flags["do_remote_decode"]:
         return BadParams("kv_transfer_params ask for do_remote_prefill and do_remote_decode at once")
     if flags["do_remote_prefill"]:
-        return PullFromPeer(params.get("ticket"), params.get("push_ticket"), _named(params))
-    return PrefillForPeer(params.get("push_ticket")) if flags["do_remote_decode"] else NoTransfer()
+        return PullFromPeer(params.get("ticket"), params.get("push_ticket"), _named(params), _turn(params, KEEP_UNNAMED))
+    if flags["do_remote_decode"]:
+        return PrefillForPeer(params.get("push_ticket"), params.get("ticket"))
+    return NoTransfer(_turn(params, KEEP_NOTHING))
+
+
+def _turn(params: Mapping[str, Any], unsaid: TurnWish) -> TurnWish:
+    if "conversation" not in params:
+        return unsaid
+    word = params["conversation"]
+    if word is None:
+        return KEEP_NOTHING
+    return TurnWish(True, word if isinstance(word, str) and len(word) <= MAX_WORD_CHARS else "")
 
 
 def _named(params: Mapping[str, Any]) -> NamedPeer | None:

@@ -14,6 +14,7 @@ from kvferry.connectors.contract import (
     KVConnectorOutput,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     KVTensor,
     Request,
     SupportsHMA,
@@ -75,6 +76,15 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._scheduler.build_connector_meta()
 
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.has_pending_block_frees()
+
+    def want_blocks(self, num_blocks: int) -> None:
+        self._scheduler.want_blocks(num_blocks)
+
+    def is_load_optional(self, request_id: str) -> bool:
+        return self._scheduler.is_load_optional(request_id)
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_commands()
 
@@ -121,6 +131,9 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self._worker.get_transfer_results()
         return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_news()
 
     # -- class methods ---------------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 """What the two halves of the pull connector say to each other."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvferry.connectors.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from kvferry.connectors.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvferry.ferry.commands import Command
 from kvferry.protocol.messages import Factor
 
-__all__ = ["PullHandshakeMetadata", "PullMetadata"]
+__all__ = ["PullHandshakeMetadata", "PullMetadata", "PullNews"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,26 @@ class PullMetadata(KVConnectorMetadata):
     """This step's commands to every rank's ferry, in order."""
 
     commands: tuple[Command, ...] = ()
+
+
+@dataclass(slots=True)
+class PullNews(KVConnectorWorkerMetadata):
+    """What ranks have heard that decides what the scheduler does next."""
+
+    promised: Counter[str] = field(default_factory=Counter)
+    """Requests whose peer keeps for them what they may do without, and how many ranks say so."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Those that cannot have it, and why."""
+    lingering: set[str] = field(default_factory=set)
+    """Ended turns that were let go and are being read."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.promised or self.refused or self.lingering)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "PullNews":
+        assert isinstance(other, PullNews)
+        return PullNews(self.promised + other.promised, {**other.refused, **self.refused}, self.lingering | other.lingering)
 
 
 @dataclass(frozen=True, slots=True)

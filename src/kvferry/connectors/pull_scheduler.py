@@ -3,13 +3,16 @@
 As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's fingerprint and the request's own prompt,
 nothing more, so parameters of another prompt can never be used for this one. Requests that share a ticket (one client's n choices) read
 it once: the others wait for the first and then find its blocks in the engine's own cache. As a producer it signs a ticket for every
-prefill it was asked to hand over. Runs on the engine's main thread; never waits.
+prefill it was asked to hand over. Of a turn that has ended it keeps the blocks for the next, which some prefill side may fetch before it
+computes the rest; see `kept_turns.py`. Runs on the engine's main thread; never waits.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from kvferry.config import NixlExtraConfig
 from kvferry.connectors.contract import (
@@ -22,30 +25,24 @@ from kvferry.connectors.contract import (
     RequestStatus,
 )
 from kvferry.connectors.held_blocks import HeldBlocks
-from kvferry.connectors.params import BadParams, PrefillForPeer, PullFromPeer, read_params
-from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
-from kvferry.connectors.shared_tickets import SharedTickets, TicketName
-from kvferry.connectors.stats import TransferStats
+from kvferry.connectors.issuing import TicketIssuer
+from kvferry.connectors.kept_turns import KeptTurns
+from kvferry.connectors.offers import PullOffer
+from kvferry.connectors.params import BadParams, NoTransfer, PrefillForPeer, PullFromPeer, read_params
+from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata, PullNews
+from kvferry.connectors.shared_tickets import SharedTickets
+from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
 from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
-from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Reject, Settle, Start, Track
-from kvferry.ferry.side_channel import SideChannel
-from kvferry.protocol.fingerprints import Fingerprint, common_prefix, fingerprint
+from kvferry.ferry.commands import Abandon, Abort, Command, Grant, HandBack, Keep, LetGo, Reject, Settle, Start, Track, TryToTrack
+from kvferry.ferry.side_channel import EndedTurn, SideChannel
+from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, common_prefix, fingerprint
 from kvferry.protocol.handshake import ServedEngine
-from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
+from kvferry.protocol.tickets import HOLE, MAX_NAME_CHARS, Ticket, TicketKey
 from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
 
-__all__ = ["PullOffer", "PullScheduler"]
+__all__ = ["PullScheduler"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PullOffer:
-    """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
-
-    num_tokens: int
-    ticket: TicketName | None = None
-    refusal: str | None = None
 
 
 class PullScheduler:
@@ -54,19 +51,20 @@ class PullScheduler:
         self._cache = cache
         self._extra = extra
         self._key = TicketKey(config.secret)
-        self._serial = 0
+        self._issuer = TicketIssuer(config, cache, self._key, extra.kv_lease_duration)
         self._offers: dict[RequestId, PullOffer] = {}
         self._asked: dict[RequestId, int] = {}
         """How many tokens of it the engine had when it was last made an offer."""
         self._tickets = SharedTickets()
+        self._optional: set[RequestId] = set()
+        """Requests that load what they can do without."""
         self._held = HeldBlocks()
+        self._kept = KeptTurns()
         self._commands: list[Command] = []
         self._side_channel: SideChannel | None = None
-        self._address: Address | None = None
         self._is_staged = False
         self._stats = TransferStats()
         self._wake_engine: Callable[[], None] = _nobody
-        self._warn_of_unused_settings()
 
     # -- start and end ---------------------------------------------------------------------------------------------
 
@@ -94,15 +92,11 @@ class PullScheduler:
         )
         control = self._config.kit.side_channel()
         host, _, port = control.address.removeprefix("tcp://").rpartition(":")
-        self._address = Address(host.strip("[]"), int(port))
+        self._issuer.address = Address(host.strip("[]"), int(port))
         self._side_channel = SideChannel(control, served, self._key, lambda: self._wake_engine())
         self._side_channel.start()
+        self._stats.data[SIDE_CHANNEL_METRIC] = str(self._issuer.address)
         _log.info("side channel open address=%s engine=%s epoch=%s", control.address, served.engine, served.epoch)
-
-    def _warn_of_unused_settings(self) -> None:
-        """Settings of later features are accepted, because known commands carry them; nobody shall believe they are in effect."""
-        if self._extra.bidirectional_kv_xfer:
-            _log.warning("setting has no effect yet setting=bidirectional_kv_xfer")
 
     def close(self) -> None:
         if self._side_channel is not None:
@@ -120,6 +114,8 @@ class PullScheduler:
             case PrefillForPeer() if not self._config.kv_transfer.is_kv_producer:
                 # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
                 self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
+            case PrefillForPeer(ticket=text) if text is not None:
+                self._take_kept(request, text)
             case BadParams(reason):
                 self._refuse(request, reason)
 
@@ -131,9 +127,17 @@ class PullScheduler:
         end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
         missing = end - num_computed_tokens
         self._asked[RequestId(request.request_id)] = num_computed_tokens
-        if missing <= 0:
+        if missing < offer.least:
             return 0, False
-        return (None, False) if self._tickets.is_being_read(offer.ticket) else (missing, True)
+        if offer.unasked:
+            offer = self._ask_keeper(RequestId(request.request_id), offer)
+        return (None, False) if offer.num_unsure or self._tickets.is_being_read(offer.ticket) else (missing, True)
+
+    def _ask_keeper(self, request: RequestId, offer: PullOffer) -> PullOffer:
+        """Not before it is the request's turn: until then its keeper may need the blocks itself."""
+        self._commands.append(TryToTrack(request, offer.unasked))
+        self._offers[request] = offer = replace(offer, unasked="", num_unsure=self._config.parallel.tp_size)
+        return offer
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         request_id = RequestId(request.request_id)
@@ -142,10 +146,16 @@ class PullScheduler:
             return
         first = self._asked.pop(request_id, offer.num_tokens - num_external_tokens)
         if num_external_tokens == 0:
+            if offer.unasked:
+                self._commands.append(Track(request_id, offer.unasked))
             if offer.refusal is None:
                 self._commands.append(Settle(request_id))
+            if offer.is_optional:
+                self._stats.count("reuse_skipped_few_tokens")
             return
         self._tickets.begin(request_id, offer.ticket)
+        if offer.is_optional:
+            self._optional.add(request_id)
         if offer.refusal is not None:
             self._commands.append(Reject(request_id, offer.refusal))
             return
@@ -157,90 +167,124 @@ class PullScheduler:
 
     def take_output(self, output: KVConnectorOutput) -> None:
         """What has ended on every rank."""
+        if isinstance(output.kv_connector_worker_meta, PullNews):
+            self._take_news(output.kv_connector_worker_meta)
         for request in output.finished_recving:
             if self._tickets.is_loading(RequestId(request)):
                 is_good = request not in output.failed_recving
                 self._stats.count("finished_pulls" if is_good else "failed_pulls")
+                if request in self._optional:
+                    self._stats.count("reuse_pulls" if is_good else "reuse_failed_pulls")
                 self._tickets.end(RequestId(request), is_good)
         for request in output.finished_sending:
-            self._commands += [Abandon(other) for other in self._held.free(RequestId(request))]
+            self._take_back(RequestId(request))
         if output.finished_sending:
             self._note_held()
+
+    def _take_news(self, news: PullNews) -> None:
+        for request in map(RequestId, news.promised):
+            offer = self._offers.get(request)
+            if offer is not None:
+                self._offers[request] = replace(offer, num_unsure=offer.num_unsure - news.promised[request])
+        for request, reason in ((RequestId(name), reason) for name, reason in news.refused.items()):
+            if self._offers.pop(request, None) is not None:
+                self._skip(request, "refused", reason)
+                self._commands.append(Settle(request))
+        for request in map(RequestId, news.lingering):
+            self._kept.note_lingering(request)
+
+    def is_load_optional(self, request_id: str) -> bool:
+        return request_id in self._optional
 
     # -- producer --------------------------------------------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         request_id = RequestId(request.request_id)
         self._asked.pop(request_id, None)
+        self._optional.discard(request_id)
         if self._offers.pop(request_id, None) is not None or self._tickets.is_loading(request_id):
             self._commands.append(Abort(request_id))
         is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if not is_whole or not isinstance(read_params(request.kv_transfer_params), PrefillForPeer):
+        asked = read_params(request.kv_transfer_params)
+        is_turn = isinstance(asked, PullFromPeer | NoTransfer) and asked.turn.is_kept and self._keeps_turns and request.family is None
+        if not is_whole or not (is_turn or isinstance(asked, PrefillForPeer)):
             return False, None
         num_tokens = request.num_computed_tokens
         if len(request_id) > MAX_NAME_CHARS:
             _log.warning("not handed over: its id is longer than %d characters request=%.80s…", MAX_NAME_CHARS, request_id)
             return False, None
-        if num_tokens == 0 or self._address is None or not self._config.kv_transfer.is_kv_producer:
+        if num_tokens == 0 or self._issuer.address is None or not self._config.kv_transfer.is_kv_producer:
             return False, None
         num_blocks = -(-num_tokens // self._cache.block_size)
         held = tuple(group[:num_blocks] for group in block_ids)
-        ticket = self._issue(request, held, num_tokens)
-        self._held.hold(request_id, sum(block != HOLE for group in held for block in group), request.family)
+        num_held = sum(block != HOLE for group in held for block in group)
+        if isinstance(asked, PullFromPeer | NoTransfer):
+            params = self._keep(request, held, num_tokens, asked.turn.word)
+            self._kept.keep(request_id, num_held, asked.turn.word)
+        else:
+            params = self._params(self._issue(request, held, num_tokens))
+            self._held.hold(request_id, num_held, request.family)
         self._note_held()
-        return True, self._params(ticket)
+        return True, params
+
+    @property
+    def _keeps_turns(self) -> bool:
+        return self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_producer
+
+    def _keep(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int, word: str) -> dict[str, Any]:
+        """Let ferries keep an ended turn's blocks; the parameters for whoever computes the next one."""
+        ttl_s = self._extra.decoder_kv_blocks_ttl
+        tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt, MAX_CHAIN_POINTS)
+        serial = self._issuer.next_serial()
+        self._commands.append(Keep(RequestId(request.request_id), serial, ttl_s, self._copied(blocks)))
+        ticket = self._issuer.ticket(request, serial, blocks, tokens)
+        ticket = msgspec.structs.replace(ticket, ttl_s=ttl_s, renewal_s=self._extra.kv_lease_duration)
+        params = self._params(ticket) | {"do_remote_prefill": False, "do_remote_decode": True, "ttl_s": ttl_s}
+        self._stats.count("kept_turns")
+        if word and self._side_channel is not None:
+            self._side_channel.tell(EndedTurn(word, msgspec.json.encode(params).decode(), ttl_s))
+        return params
+
+    def want_blocks(self, num_blocks: int) -> None:
+        """The engine lacks so many: the oldest of the kept turns are let go."""
+        for request in self._kept.let_go(num_blocks):
+            self._stats.count("kept_turns_evicted")
+            self._commands.append(LetGo(request))
+
+    def has_pending_block_frees(self) -> bool:
+        return self._kept.has_leaving
+
+    def _take_back(self, request: RequestId) -> None:
+        """Its lease has ended on every rank."""
+        word = self._kept.end(request)
+        if word and self._side_channel is not None:
+            self._side_channel.tell(EndedTurn(word))
+        if word is None:
+            self._commands += [Abandon(other) for other in self._held.free(request)]
 
     def _note_held(self) -> None:
         self._stats.set_level("num_held_blocks", "scheduler", self._held.num_blocks)
+        self._stats.set_level("num_kept_turns", "scheduler", len(self._kept))
+        self._stats.set_level("num_kept_blocks", "scheduler", self._kept.num_blocks)
 
     def request_abandoned(self, request_id: str) -> None:
         self._commands.append(Abandon(RequestId(request_id)))
 
     def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
         tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
-        return self._ticket(request, self._grant(RequestId(request.request_id), blocks), blocks, tokens)
+        return self._issuer.ticket(request, self._grant(RequestId(request.request_id), blocks), blocks, tokens)
 
     def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
         """Let ferries lease the blocks; the serial of that lease."""
-        self._serial += 1
-        copied = tuple(map(tuple, blocks)) if self._is_staged else ()
-        self._commands.append(Grant(request, self._serial, copied))
-        return self._serial
+        serial = self._issuer.next_serial()
+        self._commands.append(Grant(request, serial, self._copied(blocks)))
+        return serial
 
-    def _ticket(self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint) -> Ticket:
-        assert self._address is not None
-        return Ticket(
-            engine=self._config.kv_transfer.engine_id,
-            epoch=self._config.epoch,
-            request=request.request_id,
-            serial=serial,
-            host=self._address.host,
-            port=self._address.port,
-            tp_size=self._config.parallel.tp_size,
-            block_size=self._cache.block_size,
-            block_runs=[runs_from_blocks(group) for group in blocks],
-            tokens=tokens,
-            ttl_s=self._extra.kv_lease_duration,
-        )
+    def _copied(self, blocks: tuple[list[int], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(tuple, blocks)) if self._is_staged else ()
 
     def _params(self, ticket: Ticket) -> dict[str, Any]:
-        """The keys of vLLM's connector, for routers that look at them, and the ticket, which is all we look at."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [[block for block in group if block != HOLE] for group in ticket.block_ids()],
-            "remote_engine_id": ticket.engine,
-            "remote_request_id": ticket.request,
-            "remote_host": ticket.host,
-            "remote_port": ticket.port,
-            "tp_size": ticket.tp_size,
-            "dcp_size": 1,
-            "pp_size": 1,
-            "remote_num_tokens": ticket.num_tokens,
-            "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull",
-            "ticket": self._key.sign(ticket),
-        }
+        return self._issuer.params(ticket)
 
     # -- every step ------------------------------------------------------------------------------------------------
 
@@ -284,6 +328,36 @@ class PullScheduler:
         )
         self._offers[request_id] = PullOffer(matched, (ticket.engine, ticket.epoch, ticket.serial))
         self._commands.append(Track(request_id, str(text)))
+
+    def _take_kept(self, request: Request, text: object) -> None:
+        """A decode side may have kept what the conversation had come to. Whatever is wrong with that, the request is computed."""
+        request_id = RequestId(request.request_id)
+        try:
+            ticket = self._key.open(text)
+        except InvalidTicket as error:
+            self._skip(request_id, "invalid", str(error))
+            return
+        if ticket.engine == self._config.kv_transfer.engine_id:
+            self._skip(request_id, "own", "it was this engine that kept it")
+            self._take_own_ticket(ticket)
+            return
+        matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
+        matched = self._usable(ticket, matched, request.num_prompt_tokens)
+        least = max(1, self._extra.kv_recompute_threshold)
+        if not (self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_consumer):
+            self._skip(request_id, "off", "this engine does not fetch what decode sides have kept")
+        elif matched < least:
+            self._skip(request_id, "few_tokens" if matched else "other_tokens", f"it has {matched} tokens in common with the prompt")
+        else:
+            name = (ticket.engine, ticket.epoch, ticket.serial)
+            self._offers[request_id] = PullOffer(matched, name, least=least, is_optional=True, unasked=str(text))
+            return
+        # Its keeper shall have its blocks back.
+        self._commands += [Track(request_id, str(text)), Settle(request_id)]
+
+    def _skip(self, request: RequestId, why: str, reason: str) -> None:
+        self._stats.count(f"reuse_skipped_{why}")
+        _log.info("what was kept of the conversation is not fetched request=%s reason=%s", request, reason)
 
     def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
         """How many of the matched tokens can be loaded: all, or none where the producer has let go of what the next token looks at.

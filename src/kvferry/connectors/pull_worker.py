@@ -9,23 +9,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvferry.config import BufferDevice, NixlExtraConfig
+from kvferry.connectors.carried import Carried
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorTransferResults, KVTensor
 from kvferry.connectors.geometry import compatibility_factors, geometry_of
 from kvferry.connectors.host_buffer import mirror_bytes, mirrored
-from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata
+from kvferry.connectors.pull_metadata import PullHandshakeMetadata, PullMetadata, PullNews
 from kvferry.connectors.stats import TransferStats
 from kvferry.errors import ConfigError
 from kvferry.events import (
     BytesMoved,
     Event,
     HandshakeFailed,
+    KeptBlocksFetched,
     LeaseEnded,
+    LeaseLingers,
     MessageDropped,
     PeerConnected,
     PrefillCompleted,
     PullFailed,
     PullFinished,
     PullGivenUp,
+    PullPromised,
+    PullRefused,
 )
 from kvferry.ferry.ferry import Ferry, FerrySettings, FerrySnapshot
 from kvferry.ferry.thread import FerryThread
@@ -56,7 +61,9 @@ class PullWorker:
         self._wake_engine: Callable[[], None] | None = None
         self._mirror: CacheMemory | None = None
         self._stats = TransferStats()
+        self._news = PullNews()
         self._reported = FerrySnapshot()
+        self._carried = Carried()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Register the cache, or its mirror, with every plane that can carry it, and start the ferry."""
@@ -95,6 +102,11 @@ class PullWorker:
         for event in self._ferry_thread().take_events():
             self._take(event, results)
         return results
+
+    def take_news(self) -> PullNews | None:
+        """What `get_transfer_results` has come across."""
+        news, self._news = self._news, PullNews()
+        return None if news.is_empty else news
 
     def take_stats(self) -> TransferStats | None:
         held = self.snapshot()
@@ -149,9 +161,11 @@ class PullWorker:
 
     def _take(self, event: Event, results: KVConnectorTransferResults) -> None:
         match event:
-            case PullFinished(request):
+            case PullFinished(request, times):
+                self._carried.tell(request, times, results)
                 results.finished_recving.add(request)
-            case PullFailed(request, reason):
+            case PullFailed(request, reason, times):
+                self._carried.tell(request, times, results)
                 _log.warning("pull failed request=%s reason=%s", request, reason)
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
@@ -160,9 +174,16 @@ class PullWorker:
                 results.given_up_recving[request] = reason
             case LeaseEnded(request, end):
                 # Of one request every rank has a lease.
-                if end is LeaseEnd.EXPIRED and self._config.parallel.tp_rank == 0:
-                    self._stats.count("kv_expired_reqs")
+                counter = {LeaseEnd.EXPIRED: "kv_expired_reqs", LeaseEnd.LAPSED: "kept_turns_lapsed"}.get(end)
+                if counter is not None and self._config.parallel.tp_rank == 0:
+                    self._stats.count(counter)
                 results.finished_sending.add(request)
+            case PullPromised(request):
+                self._news.promised[request] += 1
+            case PullRefused(request, reason):
+                self._news.refused[request] = reason
+            case LeaseLingers(request):
+                self._news.lingering.add(request)
             case _:
                 self._note(event)
 
@@ -170,6 +191,7 @@ class PullWorker:
         """What is counted or logged, and no request waits for."""
         match event:
             case BytesMoved(plane, total_bytes, pieces, planned, post_s, transfer_s, is_ok):
+                self._carried.note(event)
                 if is_ok:
                     self._stats.record_transfer(plane, total_bytes, pieces, planned, post_s, transfer_s)
                 else:
@@ -182,6 +204,10 @@ class PullWorker:
                 if self._config.parallel.tp_rank == 0:
                     self._stats.count("pushed_tokens", num_tokens)
                     self._stats.count("pushed_tokens_left", num_left)
+            case KeptBlocksFetched(_, num_tokens, num_bytes):
+                self._stats.count("reuse_pulled_bytes", num_bytes)
+                if self._config.parallel.tp_rank == 0:
+                    self._stats.count("reuse_pulled_tokens", num_tokens)
             case PeerConnected(engine, plane, reason):
                 _log.info("peer connected peer=%s plane=%s because=%s", engine, plane, reason)
             case MessageDropped(reason):

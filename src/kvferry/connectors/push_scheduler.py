@@ -12,10 +12,11 @@ from typing import Any
 
 from kvferry.config import NixlExtraConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorOutput, Request, ScheduledSlice
+from kvferry.connectors.offers import PullOffer
 from kvferry.connectors.params import NamedPeer, PrefillForPeer, PullFromPeer, read_params
 from kvferry.connectors.prefill_streams import Advance, PrefillStreams
 from kvferry.connectors.pull_metadata import PullMetadata
-from kvferry.connectors.pull_scheduler import PullOffer, PullScheduler
+from kvferry.connectors.pull_scheduler import PullScheduler
 from kvferry.connectors.shared_tickets import TicketName
 from kvferry.errors import InvalidTicket
 from kvferry.ferry.commands import Abandon, Close, Expect, ExpectFrom, Open, Publish, Settle, Withdraw, Withhold
@@ -43,7 +44,7 @@ class PushScheduler(PullScheduler):
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         asked = read_params(request.kv_transfer_params)
-        can_stream = self._extra.push_streaming and self._config.kv_transfer.is_kv_producer and self._address is not None
+        can_stream = self._extra.push_streaming and self._config.kv_transfer.is_kv_producer and self._issuer.address is not None
         if isinstance(asked, PrefillForPeer) and can_stream and len(request.request_id) <= MAX_NAME_CHARS:
             self._streams.add(request, self._handover(asked))
 
@@ -69,7 +70,7 @@ class PushScheduler(PullScheduler):
 
     def _take_named(self, request: Request, named: NamedPeer) -> None:
         """A router that signs nothing has named the prefill side. It is believed if it names one of those that we were told of."""
-        if named.engine == self._config.kv_transfer.engine_id or named.address == self._address:
+        if named.engine == self._config.kv_transfer.engine_id or named.address == self._issuer.address:
             # Both legs are ours: the blocks are in our own prefix cache, and nobody dials himself.
             return
         if str(named.address) not in self._extra.peer_addresses:
@@ -83,8 +84,8 @@ class PushScheduler(PullScheduler):
 
     @property
     def _own_address(self) -> Address:
-        assert self._address is not None
-        return self._address
+        assert self._issuer.address is not None
+        return self._issuer.address
 
     def _fingerprint(self, request: Request) -> Fingerprint:
         return fingerprint(request.prompt_token_ids, self._cache.block_size, request.cache_salt)
@@ -135,15 +136,15 @@ class PushScheduler(PullScheduler):
     def _publish(self, advance: Advance) -> None:
         stream, request_id = advance.stream, RequestId(advance.stream.request.request_id)
         serial = stream.serial or self._open(request_id)
-        ticket = self._ticket(stream.request, serial, advance.blocks, stream.tokens)
+        ticket = self._issuer.ticket(stream.request, serial, advance.blocks, stream.tokens)
         copied = advance.new_blocks(self._cache.block_size) if self._is_staged else ()
         self._commands.append(Publish(request_id, stream.handover, self._key.sign(ticket), advance.num_tokens, copied))
         self._streams.note_published(advance, serial)
 
     def _open(self, request: RequestId) -> int:
-        self._serial += 1
-        self._commands.append(Open(request, self._serial))
-        return self._serial
+        serial = self._issuer.next_serial()
+        self._commands.append(Open(request, serial))
+        return serial
 
     def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
         stream = self._streams.get(request)

@@ -12,6 +12,8 @@ __all__ = [
     "HISTOGRAMS",
     "LEVELS",
     "NIXL_COUNTERS",
+    "SIDE_CHANNEL_HELP",
+    "SIDE_CHANNEL_METRIC",
     "KVConnectorPromMetrics",
     "KVConnectorStats",
     "TransferStats",
@@ -28,6 +30,19 @@ COUNTERS: Mapping[str, str] = {
     "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited with their blocks.",
     "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was computed.",
     "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was computed.",
+    "kept_turns": "Ended turns of conversations whose blocks were kept for the next one.",
+    "kept_turns_evicted": "Of these, those that were let go because the engine needed blocks.",
+    "kept_turns_lapsed": "Of these, those for whose blocks nobody came in time.",
+    "reuse_pulls": "Prefills that fetched what a decode side had kept.",
+    "reuse_pulled_tokens": "Tokens whose KV they fetched instead of computing it.",
+    "reuse_pulled_bytes": "Bytes that they fetched.",
+    "reuse_failed_pulls": "Prefills that began to fetch it and computed it in the end.",
+    "reuse_skipped_off": "Prefills that left it, because this engine does not fetch from decode sides.",
+    "reuse_skipped_own": "Prefills that left it, because it was this very engine that had kept it.",
+    "reuse_skipped_invalid": "Prefills that left it, because its ticket was forged or damaged.",
+    "reuse_skipped_other_tokens": "Prefills that left it, because it was of another text.",
+    "reuse_skipped_few_tokens": "Prefills that left it, because too little of it was lacking here.",
+    "reuse_skipped_refused": "Prefills that left it, because it was gone, or its keeper did not answer.",
     "kv_expired_reqs": "Leases that ran out before anybody confirmed a read.",
     "dropped_messages": "Messages from peers that were malformed or out of place.",
     "rejected_params": "Requests whose kv_transfer_params could not be honoured.",
@@ -36,12 +51,16 @@ COUNTERS: Mapping[str, str] = {
 LEVELS: Mapping[str, str] = {
     "num_leases": "Leases held for peers, over all ranks.",
     "num_held_blocks": "Blocks of finished requests that are kept for peers.",
+    "num_kept_turns": "Ended turns whose blocks are kept for the next ones.",
+    "num_kept_blocks": "Blocks that are kept for them; those of several turns are counted for each.",
     "num_pulls": "Requests whose KV is expected from a peer, over all ranks.",
     "num_peers": "Peers known, over all ranks.",
     "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
 """Shown as gauges. Each reporter (a rank, the scheduler) tells its own when it has changed; the sum of everybody's latest is shown."""
 
+SIDE_CHANNEL_METRIC = "side_channel"
+SIDE_CHANNEL_HELP = "1 for the address at which routers can ask this engine what it has kept of a turn."
 MODE_METRIC = "transfer_mode"
 MODE_HELP = "1 for the way in which this engine's connector hands KV over. Routers look at it."
 
@@ -104,7 +123,7 @@ class KVConnectorPromMetrics:
 class TransferStats(KVConnectorStats):
     """Counters, what each plane carried, and samples for histograms. Numbers and lists in nested dicts that add up.
 
-    data: {counter: int, "levels": {level: {reporter: value}}, "samples": {histogram: [value, ...]},
+    data: {counter: int, "side_channel": its address, "levels": {level: {reporter: value}}, "samples": {histogram: [value, ...]},
            "planes": {plane: {"transfers", "bytes", "seconds", "pieces" (really used), "planned" (before neighbours were joined)}}}
     """
 

@@ -108,6 +108,7 @@ class Batcher:
     def _make_room(self, seq: Sequence, count: int, batch: Batch) -> bool:
         """Give a running sequence its blocks, at the cost of younger ones if need be."""
         while not self.holdings.extend(seq, seq.num_computed_tokens + count):
+            self._want(self.holdings.num_lacking(seq, seq.num_computed_tokens + count))
             victim = self.queues.youngest_holder()
             if self._is_waiting_better(victim is seq):
                 return False
@@ -123,6 +124,11 @@ class Batcher:
             return False
         is_alone = is_own_victim and self.queues.num_holders == 1
         return is_alone or (self.connector is not None and self.connector.has_pending_block_frees())
+
+    def _want(self, num_blocks: int) -> None:
+        """Somebody lacks so many blocks, and the connector may keep some that nobody waits for."""
+        if self.connector is not None:
+            self.connector.want_blocks(num_blocks)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take all blocks of a sequence; it starts again from whatever is still cached then."""
@@ -154,7 +160,8 @@ class Batcher:
 
         While others run it waits for theirs; when nobody runs, ready ones that block each other wait for ever: the youngest yields."""
         while not self.holdings.extend(seq, seq.num_computed_tokens + count):
-            if self.queues.running or self.queues.ready[-1] is seq:
+            self._want(self.holdings.num_lacking(seq, seq.num_computed_tokens + count))
+            if self.queues.running or self.queues.ready[-1] is seq or self._is_waiting_better(is_own_victim=False):
                 return False
             self._preempt(self.queues.ready[-1])
             batch.has_preempted = True
@@ -195,7 +202,9 @@ class Batcher:
         assert self.connector is not None
         placement = self.holdings.place(seq, cached, match, match.total_tokens)
         # A load cannot be preempted, so it must not take what those who compute are going to need.
-        if self.holdings.num_left(placement) < self._reserved_blocks():
+        lacking = self._reserved_blocks() - self.holdings.num_left(placement)
+        if lacking > 0:
+            self._want(lacking)
             return _Outcome.BLOCKED
         self._occupy(seq, placement)
         seq.num_computed_tokens = match.local_tokens
@@ -212,7 +221,9 @@ class Batcher:
         if not count:
             return _Outcome.BLOCKED
         placement = self.holdings.place(seq, cached, match, max(computed + count, match.total_tokens))
-        if self.holdings.num_left(placement) < 0:
+        lacking = -self.holdings.num_left(placement)
+        if lacking > 0:
+            self._want(lacking)
             return _Outcome.BLOCKED
         self._occupy(seq, placement)
         seq.num_computed_tokens = computed

@@ -89,6 +89,11 @@ class Holdings:
             table.block_ids += blocks
         return True
 
+    def num_lacking(self, seq: Sequence, num_tokens: int) -> int:
+        """How many blocks must come back before there is place for so many tokens."""
+        missing = self.limits.blocks_for(num_tokens) - seq.num_places
+        return max(0, missing * len(seq.tables) - self.pool.num_free)
+
     def give_back_unseen(self, seq: Sequence, position: int) -> None:
         """Give back the blocks that no token from `position` on looks at. What was given back before is not looked at again."""
         for number, group in self.limits.forgetful_groups:

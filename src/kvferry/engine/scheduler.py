@@ -105,6 +105,11 @@ class Scheduler:
             requests_finished_by_reason=dict(counters.finished_by_reason),
         )
 
+    def keep_nothing(self) -> None:
+        """Have the connector let go of all it keeps for nobody in particular."""
+        if self._connector is not None:
+            self._connector.want_blocks(self._limits.num_blocks)
+
     def check(self) -> None:
         """LocalProtocolError unless every held block belongs to exactly the sequences that list it."""
         self._pool.check(self._queues.holdings())
@@ -205,6 +210,8 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         if self._connector is not None and news is not None:
             self._connector.update_connector_output(news)
+            # What the connector was unsure of it may know by now.
+            self._has_changed = self._has_changed or news.kv_connector_worker_meta is not None
             outputs += self._drop_invalid(news.invalid_block_ids)
         for piece in plan.slices:
             output = self._advance(piece, result.tokens.get(piece.request_id))
@@ -264,7 +271,11 @@ class Scheduler:
         if self._limits.load_failure_policy is not FailurePolicy.FAIL:
             return []
         loading = [(self._queues.loading.get(request_id), reason) for request_id, reason in sorted(given_up.items())]
-        return [self._fail(seq, _unfetched(reason), _BAD_GATEWAY) for seq, reason in loading if seq and not seq.status.is_finished]
+        lost = [(seq, reason) for seq, reason in loading if seq and not seq.status.is_finished and not self._is_optional(seq)]
+        return [self._fail(seq, _unfetched(reason), _BAD_GATEWAY) for seq, reason in lost]
+
+    def _is_optional(self, seq: Sequence) -> bool:
+        return self._connector is not None and self._connector.is_load_optional(seq.request_id)
 
     def _end_load(self, request_id: str) -> list[RequestOutput]:
         seq = self._queues.loading.pop(request_id, None)
@@ -291,8 +302,9 @@ class Scheduler:
         self._queues.make_ready(seq)
 
     def _refuse_load(self, seq: Sequence, failure: str) -> list[RequestOutput]:
-        """By the failure policy: an error for the client, or everything computed here from now on."""
-        if self._limits.load_failure_policy is FailurePolicy.FAIL:
+        """By the failure policy: an error for the client, or everything computed here from now on. That, too, if it was only to save
+        computing."""
+        if self._limits.load_failure_policy is FailurePolicy.FAIL and not self._is_optional(seq):
             return [self._fail(seq, _unfetched(failure), _BAD_GATEWAY)]
         self._notes.append(f"request={seq.request_id} is computed here because its KV could not be fetched: {failure}")
         self._has_changed = True

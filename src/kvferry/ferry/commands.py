@@ -14,6 +14,8 @@ __all__ = [
     "ExpectFrom",
     "Grant",
     "HandBack",
+    "Keep",
+    "LetGo",
     "OfConsumer",
     "OfProducer",
     "Open",
@@ -22,6 +24,7 @@ __all__ = [
     "Settle",
     "Start",
     "Track",
+    "TryToTrack",
     "Withdraw",
     "Withhold",
 ]
@@ -30,6 +33,14 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Track:
     """A request with a genuine ticket has arrived: shake hands, attach, keep the lease alive."""
+
+    request: RequestId
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class TryToTrack:
+    """The same for a request that can do without: say whether the producer has what the ticket is for, before there are blocks."""
 
     request: RequestId
     ticket: str
@@ -106,6 +117,23 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """As Grant, but for so long, or until they are let go, for whoever might come."""
+
+    request: RequestId
+    serial: int
+    ttl_s: float
+    blocks: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """The engine needs blocks that are kept: it has them back when nobody reads them."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """A request is being computed for a peer: what is published of it may be read by those with ticket `serial`."""
 
@@ -167,6 +195,6 @@ class HandBack:
     serial: int
 
 
-OfConsumer = Track | Expect | ExpectFrom | Start | Settle | Abort | Reject
-OfProducer = Grant | Open | Close | Withdraw | Publish | Withhold | Abandon | HandBack
+OfConsumer = Track | TryToTrack | Expect | ExpectFrom | Start | Settle | Abort | Reject
+OfProducer = Grant | Keep | LetGo | Open | Close | Withdraw | Publish | Withhold | Abandon | HandBack
 Command = OfConsumer | OfProducer

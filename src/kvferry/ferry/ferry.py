@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
-from kvferry.events import BytesMoved, Event, LeaseEnded, MessageDropped, PeerConnected, PullFailed
+from kvferry.events import BytesMoved, Event, LeaseEnded, LeaseLingers, MessageDropped, PeerConnected, PullFailed
 from kvferry.ferry.commands import (
     Abandon,
     Abort,
@@ -19,6 +19,8 @@ from kvferry.ferry.commands import (
     ExpectFrom,
     Grant,
     HandBack,
+    Keep,
+    LetGo,
     OfConsumer,
     OfProducer,
     Open,
@@ -27,6 +29,7 @@ from kvferry.ferry.commands import (
     Settle,
     Start,
     Track,
+    TryToTrack,
     Withdraw,
     Withhold,
 )
@@ -219,6 +222,11 @@ class Ferry:
         match command:
             case Grant(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
+            case Keep(request, serial, ttl_s, blocks):
+                self._producer.keep(request, serial, now, ttl_s, blocks)
+            case LetGo(request):
+                if self._producer.let_go(request, now):
+                    self._events.append(LeaseLingers(request))
             case Open(request, serial):
                 self._producer.open(request, serial, now)
             case Close(request, blocks):
@@ -238,6 +246,8 @@ class Ferry:
         match command:
             case Track(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
+            case TryToTrack(request, ticket):
+                self._consumer.try_to_track(request, self._key.open(ticket), ticket, now)
             case Expect(request, text, tokens, own_address):
                 invited = self._push_key.open(text)
                 invitation = Invitation(invited.handover, tokens, own_address, text)
@@ -261,7 +271,8 @@ class Ferry:
             return
         moved, used = completion.total_bytes, completion.pieces
         planned = used if move is None else sum(len(part.local_offsets) for part in move.pieces)
-        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok))
+        request = move.request if isinstance(move, StartRead) else None
+        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok, request))
         if move is not None:
             self._tell_end(move, completion.error, now)
 

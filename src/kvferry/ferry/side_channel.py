@@ -1,4 +1,4 @@
-"""The side channel of a scheduler: tells consumers how to reach the workers, and takes tickets back from routers.
+"""The side channel of a scheduler: tells consumers how to reach the workers, routers what was kept of a turn, and takes tickets back.
 
 One thread owns the socket. Nothing that arrives can stop it: malformed messages are counted and, where there is someone to answer,
 answered.
@@ -6,24 +6,38 @@ answered.
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
 from kvferry.ferry.commands import HandBack
 from kvferry.ports.control import ControlPlane, Received
 from kvferry.protocol import codec
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.messages import HandshakeRequest, Release
+from kvferry.protocol.messages import AskTurn, HandshakeRequest, Release, Turn
 from kvferry.protocol.tickets import TicketKey
+from kvferry.protocol.turns import EndedTurns
 
-__all__ = ["SideChannel"]
+__all__ = ["EndedTurn", "SideChannel"]
 
 MAX_RELEASED = 100_000
+MAX_TURNS = 10_000
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """What a router may ask for by this word."""
+
+    word: str
+    params: str = ""
+    """JSON; empty: nothing any more."""
+    ttl_s: float = 0.0
 
 
 class SideChannel:
@@ -33,6 +47,9 @@ class SideChannel:
         self._key = key
         self._wake_engine = wake_engine
         self._released: deque[HandBack] = deque(maxlen=MAX_RELEASED)
+        # Filled by the engine's thread, emptied by ours.
+        self._turns_told: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
+        self._turns = EndedTurns(MAX_TURNS)
         self._num_dropped = 0
         self._num_told = 0
         self._is_closing = False
@@ -59,6 +76,10 @@ class SideChannel:
         """Tickets that were handed back since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
+    def tell(self, turn: EndedTurn) -> None:
+        """From now on, say this when asked. Called by the engine's thread; never waits."""
+        self._turns_told.append(turn)
+
     def close(self) -> None:
         """Stop the thread and close the socket. Idempotent."""
         if self._is_closing:
@@ -75,7 +96,9 @@ class SideChannel:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                for news in self._control.poll(POLL_S):
+                arrived = self._control.poll(POLL_S)
+                self._note_turns()
+                for news in arrived:
                     if isinstance(news, Received):
                         self._take(news)
         finally:
@@ -89,6 +112,9 @@ class SideChannel:
                     self._control.reply(news.route, codec.encode(answer(self._served, message)))
                 case Release(ticket):
                     self._release(ticket)
+                case AskTurn(nonce, word):
+                    reply = Turn(nonce, word, self._turns.find(word, time.monotonic()))
+                    self._control.reply(news.route, codec.encode(reply))
                 case _:
                     raise RemoteProtocolError(f"a {type(message).__name__} is not for a side channel")
         except KVFerryError as error:
@@ -97,6 +123,14 @@ class SideChannel:
         except Exception:  # top of a request: one message must never end the service for all others
             self._num_dropped += 1
             _log.exception("side channel failed on a message")
+
+    def _note_turns(self) -> None:
+        while self._turns_told:
+            turn = self._turns_told.popleft()
+            if turn.params:
+                self._turns.add(turn.word, turn.params, time.monotonic() + turn.ttl_s)
+            else:
+                self._turns.forget(turn.word)
 
     def _release(self, text: str) -> None:
         ticket = self._key.open(text)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from kvferry.errors import KVFerryError, LocalProtocolError
-from kvferry.events import Event, LeaseEnded, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import BytesMoved, Event, HandshakeFailed, KeptBlocksFetched, MessageDropped, PeerConnected, PrefillCompleted
 from kvferry.ferry.commands import Command
 from kvferry.ferry.ferry import Ferry, FerrySnapshot
 
@@ -16,6 +16,9 @@ MAX_QUEUED = 1_000_000
 CLOSE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
+
+_FOR_THE_RECORD = (BytesMoved, HandshakeFailed, KeptBlocksFetched, MessageDropped, PeerConnected, PrefillCompleted)
+"""Events that no request waits for."""
 
 
 class FerryThread:
@@ -90,7 +93,7 @@ class FerryThread:
         if not events:
             return
         self._outbox.extend(events)
-        if any(isinstance(event, PullFinished | PullFailed | PullGivenUp | LeaseEnded) for event in events):
+        if not all(isinstance(event, _FOR_THE_RECORD) for event in events):
             self._wake_engine()
 
     def _take_commands(self) -> list[Command]:

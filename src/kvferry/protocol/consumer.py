@@ -8,6 +8,7 @@ the blocks and writes (`lending.py`). Feed it commands, messages and completions
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished
 from kvferry.protocol.actions import Action, Place
@@ -28,9 +29,11 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerUser
+from kvferry.protocol.promises import Promises
 from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
 from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.reading import Reading
+from kvferry.protocol.stopwatches import Stopwatches
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
 from kvferry.types import Address, EngineLife, Epoch, PeerId, RequestId
@@ -52,8 +55,9 @@ class Consumer:
         )
         self._sharers: list[PeerUser] = []
         self._events: list[Event] = []
+        self._stopwatches = Stopwatches()
         parts = ConsumerParts(settings, self._peers, self._pulls, self._talk, self._actions, self._events, self._meet)
-        self._reading, self._lending = Reading(parts), Lending(parts)
+        self._reading, self._lending, self._promises = Reading(parts), Lending(parts), Promises(parts)
 
     @property
     def num_pulls(self) -> int:
@@ -75,9 +79,11 @@ class Consumer:
 
     def track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
-        self._begin(
-            request, Origin(EngineLife(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, ticket_text), now
-        )
+        self._begin(request, Origin.of(ticket, ticket_text), now)
+
+    def try_to_track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
+        """The same, for a request that can do without. `PullPromised` or `PullRefused` follows, before it is given blocks."""
+        self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
 
     def expect(self, request: RequestId, life: EngineLife, address: Address, tp_size: int, invitation: Invitation, now: float) -> None:
         """A request has entered the engine whose KV that producer is about to compute. Known requests are ignored."""
@@ -89,6 +95,7 @@ class Consumer:
         origin.life = self._peers.recognise(origin.life, origin.address)
         pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
+        self._stopwatches.start(request, now)
         peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
             self._meet(pull, _E.PEER_LOST, now, peer.reason)
@@ -256,8 +263,10 @@ class Consumer:
     def _meet(self, pull: Pull, event: TransferEvent, now: float, reason: str) -> None:
         """Move a pull on and do what its new state asks for."""
         before, pull.state = pull.state, next_state(pull.state, event)
+        self._stopwatches.note(pull.request, event, pull.state, now)
         if event in TROUBLE and pull.state not in (TransferState.PLACING, TransferState.RECLAIMING):
             pull.reason = pull.reason or reason
+        self._promises.note(pull, before, now)
         match pull.state:
             case TransferState.MOVING:
                 self._reading.start(pull, now)
@@ -304,6 +313,7 @@ class Consumer:
     def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
         self._talk.attach(pull, peer, now)
         pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
+        self._promises.await_answers(pull, peer, now)
         if not pull.outstanding.exposures:
             self._meet(pull, _E.PEER_READY, now, "")
 
@@ -334,13 +344,14 @@ class Consumer:
 
     def _end(self, pull: Pull) -> None:
         self._pulls.remove(pull)
+        times = self._stopwatches.stop(pull.request)
         if pull.state is TransferState.DONE:
-            self._events.append(PullFinished(pull.request))
+            self._events.append(PullFinished(pull.request, times))
             return
         if not pull.is_confirmed:
             self._talk.say_farewell(pull)
         if pull.has_blocks:
-            self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
+            self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted", times))
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:

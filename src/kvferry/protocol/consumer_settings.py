@@ -43,5 +43,9 @@ class ConsumerSettings:
                 return f"the producer did not confirm the read within {self.confirm_timeout_s:g} s"
             case TransferState.WAITING | TransferState.FILLING if not pull.is_offered:
                 return f"the prefill side had nothing to hand over within {self.offer_timeout_s:g} s"
+            case TransferState.TRACKED:
+                return f"the producer did not answer within {self.confirm_timeout_s:g} s"
+            case TransferState.READY:
+                return f"the engine had no blocks for it within {self.confirm_timeout_s:g} s"
             case _:
                 return f"the KV did not arrive within {self.receive_timeout_s:g} s"

@@ -16,10 +16,12 @@ import msgspec
 
 from kvferry.errors import RemoteProtocolError
 
-__all__ = ["DIGEST_BYTES", "MAX_POINTS", "Fingerprint", "common_prefix", "fingerprint", "shared_prefix"]
+__all__ = ["DIGEST_BYTES", "MAX_CHAIN_POINTS", "MAX_POINTS", "Fingerprint", "common_prefix", "fingerprint", "shared_prefix"]
 
 DIGEST_BYTES = 16
 MAX_POINTS = 128
+MAX_CHAIN_POINTS = 4096
+"""Of sequences that others go on from at any point: at every block of a long conversation, coarser beyond."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -34,14 +36,14 @@ class Fingerprint(msgspec.Struct, frozen=True):
         if self.step < 1 or self.num_tokens < 0:
             raise RemoteProtocolError(f"a fingerprint with step {self.step} over {self.num_tokens} tokens")
         points = -(-self.num_tokens // self.step)
-        if points > MAX_POINTS or len(self.digests) != points * DIGEST_BYTES:
+        if points > MAX_CHAIN_POINTS or len(self.digests) != points * DIGEST_BYTES:
             raise RemoteProtocolError(f"a fingerprint of {len(self.digests)} bytes for {points} points")
 
 
-def fingerprint(token_ids: Sequence[int], grain: int, salt: str) -> Fingerprint:
+def fingerprint(token_ids: Sequence[int], grain: int, salt: str, max_points: int = MAX_POINTS) -> Fingerprint:
     """Fingerprint of a sequence whose KV was made under `salt` (LoRA, multimodal hashes, tenant); points at multiples of `grain`."""
     grains = -(-len(token_ids) // grain)
-    step = grain * max(1, -(-grains // MAX_POINTS))
+    step = grain * max(1, -(-grains // max_points))
     return Fingerprint(step, len(token_ids), b"".join(digest for _, digest in _prefix_digests(token_ids, step, salt)))
 
 

@@ -24,6 +24,7 @@ _END_REASONS = {
     LeaseEnd.CONFIRMED: "the prefill has been handed over already",
     LeaseEnd.RELEASED: "the prefill was given up before",
     LeaseEnd.EXPIRED: "the prefill's lease ran out before",
+    LeaseEnd.LAPSED: "nobody came in time for what was kept",
 }
 
 

@@ -2,6 +2,7 @@
 
 A producer grants a lease when prefill ends; readers attach to it, renew it by heartbeat, and confirm or detach. It ends when somebody has
 settled it (confirmed, or given up) and nobody is attached or awaited, or when it has run out. Blocks are freed only after that.
+One that is kept for whoever might come has a time of its own, and is let go when its owner needs the blocks.
 In push a lease may be open while prefill still fills the blocks; then it does not end before it is closed, only by being revoked.
 Awaited are the companions of a reader that came: other ranks of its engine, with the same request, that have not come yet.
 Pure: the caller passes `now` (local monotonic seconds) and acts on what returns.
@@ -52,6 +53,8 @@ class _Lease:
     """Readers that have been told of it and will attach or detach."""
     is_open: bool = False
     settled: LeaseEnd | None = None
+    unsettled: LeaseEnd = LeaseEnd.EXPIRED
+    """What it is when it runs out before anybody has settled it."""
 
 
 @dataclass(slots=True)
@@ -87,9 +90,26 @@ class LeaseTable:
         return self._readers_by_plane[plane]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
+        self._run_until(request, self._add(request, serial), now + self.ttl_s)
+
+    def keep(self, request: RequestId, serial: int, now: float, ttl_s: float) -> None:
+        """Grant a lease for so long, for whoever might come. A renewal does not shorten it; `let_go` does."""
         lease = self._add(request, serial)
-        lease.deadline = now + self.ttl_s
-        self._note_deadline(request, lease.deadline)
+        lease.unsettled = LeaseEnd.LAPSED
+        self._run_until(request, lease, now + ttl_s)
+
+    def let_go(self, request: RequestId, now: float) -> None:
+        """The owner needs the blocks: no further reader is waited for, and those attached only while they renew. Ask `take_if_ended`."""
+        lease = self._leases.get(request)
+        if lease is None:
+            return
+        lease.settled = lease.settled or LeaseEnd.RELEASED
+        if lease.deadline > now + self.ttl_s:
+            self._run_until(request, lease, now + self.ttl_s)
+
+    def _run_until(self, request: RequestId, lease: _Lease, until: float) -> None:
+        lease.deadline = until
+        self._note_deadline(request, until)
 
     def open(self, request: RequestId, serial: int) -> None:
         """Grant a lease on blocks that the engine is still filling: it neither ends nor runs out before it is closed."""
@@ -101,8 +121,7 @@ class LeaseTable:
         if lease is None or not lease.is_open:
             raise LocalProtocolError(f"no lease of {request} is open")
         lease.is_open = False
-        lease.deadline = now + self.ttl_s
-        self._note_deadline(request, lease.deadline)
+        self._run_until(request, lease, now + self.ttl_s)
 
     def _add(self, request: RequestId, serial: int) -> _Lease:
         if request in self._leases or serial <= self._last_serial:
@@ -223,7 +242,7 @@ class LeaseTable:
             del self._leases[request]
             for reader in list(lease.readers):
                 self._drop_reader(lease, reader)
-            ended.append(EndedLease(request, lease.settled or LeaseEnd.EXPIRED))
+            ended.append(EndedLease(request, lease.settled or lease.unsettled))
         return ended
 
     def next_deadline(self) -> float | None:

@@ -7,6 +7,7 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
     4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and Refused
     5  push by writing: WriteLease and `decode_epoch` in PushRegistration; Written, WriteFailed, Revoke, Revoked
+    6  reuse: `wants_ready` in Attach; AskTurn, Turn
 """
 
 from typing import Annotated
@@ -19,6 +20,7 @@ __all__ = [
     "MAX_LEASES_PER_BEAT",
     "MAX_NAME_CHARS",
     "WIRE_VERSION",
+    "AskTurn",
     "Attach",
     "Confirm",
     "Confirmed",
@@ -44,12 +46,13 @@ __all__ = [
     "Revoked",
     "ToConsumer",
     "ToProducer",
+    "Turn",
     "WriteFailed",
     "WriteLease",
     "Written",
 ]
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -103,11 +106,13 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """The data plane the reader will use; some need our help while they are read."""
     companions: Annotated[list[Name], msgspec.Meta(max_length=MAX_COMPANIONS)] = []
     """Readers of the other ranks that come here for the same request: the lease is theirs too, though they may come later."""
+    wants_ready: bool = False
+    """The reader asks for nothing before it has heard `Ready`."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The lease is granted and its blocks, or those that were offered of it, are where readers read them. Said only by producers whose
-    layout `is_staged`."""
+    """The lease is granted and its blocks, or those that were offered of it, are where readers read them. Said by producers whose layout
+    `is_staged`, and to readers that want to know."""
 
     lease: Name
     reader: Name
@@ -168,6 +173,22 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     """To a side channel, from whoever holds the ticket (a router): no reader will come for it."""
 
     ticket: str
+
+
+class AskTurn(msgspec.Struct, frozen=True, tag=True):
+    """To a side channel, from a router that cannot see it in the answer: what has been kept of the turn that was given this word?"""
+
+    nonce: int
+    word: Name
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """The answer: `kv_transfer_params` for the next turn's prefill."""
+
+    nonce: int
+    word: Name
+    params: str = ""
+    """JSON; empty: nothing is kept, or the turn is not over."""
 
 
 class WriteLease(msgspec.Struct, frozen=True):
@@ -333,6 +354,8 @@ Message = (
     | Refused
     | Detach
     | Release
+    | AskTurn
+    | Turn
     | PushRegistration
     | PushOffer
     | PushWithdrawal

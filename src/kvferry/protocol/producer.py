@@ -108,6 +108,19 @@ class Producer:
             self._exposures.grant(request, blocks)
         self._serve_claim(request, serial, now)
 
+    def keep(self, request: RequestId, serial: int, now: float, ttl_s: float, blocks: BlockTables = ()) -> None:
+        """The engine keeps this request's blocks for so long, or until it needs them, for whoever might come."""
+        self._leases.keep(request, serial, now, ttl_s)
+        if self._settings.is_staged:
+            self._exposures.grant(request, blocks)
+        self._serve_claim(request, serial, now)
+
+    def let_go(self, request: RequestId, now: float) -> bool:
+        """The engine needs those blocks. True: somebody reads them, and they come back when he is through."""
+        self._leases.let_go(request, now)
+        self._collect(request)
+        return request in self._leases
+
     def _serve_claim(self, request: RequestId, serial: int, now: float) -> None:
         """Readers that came before the lease."""
         claim = self._claims.get(request)
@@ -337,6 +350,8 @@ class Producer:
             is_offered = self._push.offered_to(message.reader) == request
             if self._exposures.attach(request, message.reader, route, is_offered=is_offered):
                 self._replies.append(Reply(route, Ready(request, message.reader)))
+        elif message.wants_ready:
+            self._replies.append(Reply(route, Ready(request, message.reader)))
 
     def _confirm(self, request: RequestId, message: Confirm, route: Route, now: float) -> None:
         is_other = message.serial and self._leases.standing(request, message.serial) is not Standing.HELD

@@ -144,6 +144,12 @@ class Origin:
     ticket_text: str = ""
     invitation: Invitation | None = None
     """There is one in push. Then the ticket is offered later."""
+    is_optional: bool = False
+    """The engine can do without: it wants to know whether it can be had before it has blocks for it."""
+
+    @classmethod
+    def of(cls, ticket: Ticket, text: str) -> "Origin":
+        return cls(EngineLife(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, text)
 
     @property
     def shared_tokens(self) -> int | None:

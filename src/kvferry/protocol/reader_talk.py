@@ -64,7 +64,7 @@ class ReaderTalk:
     def attach(self, pull: Pull, peer: Peer, now: float) -> None:
         pull.heard_at = now
         self._send_attach(pull, peer)
-        self._start_beats(pull, peer, pull.ticket.ttl_s, now)
+        self._start_beats(pull, peer, pull.ticket.lease_s, now)
 
     def announce_read(self, pull: Pull, peer: Peer, ranks: list[int], now: float) -> None:
         if now < pull.heard_at + ANNOUNCE_AFTER_S:
@@ -137,7 +137,7 @@ class ReaderTalk:
         for rank, visit in peer.visits.items():
             names = [reader_name(self._engine, pull.request, visitor) for visitor in visit.visitors]
             companions = [name for name in names if name != pull.reader]
-            message = Attach(pull.origin.ticket_text, pull.reader, peer.planes[rank], companions)
+            message = Attach(pull.origin.ticket_text, pull.reader, peer.planes[rank], companions, pull.origin.is_optional)
             self._actions.append(Send(peer.control_address(rank), message))
 
     def _farewell(self, pull: Pull) -> Detach | PushCancel:

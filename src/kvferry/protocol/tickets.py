@@ -48,7 +48,10 @@ class Ticket(msgspec.Struct, frozen=True):
     """Per KV-cache group: (first block, count) of each run of adjacent blocks, in token order. First block `HOLE`: so many are not kept."""
     tokens: Fingerprint
     ttl_s: float
+    """So long the blocks are kept when nobody comes."""
     version: int = TICKET_VERSION
+    renewal_s: float = 0.0
+    """Whoever reads has to be heard of within so long; 0: within `ttl_s`."""
 
     @property
     def address(self) -> Address:
@@ -65,6 +68,11 @@ class Ticket(msgspec.Struct, frozen=True):
     @property
     def lease(self) -> RequestId:
         return RequestId(self.request)
+
+    @property
+    def lease_s(self) -> float:
+        """What heartbeats go by."""
+        return self.renewal_s or self.ttl_s
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +163,7 @@ def _check_ranges(ticket: Ticket) -> None:
         and max(len(ticket.engine), len(ticket.epoch), len(ticket.request)) <= MAX_NAME_CHARS
         and ticket.serial > 0
         and 0 < ticket.ttl_s < 1e9
+        and 0 <= ticket.renewal_s < 1e9
         and all(count > 0 for count in counts)
         and all(first == HOLE or 0 <= first < MAX_BLOCK_ID for first in firsts)
         and sum(counts) <= MAX_BLOCKS

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from tests.engine.api.stage import MODEL_LEN, ScriptedEngine, Stage, outputs_of, stage
+from yarl import URL
 
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import AddRequest, RequestOutput
+from kvferry.web.handover_records import HandoverRecord
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -126,6 +128,31 @@ def test_kv_transfer_params_go_in_untouched_and_come_out_at_the_end(model: Path)
         for stream in (chunks, with_usage, chat):
             assert [chunk.get("kv_transfer_params") for chunk in stream] == [None] * (len(stream) - 1) + [made]
         assert [request.kv_transfer_params for frame in engine.frames for request in frame] == [params] * 4
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_what_was_kept_of_a_turn_is_told_in_one_more_event_to_who_asked(model: Path, options: dict[str, Any]) -> None:
+    made = {"do_remote_decode": True, "ticket": "t"}
+    leg = {"do_remote_prefill": True, "ticket": "p"}
+
+    async def scene() -> None:
+        engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], kv_transfer_params=made))
+        async with stage(engine, model) as s:
+            whole = await s.complete(prompt=[5], kv_transfer_params=leg)
+            asked = [
+                await s.stream(COMPLETIONS, prompt=[5], kv_transfer_params={**leg, "conversation": "w"}, **options),
+                await s.stream(CHAT, messages=HELLO, kv_transfer_params={**leg, "conversation": "w"}, **options),
+            ]
+            silent = await s.stream(COMPLETIONS, prompt=[5], kv_transfer_params=leg, **options)
+            declined = await s.stream(COMPLETIONS, prompt=[5], kv_transfer_params={**leg, "conversation": None}, **options)
+        assert whole["kv_transfer_params"] == made
+        for chunks in asked:
+            assert [chunk.get("kv_transfer_params") for chunk in chunks] == [None] * (len(chunks) - 1) + [made]
+            assert chunks[-1]["choices"] == []
+            assert "usage" not in chunks[-1]
+        assert not any("kv_transfer_params" in chunk for chunk in [*silent, *declined])
 
     asyncio.run(scene())
 
@@ -315,5 +342,26 @@ def test_the_content_type_does_not_matter(model: Path, path: str) -> None:
             body = b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}'
             status, _ = await s.post(path, body, **{"Content-Type": "text/plain"})
             assert status == 200
+
+    asyncio.run(scene())
+
+
+def test_transfers_are_told_by_the_client_s_id_or_the_newest(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine()
+        engine.records = [HandoverRecord(request_id="b", age_s=1.0, attached_s=0.5, bytes=7), HandoverRecord(request_id="a/é", age_s=2.0)]
+        async with stage(engine, model) as s:
+
+            async def look(path: str) -> tuple[int, Any]:
+                async with s.session.get(URL(f"{s.url}/kvferry/transfers{path}", encoded=True)) as answer:
+                    return answer.status, await answer.json()
+
+            status, newest = await look("")
+            assert (status, [record["request_id"] for record in newest["transfers"]]) == (200, ["b", "a/é"])
+            assert await look("/b") == (200, {"transfers": [{"request_id": "b", "age_s": 1.0, "attached_s": 0.5, "bytes": 7}]})
+            assert (await look("/a%2F%C3%A9"))[0] == 200
+            assert [(await look("/c"))[0], (await look("/c"))[1]["error"]["code"]] == [404, 404]
+            engine.die("gone")
+            assert (await look(""))[0] == 503
 
     asyncio.run(scene())

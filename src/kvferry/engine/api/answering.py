@@ -77,7 +77,7 @@ class Answering:
         assemblers = [self._assembler(index, openings) for index in range(len(asked.requests))]
         async with Generation(self._context.engine, asked.requests, assemblers) as generation:
             tally = Tally(asked.prompts, self._request.samples)
-            if self._request.is_prefill_for_peer:
+            if self._request.is_prefill_for_peer or self._request.is_turn:
                 return await self._handed_over(asked, self._answered(generation, replies, tally))
             return await self._answered(generation, replies, tally)
 
@@ -133,7 +133,7 @@ class Answering:
             await events.finish()
         except ConnectionResetError as error:
             _log.info("client gone request=%s: %s", self.request_id, error)
-            if self._request.is_prefill_for_peer:
+            if self._request.is_prefill_for_peer or self._request.is_turn:
                 raise
         except RequestRefused as refusal:
             await self._fail(events, refusal)
@@ -149,6 +149,7 @@ class Answering:
     async def _send_all(self, events: EventStream, generation: Generation, replies: Replies, tally: Tally) -> None:
         options = self._request.stream_options
         has_usage = options is not None and bool(options.include_usage)
+        has_params = self._request.is_prefill_for_peer
         has_running_usage = options is not None and bool(options.continuous_usage_stats) and has_usage
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
@@ -158,15 +159,20 @@ class Answering:
                 for chunk in chunks:
                     if has_usage:
                         chunk.usage = tally.usage() if has_running_usage else None
-                if tally.is_complete and not has_usage and tally.kv_transfer_params is not None:
+                if tally.is_complete and not has_usage and has_params and tally.kv_transfer_params is not None:
                     chunks[-1].kv_transfer_params = tally.kv_transfer_params
                 await events.send(*map(_encode, chunks))
         if has_usage:
             closing = replies.closing()
             closing.usage = tally.usage()
-            if tally.kv_transfer_params is not None:
+            if has_params and tally.kv_transfer_params is not None:
                 closing.kv_transfer_params = tally.kv_transfer_params
             await events.send(_encode(closing))
+        if self._request.is_turn and tally.kv_transfer_params is not None:
+            # An event of its own, so that a router can take it out: it is not for the client.
+            kept = replies.closing()
+            kept.kv_transfer_params = tally.kv_transfer_params
+            await events.send(_encode(kept))
 
     async def _fail(self, events: EventStream, refusal: RequestRefused) -> None:
         """With a status while that is possible, else as an event."""

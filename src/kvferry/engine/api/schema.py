@@ -105,6 +105,11 @@ class GenerationRequest(SamplingFields, frozen=True, kw_only=True):
         return bool(self.kv_transfer_params and self.kv_transfer_params.get("do_remote_decode") is True)
 
     @property
+    def is_turn(self) -> bool:
+        """What is left of it may be kept for the next turn of its conversation, and whoever sent it wants to know."""
+        return not self.is_prefill_for_peer and (self.kv_transfer_params or {}).get("conversation") is not None
+
+    @property
     def samples(self) -> int:
         return 1 if self.is_prefill_for_peer or self.n is None else self.n
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, NIXL_COUNTERS
+from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, NIXL_COUNTERS, SIDE_CHANNEL_HELP, SIDE_CHANNEL_METRIC
 from kvferry.engine.messages import Status
 
 __all__ = ["transfer_families"]
@@ -24,6 +24,10 @@ def transfer_families(status: Status, model_name: str) -> Iterator[Metric]:
         level = GaugeMetricFamily(f"kvferry:{name}", help_text, labels=["model_name"])
         level.add_metric([model_name], sum(stats.get("levels", {}).get(name, {}).values()))
         yield level
+    if SIDE_CHANNEL_METRIC in stats:
+        where = GaugeMetricFamily(f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP, labels=["model_name", "address"])
+        where.add_metric([model_name, stats[SIDE_CHANNEL_METRIC]], 1)
+        yield where
     for name, parts in NIXL_COUNTERS.items():
         yield _counter(f"vllm:nixl_{name}", "As in vLLM.", sum(stats.get(part, 0) for part in parts), model_name)
     for name, observed in stats.get("histograms", {}).items():

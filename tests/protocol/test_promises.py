@@ -1,0 +1,171 @@
+"""A consumer that can do without hears whether it can have it before it has blocks, and fails nothing until then."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from tests.protocol.test_consumer import CONTROL, PEER, R1, ConsumerMachine, connect, make_consumer, of, sent, ticket
+
+from kvferry.events import Event, HandshakeFailed, KeptBlocksFetched, PullFailed, PullFinished, PullPromised, PullRefused
+from kvferry.protocol.actions import StartRead
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
+from kvferry.protocol.tickets import Ticket
+from kvferry.types import RequestId
+
+READY = Ready("a", "d/r1/0")
+
+
+def kept_ticket() -> Ticket:
+    issued = ticket()
+    return Ticket(**{name: getattr(issued, name) for name in issued.__struct_fields__} | {"ttl_s": 480.0, "renewal_s": 30.0})
+
+
+def asking() -> Consumer:
+    consumer = make_consumer()
+    consumer.try_to_track(R1, kept_ticket(), "T1", now=0)
+    assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory", wants_ready=True)]
+    assert consumer.take_events() == []
+    return consumer
+
+
+def promised() -> Consumer:
+    consumer = asking()
+    consumer.receive(CONTROL, READY, now=1)
+    assert consumer.take_events() == [PullPromised(R1)]
+    return consumer
+
+
+def test_the_whole_way_from_the_question_to_the_bytes() -> None:
+    consumer = promised()
+    consumer.start(R1, [[5, 6]], range(0, 8), now=2)
+    assert len(of(consumer.take_actions(), StartRead)) == 1
+    consumer.read_ended(R1, PEER, None, now=3)
+    consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=4)
+    assert consumer.take_events() == [KeptBlocksFetched(R1, 8, 128), PullFinished(R1)]
+    assert consumer.num_pulls == 0
+
+
+def test_heartbeats_go_by_what_readers_have_to_keep_to_not_by_how_long_it_is_kept() -> None:
+    consumer = promised()
+    consumer.start(R1, [[5, 6]], range(0, 8), now=2)
+    consumer.take_actions()
+    consumer.advance(now=5)
+    assert sent(consumer.take_actions(), Heartbeat) == [Heartbeat("e1", 1, ["a"])]
+
+
+def refused(consumer: Consumer) -> str:
+    [reason] = [event.reason for event in consumer.take_events() if isinstance(event, PullRefused)]
+    return reason
+
+
+def test_a_refusal_is_told_before_there_are_blocks_and_nothing_fails() -> None:
+    consumer = asking()
+    consumer.receive(CONTROL, Refused("a", "d/r1/0", "the lease has ended"), now=1)
+    assert refused(consumer) == "the producer refused: the lease has ended"
+    consumer.receive(CONTROL, Refused("a", "d/r1/0", "again"), now=2)
+    consumer.settle(R1, now=2)
+    assert consumer.take_events() == []
+    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+
+
+def test_a_keeper_that_does_not_answer_is_done_without() -> None:
+    consumer = asking()
+    consumer.advance(now=5)
+    assert refused(consumer) == "the producer did not answer within 5 s"
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+
+
+def test_one_that_cannot_be_reached_is_done_without_at_once_the_second_time() -> None:
+    consumer = make_consumer()
+    consumer.try_to_track(R1, kept_ticket(), "T1", now=0)
+    consumer.advance(now=5)
+    events = consumer.take_events()
+    assert [type(event) for event in events] == [HandshakeFailed, PullRefused]
+    consumer.settle(R1, now=5)
+    consumer.try_to_track(R1, kept_ticket(), "T1", now=5)
+    assert refused(consumer)
+
+
+def test_one_that_is_lost_after_its_promise_is_told_too() -> None:
+    consumer = promised()
+    consumer.disconnected(CONTROL, now=2)
+    assert refused(consumer)
+    consumer.start(R1, [[5, 6]], range(0, 8), now=3)
+    assert [type(event) for event in consumer.take_events()] == [PullFailed], "the engine's blocks had crossed the news"
+
+
+def test_a_promise_is_given_back_when_no_blocks_come() -> None:
+    consumer = promised()
+    consumer.advance(now=5)
+    assert consumer.take_events() == []
+    consumer.receive(CONTROL, HeartbeatReply("e1", 1, []), now=5)
+    consumer.advance(now=6)
+    assert refused(consumer) == "the engine had no blocks for it within 5 s"
+    assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+
+
+@pytest.mark.parametrize("consumer", [asking, promised])
+def test_who_needs_it_no_more_says_so(consumer: object) -> None:
+    made = asking() if consumer is asking else promised()
+    made.settle(R1, now=2)
+    assert sent(made.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
+    assert made.take_events() == []
+
+
+class PromiseMachine(ConsumerMachine):
+    """Engines that can do without some: they hear yes, then perhaps no, or no at once, and never wait for either without end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsure: set[RequestId] = set()
+        self.promised: set[RequestId] = set()
+
+    @rule()
+    def try_to_track(self) -> None:
+        self.count += 1
+        self.unsure.add(RequestId(f"r{self.count}"))
+        self.consumer.try_to_track(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
+
+    @rule(request=ConsumerMachine.requests)
+    def start(self, request: RequestId) -> None:
+        """Not before the promise."""
+        if request not in self.unsure:
+            super().start(request)
+
+    @rule(request=ConsumerMachine.requests)
+    def abort(self, request: RequestId) -> None:
+        self.unsure.discard(request)
+        super().abort(request)
+
+    @rule(request=ConsumerMachine.requests)
+    def promise(self, request: RequestId) -> None:
+        self.consumer.receive(CONTROL, Ready(f"a{request[1:]}", f"d/{request}/0"), self.now)
+
+    @rule(seconds=st.floats(5, 6))
+    def wait_for_answers(self, seconds: float) -> None:
+        """Long enough for a handshake, and long enough for an answer."""
+        for _ in range(2):
+            self.now += seconds
+            self.consumer.advance(self.now)
+            self.every_request_with_blocks_ends_once()
+        if not self.opening:
+            assert not self.unsure, "nobody waits for an answer for ever"
+
+    def is_by_the_way(self, event: Event) -> bool:
+        match event:
+            case PullPromised(request):
+                assert request in self.unsure
+                self.unsure.discard(request)
+                self.promised.add(request)
+            case PullRefused(request):
+                assert request in self.unsure | self.promised
+                self.unsure.discard(request)
+                self.promised.discard(request)
+            case KeptBlocksFetched(request):
+                assert request in self.promised
+            case _:
+                return super().is_by_the_way(event)
+        return True
+
+
+TestPromiseMachine = PromiseMachine.TestCase
