@@ -212,6 +212,7 @@ def test_a_body_that_ends_too_early_is_broken_off(raw: bytes) -> None:
         b"\x15\x03\x03\x00\x02\x02\x0a",
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
         b"HTTP/1.1 200 OK\nContent-Length: 0\n\n\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000,

@@ -204,6 +204,19 @@ def test_a_handler_that_fails_is_a_500_with_the_reason_in_the_log_only(caplog: p
     caplog.clear()
 
 
+def test_an_admit_that_fails_is_a_500_too(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(request: ServerRequest) -> None:
+        raise ZeroDivisionError
+
+    async def story() -> None:
+        async with serving(echo, admit=fails) as served:
+            assert (await served.say(post(b""))).startswith(b"HTTP/1.1 500 ")
+
+    run(story())
+    assert "ZeroDivisionError" in caplog.text
+    caplog.clear()
+
+
 def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_whole(caplog: pytest.LogCaptureFixture) -> None:
     async def handler(request: ServerRequest, reply: Reply) -> None:
         reply.start(200, [])
@@ -271,6 +284,18 @@ def test_an_answer_without_a_body_has_none(status: int) -> None:
 
 async def two_at_once(served: Served) -> list[RawClient]:
     return [await served.connect(), await served.connect()]
+
+
+def test_far_too_many_connections_are_closed_without_a_word() -> None:
+    async def story() -> None:
+        async with serving(echo, num_connections=0) as served:
+            clients = [await served.connect() for _ in range(300)]
+            received = [await client.rest() for client in clients]
+            assert {answer[:12] for answer in received} == {b"HTTP/1.1 503", b""}
+            for client in clients:
+                client.close()
+
+    run(story())
 
 
 def test_one_connection_too_many_is_told_to_come_back() -> None:

@@ -109,7 +109,11 @@ class Upstreams:
                     ssl=target.tls,
                     server_hostname=address.host if target.tls is not None else None,
                 )
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
         except TimeoutError:
+            connection.abort()
             raise NotReached(f"no connection within {timeout_s:g} s") from None
         except ssl.SSLError as error:
             raise NotReached(f"no connection by TLS ({error.reason or error})") from None

@@ -29,6 +29,9 @@ Handler = Callable[[ServerRequest, Reply], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 _MAX_PIPELINED = 64 * 1024
+_MAX_TURNED_AWAY = 256
+"""So many connections too many get an answer that says so; it takes a moment each. More are just closed."""
+_OUR_FAULT = "the server failed to serve this request; its log says why"
 _JSON = ("Content-Type", "application/json")
 
 
@@ -65,7 +68,11 @@ class ServerConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername")
         self._peer = str(address[0]) if isinstance(address, tuple) and address else ""
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
-        if not self._server.add(self):
+        num_over = self._server.add(self)
+        if num_over > _MAX_TURNED_AWAY:
+            self._state = _LEAVING
+            self.out.abort()
+        elif num_over > 0:
             self._refuse(RequestRefused("the server has as many connections as it takes", status=503, retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
@@ -125,6 +132,10 @@ class ServerConnection(asyncio.Protocol):
         except RequestRefused as refusal:
             self._refuse(refusal)
             return
+        except Exception:  # of `admit`: the top of a request
+            logger.exception("a request was not admitted")
+            self._refuse(RequestRefused(_OUR_FAULT, status=500))
+            return
         if self._state != _BODY:
             return
         if body is None:
@@ -175,9 +186,8 @@ class ServerConnection(asyncio.Protocol):
         if self.out.transport is None:
             self._server.remove(self)
             return
-        if not reply.is_started:
-            refusal = RequestRefused("the server failed to serve this request; its log says why", status=500)
-            reply.send(500, (_JSON,), error_body(refusal))
+        if not reply.is_started and not self.out.is_closing:
+            reply.send(500, (_JSON,), error_body(RequestRefused(_OUR_FAULT, status=500)))
         if not reply.is_finished:
             reply.abort()
         self._end()
@@ -216,7 +226,7 @@ class ServerConnection(asyncio.Protocol):
         """Answer what is no request, and close: where the next one would begin is not known."""
         self._server.on_malformed(refusal)
         self.out.keeps_alive = False
-        reply = self._reply or Reply(self.out, None)
+        reply = self._reply if self._reply is not None and not self._reply.is_started else Reply(self.out, None)
         retry = () if refusal.retry_after_s is None else (("Retry-After", str(refusal.retry_after_s)),)
         if not self.out.is_closing:
             reply.send(refusal.status, (_JSON, *retry), error_body(refusal))

@@ -90,11 +90,11 @@ class HttpServer:
 
     # -- what connections tell -----------------------------------------------------------------------------------------
 
-    def add(self, connection: ServerConnection) -> bool:
-        """Whether there is room for it; one that is turned away is ours too until it is gone."""
+    def add(self, connection: ServerConnection) -> int:
+        """By how many there are too many now. One that is turned away is ours too until it is gone."""
         self._connections.add(connection)
         self._sweep.add(connection)
-        return len(self._connections) <= self.limits.num_connections
+        return len(self._connections) - self.limits.num_connections
 
     def remove(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)

@@ -198,7 +198,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self.abort()
                 return
             data = data[end + 4 :]
-            if head.status >= 200 or head.status == 101:
+            if head.status >= 200:
                 break
         self._phase = _BODY
         self.deadline = NEVER
