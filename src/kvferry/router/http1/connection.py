@@ -79,7 +79,7 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _LEAVING:
             return
         self._reader.add(data)
-        if self._state != _BUSY:
+        if self._state != _BUSY and not self.out.is_paused:
             self._advance()
         elif self._reader.num_waiting > _MAX_PIPELINED:
             self.out.pause_reading()
@@ -101,6 +101,8 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _BUSY:
             self.deadline = NEVER
         self.out.resume()
+        if self._state < _BUSY:
+            self._go_on()
 
     def run_out(self, now: float) -> None:
         """The deadline has passed."""
@@ -110,8 +112,8 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(RequestRefused("the request's head did not come in time", status=408))
         elif self._state == _BODY:
             self._refuse(RequestRefused("the request's body did not come in time", status=408))
-        elif self._state == _BUSY and self.out.has_progressed():
-            self.deadline = now + self._server.limits.stall_timeout_s
+        elif self.out.has_progressed():
+            self.deadline = now + self._patience()
         else:
             if self.out.fail(ConnectionAbortedError("the client has not read for too long")):
                 self._state = _LEAVING
@@ -122,7 +124,7 @@ class ServerConnection(asyncio.Protocol):
     def _advance(self) -> None:
         """Go on with what the client has sent, up to a request that is whole."""
         try:
-            while self._state < _BODY:
+            while self._state < _BODY and not self.out.is_paused:
                 head = self._reader.take_head()
                 if head is None:
                     self._await_head()
@@ -191,7 +193,15 @@ class ServerConnection(asyncio.Protocol):
         if not reply.is_finished:
             reply.abort()
         self._end()
-        if self._reader.num_waiting and self._state == _IDLE:
+        if self._state == _IDLE:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """With what the client has sent meanwhile; but one that does not read its answers gets no more of them."""
+        if self.out.is_paused:
+            return
+        self.out.resume_reading()
+        if self._reader.num_waiting:
             self._advance()
 
     def _end(self) -> None:
@@ -202,15 +212,19 @@ class ServerConnection(asyncio.Protocol):
             return
         self._state = _IDLE
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
-        self.out.resume_reading()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """What was written still goes out, if the client reads it."""
         self._state = _LEAVING
-        self.deadline = self._server.loop.time() + self._server.limits.stall_timeout_s
+        self.out.has_progressed()
+        self.deadline = self._server.loop.time() + self._patience()
         self.out.close()
+
+    def _patience(self) -> float:
+        """How long to wait for a client that has, or has not, everything it was sent."""
+        return self._server.limits.stall_timeout_s if self.out.num_unread else self._server.limits.linger_s
 
     def abort(self) -> None:
         """Now, whatever is under way; the handler's task is cancelled."""
@@ -234,8 +248,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _leave(self) -> None:
         """Closing while the client still sends would reset the connection and destroy our last words: say that we end, drop the rest."""
-        self._state = _LEAVING
         if self.out.end_writing():
-            self.deadline = self._server.loop.time() + self._server.limits.linger_s
+            self._state = _LEAVING
+            self.out.has_progressed()
+            self.deadline = self._server.loop.time() + self._patience()
         else:
             self.close()

@@ -101,10 +101,10 @@ class Relay:
     def receive(self, data: bytes) -> None:
         if self._done.done():
             return
-        if self._on_first is not None:
-            on_first, self._on_first = self._on_first, None
-            on_first()
         try:
+            if self._on_first is not None:
+                on_first, self._on_first = self._on_first, None
+                on_first()
             if self._is_raw:
                 used = self._body.advance(data, None)
                 self._out.put(data if used == len(data) else data[:used])
