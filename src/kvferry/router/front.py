@@ -119,7 +119,7 @@ class Front:
         self.signs.note_end(now, timeline.relayed_bytes, ending.is_error)
         self.serving.calls.metrics.outcome(ending)
         if ending is Ending.ABANDONED:
-            self.serving.calls.metrics.aborts.inc()
+            self.serving.calls.metrics.aborts.add()
         if self.options.access_log:
             _access_log.info(
                 "request",

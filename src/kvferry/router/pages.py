@@ -83,7 +83,7 @@ class Pages:
 
     async def show_metrics(self, _: ServerRequest) -> Answer:
         now, metrics = time.monotonic(), self.calls.metrics
-        metrics.queued.set(self.admission.queue.num_waiting)
+        metrics.queued.value = self.admission.queue.num_waiting
         metrics.show_fleet((member.instance, member.state(now), member.num_running) for member in self.fleet.members())
         return Answer(200, [("Content-Type", _METRICS_TYPE)], metrics.text())
 
@@ -99,7 +99,7 @@ class Pages:
                     call.outcome = Outcome.ANSWERED if said.status < 500 else Outcome.FAILED
                     if said.status == UNAVAILABLE:
                         call.outcome = Outcome.REFUSED
-                        self.calls.metrics.refusals.labels(instance.role, instance.url).inc()
+                        self.calls.metrics.refusals.add(instance.role, instance.url)
             except UpstreamError as error:
                 said = said or error_answer(502, f"{instance} failed: {described(error)}")
                 continue

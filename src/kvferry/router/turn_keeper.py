@@ -52,7 +52,7 @@ class TurnKeeper:
         if asking is not None:
             await asyncio.wait([asking], timeout=PATIENCE_S)
         turn = self.conversations.take(exchange.tenant, name, time.monotonic())
-        self.metrics.turns.labels("yes" if turn is not None and turn.params else "no").inc()
+        self.metrics.turns.add("yes" if turn is not None and turn.params else "no")
         return turn
 
     def keep(self, exchange: Exchange, leg: Leg, params: bytes | None) -> None:
