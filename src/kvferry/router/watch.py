@@ -122,7 +122,7 @@ class Watch:
         reading = read_metrics(page if page_status == 200 else b"")
         self._note_life(instance, reading, now)
         growth = watch.note(reading, now)
-        self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now)
+        self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now, growth.over_s)
 
     def _note_life(self, instance: Instance, reading: InstanceReading, now: float) -> None:
         if reading.started_at is None:
