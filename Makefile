@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm test-vllm-aside chaos soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm test-vllm-aside setup-browser screenshots chaos soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -57,12 +57,12 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: $(STAMP) $(TEST_EXTRAS)  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+test: $(STAMP) $(TEST_EXTRAS) setup-browser  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
 	@$(MAKE) --no-print-directory --keep-going --jobs=$(TEST_JOBS) test-embedded test-vllm-aside
 
 # Where PYTEST_FLAGS leave nothing to run (5), nothing has failed.
-test-embedded: $(STAMP)  ## all tests but those with real vLLM
+test-embedded: $(STAMP) setup-browser  ## all tests but those with real vLLM
 	$(BIN)/python -m pytest -m 'not vllm' $(PYTEST_FLAGS) || test $$? -eq 5
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
@@ -76,6 +76,12 @@ test-vllm-aside: $(STAMP) $(TEST_EXTRAS)
 	@mkdir -p build
 	@$(BIN)/python -m pytest -m vllm $(PYTEST_FLAGS) > build/test-vllm.log 2>&1; found=$$?; cat build/test-vllm.log; \
 	  test $$found -eq 0 -o $$found -eq 5
+
+setup-browser:  ## Chromium for the tests of the dashboard's page, where it is missing and can be had (Debian, Ubuntu: as root)
+	@sh scripts/setup_browser.sh
+
+screenshots: $(STAMP) setup-browser  ## take the pictures of the dashboard in docs/images anew
+	$(BIN)/python -m tests.dashboard
 
 soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether memory, files and threads stay flat (SOAK_FLAGS='--minutes 20')
 	$(BIN)/kvferry bench soak $(SOAK_FLAGS)
@@ -121,9 +127,10 @@ $(VLLM_STAMP): pyproject.toml setup.py
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable . $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
 	@touch $@
 
-# In an environment of its own: it shares nothing with vLLM, and only the tests that put it in front of engines need it.
+# In an environment of its own: it shares nothing with vLLM, and only tests and the router benchmark need it. Beside it, what vLLM's toy
+# proxy is made of, with the parsers and the event loop that it has in vLLM's own environment.
 $(ROUTER_STAMP): Makefile
 	@test -x $(ROUTER_VENV)/bin/python || $(PYTHON) -m venv $(ROUTER_VENV)
 	@echo "installing vllm-router $(ROUTER_VERSION) into $(ROUTER_VENV)"
-	@$(ROUTER_VENV)/bin/python -m pip install --quiet vllm-router==$(ROUTER_VERSION)
+	@$(ROUTER_VENV)/bin/python -m pip install --quiet vllm-router==$(ROUTER_VERSION) fastapi httpx httptools uvicorn uvloop
 	@touch $@

@@ -1,6 +1,6 @@
 """Past-tense facts. The ferry emits them; the engine, metrics and logs are views of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.types import LeaseEnd, RequestId
 
@@ -19,7 +19,25 @@ __all__ = [
     "PullGivenUp",
     "PullPromised",
     "PullRefused",
+    "PullTimes",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class PullTimes:
+    """When a pull came how far, by this machine's monotonic clock; None: it did not."""
+
+    tracked_at: float
+    attached_at: float | None = None
+    """The producer was known, and told that we read."""
+    allocated_at: float | None = None
+    began_at: float | None = None
+    """To read, or to be written to."""
+    moved_at: float | None = None
+    confirmed_at: float | None = None
+    total_bytes: int = 0
+    pieces: int = 0
+    plane: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,7 @@ class PullFinished:
     """The blocks hold the right bytes and may be used."""
 
     request: RequestId
+    times: PullTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +54,7 @@ class PullFailed:
 
     request: RequestId
     reason: str
+    times: PullTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +117,8 @@ class BytesMoved:
     post_s: float
     transfer_s: float
     is_ok: bool
+    request: RequestId | None = field(default=None, compare=False)
+    """Whose blocks were read for; None: of nobody here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,24 @@
 import asyncio
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.router.app import make_app
+from kvferry.router.app import RouterApp
 from kvferry.router.instances import Instance, Role
 from kvferry.router.legs import Handover
 from kvferry.router.options import RouterOptions
-from kvferry.router.server import make_runner
-from kvferry.types import Address
+from kvferry.router.registration import Registrar
+from kvferry.router.release import Releases
+from kvferry.router.server import make_server, server_tls
+from kvferry.types import Address, FailurePolicy
 
 DEADLINE_S = 10.0
 Behaviour = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -48,6 +51,8 @@ class StubEngine:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/metrics":
             return self.show_mode()
+        if request.path == "/health":
+            return web.Response()
         raw = await request.read()
         body = json.loads(raw) if raw else {}
         self.calls.append(Call(request.path, request.headers.copy(), raw, body))
@@ -108,7 +113,7 @@ class Stage:
 
 @asynccontextmanager
 async def listening(app: web.Application) -> AsyncIterator[int]:
-    runner = make_runner(app)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -138,7 +143,8 @@ async def stage(
     decode: list[Behaviour] | Behaviour,
     push_key: PushTicketKey | None = None,
     modes: Sequence[str] = (),
-    **settings: float,
+    registrar: Registrar | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stage]:
     """A router before stub engines; `modes` of the decode side, if not all push. Everything inside must be over within DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
@@ -151,10 +157,46 @@ async def stage(
             tuple(instance(Role.DECODE, engine.port) for engine in decoders),
         )
         releases = RecordedReleases()
-        app = make_app(replace(options, **settings), releases, push_key)  # type: ignore[arg-type]
-        port = await stack.enter_async_context(listening(app))
+        port = await stack.enter_async_context(serving(changed(options, settings), releases, push_key, registrar))
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
+
+
+TURNS = {"prefill_policy": "round_robin", "decode_policy": "round_robin"}
+PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "routing": {**TURNS, "without_prefill": FailurePolicy.FAIL, "max_retries": 0},
+    "health": {"probe_interval_s": 0.0},
+}
+
+
+def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOptions:
+    """Settings of any table by their names: `idle=1.0`, `max_retries=2`. What is not named is as in `PLAIN`."""
+    for table in ("timeouts", "limits", "admission", "routing", "health", "conversations", "access"):
+        current = getattr(options, table)
+        known = {entry.name for entry in fields(current)}
+        given = {name: value for name, value in settings.items() if name in known}
+        options = replace(options, **{table: replace(current, **{**PLAIN.get(table, {}), **given})})
+    return options
+
+
+@asynccontextmanager
+async def serving(
+    options: RouterOptions, releases: Releases, push_key: PushTicketKey | None = None, registrar: Registrar | None = None
+) -> AsyncIterator[int]:
+    """A router; its port."""
+    tls = server_tls(options)
+    app = RouterApp(options, releases, push_key=push_key, registrar=registrar)
+    server = make_server(app)
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    port: int = sock.getsockname()[1]
+    await app.start()
+    try:
+        await server.start(sock, tls)
+        yield port
+    finally:
+        await server.close()
+        await app.close()
 
 
 def _listed(behaviours: list[Behaviour] | Behaviour) -> list[Behaviour]:
@@ -163,6 +205,8 @@ def _listed(behaviours: list[Behaviour] | Behaviour) -> list[Behaviour]:
 
 # -- behaviours --------------------------------------------------------------------------------------------------------
 
+KEEP_NOTHING = {"conversation": None}
+"""What D is told of a request that belongs to no conversation."""
 PARAMS = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 5600, "ticket": "ticket-1", "remote_block_ids": [[1, 2, 3]]}
 
 
@@ -186,8 +230,8 @@ async def hangs(request: web.Request, body: dict[str, Any]) -> web.StreamRespons
 @asynccontextmanager
 async def router(prefill_port: int, decode_port: int) -> AsyncIterator[tuple[str, RecordedReleases]]:
     releases = RecordedReleases()
-    options = RouterOptions((instance(Role.PREFILL, prefill_port),), (instance(Role.DECODE, decode_port),))
-    async with listening(make_app(options, releases)) as port:
+    options = changed(RouterOptions((instance(Role.PREFILL, prefill_port),), (instance(Role.DECODE, decode_port),)), {})
+    async with serving(options, releases) as port:
         yield f"http://127.0.0.1:{port}", releases
 
 

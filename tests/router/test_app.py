@@ -112,7 +112,7 @@ def test_a_body_over_the_limit_is_a_413_and_one_at_the_limit_is_served() -> None
             assert (await s.post({"prompt": "x" * (4096 - frame)}))[0] == 200
             status, _, body = await s.post({"prompt": "x" * (4097 - frame)})
             assert status == 413
-            assert json.loads(body)["error"]["message"] == "the request body is larger than 4096 bytes"
+            assert json.loads(body)["error"]["message"] == "the request body is larger than the 4096 bytes that this server takes"
             assert len(s.p.calls) == 1
 
     uvloop.run(scene())
@@ -174,7 +174,7 @@ def test_malformed_http_is_a_json_error_without_an_echo(sent: bytes, status: int
 
 def test_an_upload_that_stalls_is_a_408() -> None:
     async def scene() -> None:
-        async with stage(prefills, completes, idle_timeout_s=0.3) as s:
+        async with stage(prefills, completes, idle=0.3) as s:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
             writer.write(post(b"abc", "Content-Length: 100"))
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")

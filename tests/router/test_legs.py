@@ -71,7 +71,7 @@ def test_max_completion_tokens_is_one_where_the_client_named_it_and_absent_where
 
 def test_the_decode_leg_is_the_clients_request_with_the_blocks_of_p() -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 100, "stream": True, "n": 3}
-    assert json.loads(accepted(body).decode_body(handover())) == body | {"kv_transfer_params": PARAMS}
+    assert json.loads(accepted(body).decode_body(handover())) == body | {"kv_transfer_params": PARAMS | {"conversation": None}}
 
 
 def test_without_blocks_the_decode_leg_is_the_clients_request() -> None:
@@ -199,8 +199,7 @@ def test_an_error_has_the_shape_of_openais() -> None:
     assert error == {"message": "why", "type": "BadGatewayError", "param": None, "code": 502}
 
 
-@pytest.mark.parametrize(("tail", "start"), [(b"", b"data: "), (b"}\n\n", b"data: "), (b"\r\n\r\n", b"data: "), (b'"te', b"\n\ndata: ")])
-def test_an_error_event_never_continues_a_half_sent_event(tail: bytes, start: bytes) -> None:
-    event = error_event(502, "why", tail)
-    assert event.startswith(start)
+def test_an_error_event_never_continues_a_half_sent_event() -> None:
+    event = error_event(502, "why")
+    assert event.startswith(b"\n\ndata: ")
     assert event.endswith(b"}\n\n")

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import answers, completes, prefills, stage
+from tests.router.stubs import KEEP_NOTHING, answers, completes, prefills, stage
 from tests.router.test_twins import KEY, ONE, PUSHED, after, first_then, leg, pushes
 
-from kvferry.router import decode_modes
+from kvferry.router.instance_metrics import read_metrics
 
 
 @pytest.mark.parametrize("mode", ["pull", ""])
@@ -18,7 +18,7 @@ def test_p_is_asked_first_where_d_does_not_say_that_it_pushes(mode: str) -> None
         async with stage(pushes, completes, push_key=KEY, modes=[mode]) as s:
             for _ in range(3):
                 assert (await s.post(ONE))[0] == 200
-                assert ("push_ticket" in leg(s)[0], leg(s)[1]) == (False, PUSHED)
+                assert ("push_ticket" in leg(s)[0], leg(s)[1]) == (False, PUSHED | KEEP_NOTHING)
             assert await s.metric("kvferry:router_legs_at_once_total") == 0
             assert s.d.num_looks == 1
 
@@ -31,7 +31,7 @@ def test_each_d_of_a_mixed_fleet_gets_what_it_can_use() -> None:
             for _ in range(7):
                 assert (await s.post(ONE))[0] == 200
             pulls, pushing = ([call.body["kv_transfer_params"] for call in d.calls] for d in s.decoders)
-            assert pulls == [PUSHED] * 4
+            assert pulls == [PUSHED | KEEP_NOTHING] * 4
             assert ["push_ticket" in params for params in pushing] == [True] * 3
             assert ["push_ticket" in call.body["kv_transfer_params"] for call in s.p.calls] == [False, True] * 3 + [False]
 
@@ -63,7 +63,7 @@ def test_a_d_that_pulls_and_steps_in_for_one_that_refuses_waits_for_p_s_ticket()
         async with stage(slow, [first_then(completes, refuses), completes], push_key=KEY, modes=["push", "pull"]) as s:
             assert [(await s.post(ONE))[0] for _ in range(3)] == [200] * 3
             assert "push_ticket" in s.decoders[0].calls[-1].body["kv_transfer_params"]
-            assert s.decoders[1].calls[-1].body["kv_transfer_params"] == PUSHED
+            assert s.decoders[1].calls[-1].body["kv_transfer_params"] == PUSHED | KEEP_NOTHING
             assert s.releases.handovers == []
 
     uvloop.run(scene())
@@ -97,17 +97,15 @@ def test_a_d_that_fails_is_looked_at_again() -> None:
             s.d.mode = "pull"
             for _ in range(2):
                 assert (await s.post(ONE))[0] == 200
-                assert leg(s)[1] == PUSHED
+                assert leg(s)[1] == PUSHED | KEEP_NOTHING
             assert s.d.num_looks == 2
 
     uvloop.run(scene())
 
 
-def test_a_d_restarted_with_another_connector_is_noticed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_modes, "LOOK_AGAIN_S", 0.0)
-
+def test_a_d_restarted_with_another_connector_is_noticed_in_time() -> None:
     async def scene() -> None:
-        async with stage(pushes, completes, push_key=KEY) as s:
+        async with stage(pushes, completes, push_key=KEY, probe_interval_s=0.01) as s:
             for _ in range(2):
                 await s.post(ONE)
             assert "push_ticket" in leg(s)[1]
@@ -132,4 +130,4 @@ def test_a_d_restarted_with_another_connector_is_noticed_in_time(monkeypatch: py
     ],
 )
 def test_what_a_page_of_metrics_says(page: bytes, is_push: bool) -> None:
-    assert decode_modes.says_push(page) is is_push
+    assert read_metrics(page).is_push is is_push

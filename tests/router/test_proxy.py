@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 import uvloop
 from tests.router.stubs import (
+    KEEP_NOTHING,
     PARAMS,
     Behaviour,
     RecordedReleases,
@@ -53,7 +54,7 @@ def test_a_request_becomes_a_prefill_leg_and_a_decode_leg_with_its_blocks() -> N
             assert (status, json.loads(body)["choices"]) == (200, [{"text": "hello"}])
             assert s.p.calls[0].body["kv_transfer_params"]["do_remote_decode"] is True
             assert s.p.calls[0].body["max_tokens"] == 1
-            assert s.d.calls[0].body == ONE | {"kv_transfer_params": PARAMS}
+            assert s.d.calls[0].body == ONE | {"kv_transfer_params": PARAMS | KEEP_NOTHING}
             assert s.releases.handovers == []
 
     uvloop.run(scene())
@@ -217,7 +218,7 @@ def test_when_a_d_refuses_another_gets_the_same_ticket_and_nothing_is_released(r
             assert (status, body) == (200, b"".join(EVENTS))
             first, second = (engine.calls[0] for engine in s.decoders)
             assert second.raw == first.raw
-            assert second.body["kv_transfer_params"] == PARAMS
+            assert second.body["kv_transfer_params"] == PARAMS | KEEP_NOTHING
             assert second.headers["X-Request-Id"] == first.headers["X-Request-Id"]
             assert len(s.p.calls) == 1
             assert s.releases.handovers == []
@@ -288,12 +289,12 @@ def test_a_client_that_leaves_while_the_second_p_computes_cancels_it() -> None:
         (drops_connection, "it closed the connection"),
         (hangs, "it did not answer in time"),
         (streams([b"{"], then="drop", content_type="application/json"), "it closed the connection in the middle of an answer"),
-        (answers(200, " " * 70_000), "its answer is over 65536 bytes"),
+        (answers(200, " " * 70_000), "its answer is longer than 65536 bytes"),
     ],
 )
 def test_a_p_that_fails_is_named_in_a_502(behaviour: Behaviour, sentence: str) -> None:
     async def scene() -> None:
-        async with stage(behaviour, completes, answer_timeout_s=0.5, max_body_bytes=65536) as s:
+        async with stage(behaviour, completes, answer=0.5, max_body_bytes=65536) as s:
             status, _, body = await s.post(ONE)
             assert status == 502
             assert f"prefill instance http://127.0.0.1:{s.p.port} failed" in message(body)
@@ -312,7 +313,7 @@ def test_a_d_that_fails_before_it_answers_is_named_in_a_502_and_the_blocks_are_r
     behaviour: Behaviour, sentence: str, request_body: dict[str, Any]
 ) -> None:
     async def scene() -> None:
-        async with stage(prefills, behaviour, answer_timeout_s=0.5, idle_timeout_s=0.5) as s:
+        async with stage(prefills, behaviour, answer=0.5, idle=0.5) as s:
             status, _, body = await s.post(request_body)
             assert status == 502
             assert f"decode instance http://127.0.0.1:{s.d.port} failed: {sentence}" in message(body)
@@ -333,7 +334,7 @@ def test_an_instance_that_cannot_be_reached_is_named_in_a_502(role: str) -> None
                     body = await answer.read()
                 assert answer.status == 502
                 assert f"{role} instance http://127.0.0.1:" in message(body)
-                assert "it cannot be reached (Connection refused)" in message(body)
+                assert "it cannot be reached: no connection (Connection refused)" in message(body)
                 assert dead.calls == []
                 assert releases.tickets == ([] if role == "prefill" else ["ticket-1"])
 
@@ -356,7 +357,7 @@ def test_the_stream_of_a_d_that_dies_ends_with_an_error_event_and_the_blocks_are
 
 def test_a_stream_that_stands_still_ends_with_an_error_event() -> None:
     async def scene() -> None:
-        async with stage(prefills, streams(EVENTS[:1], then="hang"), idle_timeout_s=0.3) as s:
+        async with stage(prefills, streams(EVENTS[:1], then="hang"), idle=0.3) as s:
             _, _, body = await s.post(STREAMED)
             assert body.startswith(EVENTS[0])
             assert b"it did not answer in time" in body
@@ -436,7 +437,7 @@ def test_a_client_that_leaves_during_the_stream_cancels_d_which_releases_by_itse
 def test_a_client_that_stops_reading_is_dropped_after_the_idle_limit() -> None:
     async def scene() -> None:
         flood = streams([b"data: " + b"x" * 65536 + b"\n\n"] * 400, then="hang")
-        async with stage(prefills, flood, idle_timeout_s=0.5) as s:
+        async with stage(prefills, flood, idle=0.5) as s:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1024)
             body = json.dumps(STREAMED).encode()
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"

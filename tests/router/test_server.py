@@ -5,22 +5,22 @@ import sys
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
-from aiohttp import web
 
 from kvferry.errors import ConfigError
-from kvferry.router.server import run_app
+from kvferry.router.app import RouterApp
+from kvferry.router.options import RouterOptions
+from kvferry.router.server import run_router
 from kvferry.types import Address
 
 SCRIPT = """
-from kvferry.router.app import make_app
+from kvferry.router.app import RouterApp
 from kvferry.router.instances import Role, pair_instances
 from kvferry.router.options import RouterOptions
 from kvferry.router.release import NoReleases
-from kvferry.router.server import run_app
-from kvferry.types import Address
+from kvferry.router.server import run_router
 
-options = RouterOptions(pair_instances(Role.PREFILL, ["127.0.0.1"], [1]), pair_instances(Role.DECODE, ["127.0.0.1"], [2]))
-run_app(make_app(options, NoReleases()), Address("localhost", 0), lambda address: print(address.port, flush=True))
+options = RouterOptions(pair_instances(Role.PREFILL, ["127.0.0.1"], [1]), pair_instances(Role.DECODE, ["127.0.0.1"], [2]), port=0)
+run_router(options, lambda: RouterApp(options, NoReleases()), lambda address: print(address.port, flush=True))
 """
 
 
@@ -28,11 +28,15 @@ def never_ready(address: Address) -> None:
     raise AssertionError("it must not start")
 
 
+def never_made() -> RouterApp:
+    raise AssertionError("it must not be made")
+
+
 def test_a_port_that_is_taken_is_an_error_of_the_operator() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken; stop what listens there or choose another --port"):
-            run_app(web.Application(), Address("127.0.0.1", port), never_ready)
+            run_router(RouterOptions(host="127.0.0.1", port=port), never_made, never_ready)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ def test_a_port_that_is_taken_is_an_error_of_the_operator() -> None:
 )
 def test_a_host_that_is_not_this_machine_is_an_error_of_the_operator(host: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        run_app(web.Application(), Address(host, 0), never_ready)
+        run_router(RouterOptions(host=host, port=0), never_made, never_ready)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["Holdings", "cpu_seconds", "family_of", "look_at"]
+__all__ = ["Holdings", "cpu_seconds", "family_of", "look_at", "waited_seconds"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -33,6 +33,17 @@ def cpu_seconds(pid: int) -> float:
     # The name is in brackets and may hold anything; what follows the last bracket are numbers.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def waited_seconds(pid: int) -> float:
+    """What its threads that still live have waited so far for a core while they could have run; 0 where the kernel does not count it."""
+    waited = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            waited += int((task / "schedstat").read_text().split()[1])
+        except (OSError, IndexError):
+            continue
+    return waited / 1e9
 
 
 def family_of(pid: int) -> list[int]:

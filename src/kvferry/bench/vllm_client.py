@@ -17,7 +17,7 @@ from kvferry.bench.vllm_servers import MODEL_NAME
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
-__all__ = ["PromptMaker", "TransferTotals", "prefill", "read_transfers", "time_to_first_token_s"]
+__all__ = ["Connection", "PromptMaker", "TransferTotals", "prefill", "read_transfers", "time_to_first_token_s"]
 
 REQUEST_S = 120.0
 KEEP_FOR_A_PEER = {
@@ -58,7 +58,7 @@ class PromptMaker:
 
 def prefill(address: Address, tokens: Sequence[int]) -> dict[str, Any]:
     """P computes the prompt and keeps its blocks; the parameters with which D finds them."""
-    with _Connection(address) as connection:
+    with Connection(address) as connection:
         answer = json.loads(connection.post({**_body(tokens), "kv_transfer_params": KEEP_FOR_A_PEER}).read())
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
@@ -71,7 +71,7 @@ def time_to_first_token_s(address: Address, tokens: Sequence[int], params: dict[
     body = {**_body(tokens), "stream": True}
     if params is not None:
         body["kv_transfer_params"] = params
-    with _Connection(address) as connection:
+    with Connection(address) as connection:
         since = time.perf_counter()
         first: float | None = None
         for line in connection.post(body):
@@ -85,7 +85,7 @@ def time_to_first_token_s(address: Address, tokens: Sequence[int], params: dict[
 
 def read_transfers(address: Address) -> TransferTotals | None:
     """None when this server tells nothing of transfer times."""
-    with _Connection(address) as connection:
+    with Connection(address) as connection:
         text = connection.get("/metrics").decode()
     found = {
         sample.name: sample.value
@@ -97,7 +97,7 @@ def read_transfers(address: Address) -> TransferTotals | None:
     return None if count is None or seconds is None else TransferTotals(int(count), seconds)
 
 
-class _Connection:
+class Connection:
     """One request. An answer other than 200 is a TransportError with what the server said."""
 
     def __init__(self, address: Address) -> None:
@@ -121,7 +121,7 @@ class _Connection:
             raise TransportError(f"{self._address} did not answer {method} {path}: {error or type(error).__name__}") from error
         raise TransportError(f"{self._address} answered {method} {path} with status {answer.status}: {said}")
 
-    def __enter__(self) -> "_Connection":
+    def __enter__(self) -> "Connection":
         return self
 
     def __exit__(self, *_: object) -> None:

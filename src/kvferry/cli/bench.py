@@ -26,6 +26,12 @@ class BenchmarkEntry:
 BENCHMARKS = {
     "handover": BenchmarkEntry("kvferry.bench.handover", "from P's last token to D's first: pull, push, and push while P computes"),
     "leases": BenchmarkEntry("kvferry.bench.leases", "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process"),
+    "multiturn": BenchmarkEntry(
+        "kvferry.bench.multiturn", "the first token of each turn of a conversation, with and without what D has of the turns before"
+    ),
+    "router": BenchmarkEntry(
+        "kvferry.bench.router", "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router"
+    ),
     "soak": BenchmarkEntry(
         "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
     ),

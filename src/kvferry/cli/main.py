@@ -35,6 +35,7 @@ COMMANDS = {
     "up": CommandEntry("kvferry.cli.up", "prefill, decode and router on this machine; shows one request, serves until Ctrl-C"),
     "serve": CommandEntry("kvferry.cli.serve", "one engine, flags as `vllm serve`", takes_transfer_config=True),
     "proxy": CommandEntry("kvferry.cli.proxy", "the router in front of prefill and decode instances"),
+    "register": CommandEntry("kvferry.cli.register", "keeps an engine in the fleets of routers while it is well"),
     "make-model": CommandEntry("kvferry.cli.make_model", "writes a tiny checkpoint"),
     "doctor": CommandEntry("kvferry.cli.doctor", "what this machine can do, and what to set"),
     "plan": CommandEntry("kvferry.cli.plan", "how large a model's KV cache is, how long it takes to move, what to set"),

@@ -1,65 +1,156 @@
 """`kvferry proxy`: the router in front of prefill and decode instances, with the flags of the seeds' proxies."""
 
 import argparse
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kvferry.cli.addresses import dialable
 from kvferry.cli.announce import announce_address
+from kvferry.cli.json_logs import configure_logs
 from kvferry.cli.parser import Parser
 from kvferry.cli.planes import Kit
 from kvferry.cli.sizes import parse_port
 from kvferry.config import ClusterSecret, SideChannelConfig
+from kvferry.errors import ConfigError
 from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.router.app import make_app
-from kvferry.router.instances import Role, pair_instances
-from kvferry.router.options import RouterOptions
+from kvferry.router.app import RouterApp
+from kvferry.router.config_file import read_access, read_config_file
+from kvferry.router.instances import Instance, Role, pair_instances
+from kvferry.router.options import Access, RouterOptions, Routing
+from kvferry.router.policies import POLICIES
+from kvferry.router.registration import Registrar
 from kvferry.router.release import ReleaseSender
-from kvferry.router.server import run_app
-from kvferry.types import Address
+from kvferry.router.server import run_router
+from kvferry.router.turn_questions import ask_by
+from kvferry.types import Address, FailurePolicy
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
 
 DESCRIPTION = "Serve the OpenAI API by sending each prompt to a prefill instance and its KV to a decode instance."
 EXAMPLES = """\
   kvferry proxy --port 8192 --prefiller-hosts localhost --prefiller-ports 8100 --decoder-hosts localhost --decoder-ports 8200
-  kvferry proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8000 8000 --decoder-host 10.0.0.3 --decoder-port 8000"""
+  kvferry proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8000 8000 --decoder-host 10.0.0.3 --decoder-port 8000
+  kvferry proxy --config router.toml --api-key-file keys --ssl-certfile cert.pem --ssl-keyfile key.pem"""
+
+_DEFAULT_PORTS = {Role.PREFILL: 8100, Role.DECODE: 8200}
+_FLAGS = {Role.PREFILL: "prefiller", Role.DECODE: "decoder"}
+_ACCESS_FILES = ("api_key_file", "admin_key_file", "instance_key_file", "instance_ca_file", "ssl_certfile", "ssl_keyfile")
+
+T = TypeVar("T")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--host", default="localhost", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=parse_port, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
-    for role, port in (("prefiller", 8100), ("decoder", 8200)):
-        hosts = f"hosts of the {role}s, one per port or one for all (default: localhost)"
-        parser.add_argument(f"--{role}-hosts", f"--{role}-host", nargs="+", metavar="HOST", default=["localhost"], help=hosts)
-        ports = f"their ports, in the order of the hosts (default: {port})"
-        parser.add_argument(f"--{role}-ports", f"--{role}-port", nargs="+", type=parse_port, metavar="PORT", default=[port], help=ports)
+    parser.add_argument("--config", metavar="FILE", help="settings as TOML (docs/router.md lists them); flags come before them")
+    parser.add_argument("--host", help="address to listen on (default: localhost)")
+    parser.add_argument("--port", type=parse_port, help="port to listen on; 0: any free one (default: 8000)")
+    for role, name in _FLAGS.items():
+        hosts = f"hosts of the {name}s, one per port or one for all (default: localhost)"
+        parser.add_argument(f"--{name}-hosts", f"--{name}-host", nargs="+", metavar="HOST", help=hosts)
+        ports = f"their ports, in the order of the hosts (default, without --config: {_DEFAULT_PORTS[role]})"
+        parser.add_argument(f"--{name}-ports", f"--{name}-port", nargs="+", type=parse_port, metavar="PORT", help=ports)
+        default = getattr(Routing(), f"{role}_policy")
+        help_text = f"how a {role} instance is chosen: {', '.join(POLICIES)} (default: {default})"
+        parser.add_argument(f"--{role}-policy", choices=list(POLICIES), metavar="NAME", help=help_text)
+    policies = [policy.value for policy in FailurePolicy]
+    parser.add_argument(
+        "--without-prefill",
+        choices=policies,
+        help="with no prefill instance to be had: recompute lets decode instances compute prompts, fail refuses (default: recompute)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help="keys that clients must have, `TENANT KEY` or `KEY` in each line")
+    parser.add_argument("--admin-key-file", metavar="FILE", help="the key for /admin and /dashboard (default: this machine only, no key)")
+    parser.add_argument("--instance-key-file", metavar="FILE", help="the API key that the instances want")
+    parser.add_argument("--instance-ca-file", metavar="FILE", help="who vouches for instances that are https://")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="and this key")
+    parser.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages that browsers may ask us from; * for all")
+    parser.add_argument("--access-log", action="store_true", default=None, help="one line in the log per request")
+    parser.add_argument("--log-format", choices=["text", "json"], default="text", help="of the log (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logs(arguments.log_format == "json")
     options = router_options(arguments)
     secret = ClusterSecret.load(os.environ)
     with _releases(secret) as releases:
-        run_app(make_app(options, releases, PushTicketKey(secret.key)), Address(options.host, options.port), _announce)
+        run_router(
+            options,
+            lambda: _make_app(options, releases, secret),
+            lambda address: _announce(address, bool(options.access.ssl_certfile)),
+        )
     return 0
 
 
-def router_options(arguments: argparse.Namespace) -> RouterOptions:
-    return RouterOptions(
-        prefillers=pair_instances(Role.PREFILL, arguments.prefiller_hosts, arguments.prefiller_ports),
-        decoders=pair_instances(Role.DECODE, arguments.decoder_hosts, arguments.decoder_ports),
-        host=arguments.host,
-        port=arguments.port,
+def _make_app(options: RouterOptions, side_channels: ReleaseSender, secret: ClusterSecret) -> RouterApp:
+    return RouterApp(
+        options,
+        side_channels,
+        push_key=PushTicketKey(secret.key),
+        registrar=Registrar(secret.key),
+        make_ask=lambda watch: ask_by(side_channels.ask_turn, watch),
     )
 
 
-def _announce(address: Address) -> None:
+def router_options(arguments: argparse.Namespace) -> RouterOptions:
+    """The file's settings, and the flags' in their place."""
+    path = getattr(arguments, "config", None)
+    options = read_config_file(_read(path), _read) if path else RouterOptions()
+    instances = {role: _instances(arguments, role, is_default=not path) for role in Role}
+    return replace(
+        options,
+        prefillers=instances[Role.PREFILL] or options.prefillers,
+        decoders=instances[Role.DECODE] or options.decoders,
+        routing=_overridden(options.routing, arguments),
+        access=_merged(options.access, _access(arguments)),
+        **_given(arguments, ("host", "port", "access_log")),
+    )
+
+
+def _instances(arguments: argparse.Namespace, role: Role, is_default: bool) -> tuple[Instance, ...]:
+    hosts, ports = getattr(arguments, f"{_FLAGS[role]}_hosts"), getattr(arguments, f"{_FLAGS[role]}_ports")
+    if hosts is None and ports is None and not is_default:
+        return ()
+    return pair_instances(role, hosts or ["localhost"], ports or [_DEFAULT_PORTS[role]])
+
+
+def _overridden(routing: Routing, arguments: argparse.Namespace) -> Routing:
+    given = _given(arguments, ("prefill_policy", "decode_policy", "without_prefill"))
+    if "without_prefill" in given:
+        given["without_prefill"] = FailurePolicy(given["without_prefill"])
+    return replace(routing, **given)
+
+
+def _access(arguments: argparse.Namespace) -> Access:
+    return read_access(_given(arguments, (*_ACCESS_FILES, "cors_origins")), _read)
+
+
+def _merged(below: T, above: T) -> T:
+    """What was set in the one above, else what the other says."""
+    values: dict[str, Any] = {entry.name: getattr(above, entry.name) for entry in fields(above)}  # type: ignore[arg-type]
+    merged: T = replace(below, **{name: value for name, value in values.items() if value})  # type: ignore[type-var]
+    return merged
+
+
+def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _announce(address: Address, is_tls: bool) -> None:
     where = dialable(address)
     everywhere = "" if where == address else " and on every other address of this machine"
-    print(f"kvferry proxy listens on http://{where}{everywhere}", flush=True)
+    scheme = "https" if is_tls else "http"
+    print(f"kvferry proxy listens on {scheme}://{where}{everywhere}; dashboard: {scheme}://{where}/dashboard", flush=True)
     announce_address(where, os.environ)
 
 

@@ -4,12 +4,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
 from kvferry.cli.addresses import check_listenable, curl_command, dialable
 from kvferry.cli.announce import announce_address
 from kvferry.cli.parser import Parser
 from kvferry.cli.planes import Kit
+from kvferry.cli.registering import Registration, check_router_url
 from kvferry.cli.sizes import parse_port, parse_size
 from kvferry.config import (
     ClusterSecret,
@@ -29,6 +31,8 @@ from kvferry.engine.client import EngineClient
 from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
+from kvferry.router.instances import Role, parse_instance
+from kvferry.router.registration import DEFAULT_TTL_S, Registrar
 from kvferry.types import Address
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "api_host", "check_before_start", "engine_options", "run"]
@@ -56,6 +60,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--served-model-name", metavar="NAME", default="", help="what clients call the model (default: MODEL)")
     _add_model_arguments(parser)
     _add_cache_arguments(parser)
+    parser.add_argument("--router", nargs="+", metavar="URL", help="routers to register with, for as long as this engine serves")
+    parser.add_argument("--router-role", choices=[role.value for role in Role], help="what for; needed with --router")
+    parser.add_argument("--router-url", metavar="URL", help="where routers reach this engine (default: the side channel's host)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much is logged (default: %(default)s)")
     for name in DATA_PARALLEL:
         parser.add_planned(name, advice="start several engines and name them all to `kvferry proxy`")
@@ -127,7 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_before_start(options, address)
     for sentence in ignored_variables(os.environ):
         logging.getLogger(__name__).warning(sentence)
-    return run_on_fast_loop(_serve(options, kit, side_channel, address))
+    on_listening = _listening if not arguments.router else _registering(arguments, side_channel)
+    return run_on_fast_loop(_serve(options, kit, side_channel, address, on_listening))
 
 
 def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) -> EngineOptions:
@@ -184,7 +192,28 @@ def api_host(given: str | None, side_channel: SideChannelConfig) -> str:
     return given or ("localhost" if side_channel.is_local else "0.0.0.0")
 
 
-async def _serve(options: EngineOptions, kit: Kit, side_channel: SideChannelConfig, address: Address) -> int:
+def _registering(arguments: argparse.Namespace, side_channel: SideChannelConfig) -> Callable[[str, Address], None]:
+    """Tell routers of this engine once it listens. They forget it soon after it stops."""
+    routers = [check_router_url(url) for url in arguments.router]
+    if arguments.router_role is None:
+        raise ConfigError("--router needs --router-role: prefill or decode")
+    registrar = Registrar(ClusterSecret.load(os.environ).key)
+
+    def listening(model_name: str, address: Address) -> None:
+        _listening(model_name, address)
+        host = side_channel.advertised_host if not side_channel.is_local else dialable(address).host
+        url = arguments.router_url or f"http://{Address(host, address.port)}"
+        instance = parse_instance(Role(arguments.router_role), url)
+        registration = Registration(instance, routers, registrar, DEFAULT_TTL_S)
+        # It holds up nobody's end: routers notice an engine that does not renew, and one that refuses.
+        threading.Thread(target=registration.run, name="kvferry-registration", daemon=True).start()
+
+    return listening
+
+
+async def _serve(
+    options: EngineOptions, kit: Kit, side_channel: SideChannelConfig, address: Address, on_listening: Callable[[str, Address], None]
+) -> int:
     """The exit code: 0, or the signal's when one came before there was anything to serve with."""
     # The core logs its stages too; nobody needs to read them twice.
     on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
@@ -194,7 +223,7 @@ async def _serve(options: EngineOptions, kit: Kit, side_channel: SideChannelConf
         if isinstance(client, Stopped):
             return client.exit_code
         try:
-            await serve_api(client, options, address.host, address.port, signals=signals, on_listening=_listening)
+            await serve_api(client, options, address.host, address.port, signals=signals, on_listening=on_listening)
         finally:
             await client.close()
     return 0

@@ -48,6 +48,8 @@ class KVOutputAggregator:
         whole.finished_sending |= self._count(self._sending, rank, output.finished_sending)
         whole.finished_recving |= self._count(self._recving, rank, output.finished_recving)
         whole.given_up_recving |= output.given_up_recving
+        for request, times in output.recving_times.items():
+            whole.recving_times.setdefault(request, []).extend(times)
         whole.invalid_block_ids |= output.invalid_block_ids
         if output.kv_connector_stats is not None:
             stats = whole.kv_connector_stats

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
+    from kvferry.events import PullTimes
     from kvferry.ports.kit import PlaneKit
     from kvferry.ports.memory import CacheMemory
 
@@ -237,6 +238,8 @@ class KVConnectorTransferResults:
     """kvferry only: a sentence per failed receive."""
     given_up_recving: dict[str, str] = field(default_factory=dict)
     """kvferry only: receives that will fail, with the reason, whose blocks may still be written. `failed_recving` names them later."""
+    recving_times: "dict[str, list[PullTimes]]" = field(default_factory=dict)
+    """kvferry only: how receives that ended went, one entry per rank that tells."""
 
 
 @dataclass(slots=True)
@@ -248,6 +251,7 @@ class KVConnectorOutput:
     failed_recving: set[str] = field(default_factory=set)
     failure_reasons: dict[str, str] = field(default_factory=dict)
     given_up_recving: dict[str, str] = field(default_factory=dict)
+    recving_times: "dict[str, list[PullTimes]]" = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_stats: "KVConnectorStats | None" = None
     kv_cache_events: Any = None

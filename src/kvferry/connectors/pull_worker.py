@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvferry.config import BufferDevice, NixlExtraConfig
+from kvferry.connectors.carried import Carried
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorTransferResults, KVTensor
 from kvferry.connectors.geometry import compatibility_factors, geometry_of
 from kvferry.connectors.host_buffer import mirror_bytes, mirrored
@@ -62,6 +63,7 @@ class PullWorker:
         self._stats = TransferStats()
         self._news = PullNews()
         self._reported = FerrySnapshot()
+        self._carried = Carried()
 
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Register the cache, or its mirror, with every plane that can carry it, and start the ferry."""
@@ -159,9 +161,11 @@ class PullWorker:
 
     def _take(self, event: Event, results: KVConnectorTransferResults) -> None:
         match event:
-            case PullFinished(request):
+            case PullFinished(request, times):
+                self._carried.tell(request, times, results)
                 results.finished_recving.add(request)
-            case PullFailed(request, reason):
+            case PullFailed(request, reason, times):
+                self._carried.tell(request, times, results)
                 _log.warning("pull failed request=%s reason=%s", request, reason)
                 results.finished_recving.add(request)
                 results.failed_recving.add(request)
@@ -187,6 +191,7 @@ class PullWorker:
         """What is counted or logged, and no request waits for."""
         match event:
             case BytesMoved(plane, total_bytes, pieces, planned, post_s, transfer_s, is_ok):
+                self._carried.note(event)
                 if is_ok:
                     self._stats.record_transfer(plane, total_bytes, pieces, planned, post_s, transfer_s)
                 else:

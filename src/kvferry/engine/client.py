@@ -14,11 +14,12 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from kvferry.engine.link import CoreLink, OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, Remaining, RequestOutput, Status
+from kvferry.engine.messages import AddRequest, CoreReady, GetHandovers, GetStatus, Handovers, Remaining, RequestOutput, Status
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.setup import EngineSetup
 from kvferry.errors import KVFerryError
 from kvferry.ports.kit import PlaneKit
+from kvferry.web.handover_records import HandoverRecord
 
 if TYPE_CHECKING:
     from kvferry.config import SideChannelConfig
@@ -134,9 +135,21 @@ class EngineClient:
     async def status(self, timeout_s: float = 5.0) -> Status:
         """A snapshot of the core. KVFerryError when it is dead or does not answer in time."""
         self._next_nonce += 1
+        answer = await self._ask(GetStatus(self._next_nonce), timeout_s)
+        assert isinstance(answer, Status)
+        return answer
+
+    async def handovers(self, name: str = "", timeout_s: float = 5.0) -> list[HandoverRecord]:
+        """Where the time of requests went whose KV came from a peer: of those of that name, or of the newest. Raises as `status` does."""
+        self._next_nonce += 1
+        answer = await self._ask(GetHandovers(self._next_nonce, name), timeout_s)
+        assert isinstance(answer, Handovers)
+        return answer.records
+
+    async def _ask(self, question: GetStatus | GetHandovers, timeout_s: float) -> Status | Handovers:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._link.ask_status(self._next_nonce)
+                return await self._link.ask(question)
         except TimeoutError:
             raise KVFerryError(f"the engine core did not answer within {timeout_s:g} s") from None
 

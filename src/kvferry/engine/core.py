@@ -10,6 +10,7 @@ import gc
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable
 from multiprocessing import connection
 from types import FrameType
@@ -29,7 +30,9 @@ from kvferry.engine.messages import (
     CoreReady,
     Drain,
     FromCore,
+    GetHandovers,
     GetStatus,
+    Handovers,
     Outputs,
     Remaining,
     RequestOutput,
@@ -100,15 +103,20 @@ class EngineCore:
     def _step(self) -> None:
         self._is_step_due = self._has_slept = False
         plan = self._scheduler.schedule()
+        if self._totals.handovers.is_watching:
+            self._totals.handovers.note_plan(plan.slices, time.monotonic())
         result = self._executor.execute(plan)
         outputs = self._scheduler.update(plan, result)
         if result.connector_output is not None:
             self._totals.add(result.connector_output.kv_connector_stats)
+            self._totals.handovers.note_receives(result.connector_output.recving_times)
         if self._connector is not None:
             self._totals.add(self._connector.get_kv_connector_stats())
         self._report(outputs)
 
     def _report(self, outputs: list[RequestOutput]) -> None:
+        if self._totals.handovers.is_watching:
+            self._totals.handovers.note_outputs(outputs, time.monotonic())
         if self._is_draining:
             # There will be no next turn here.
             self._scheduler.keep_nothing()
@@ -141,12 +149,16 @@ class EngineCore:
         for message in self._api.receive():
             match message:
                 case AddRequest():
+                    self._totals.handovers.note_arrival(message, time.monotonic())
                     refusal = self._scheduler.add(message)
                     outputs += [] if refusal is None else [refusal]
                 case AbortRequest(request_id=request_id):
+                    self._totals.handovers.forget(request_id)
                     self._scheduler.abort(request_id)
                 case GetStatus(nonce=nonce):
                     self._send_status(nonce)
+                case GetHandovers(nonce=nonce, name=name):
+                    self._api.send(Handovers(nonce, self._totals.handovers.records(name, time.monotonic())))
                 case Drain():
                     self._is_draining = True
                 case Shutdown():

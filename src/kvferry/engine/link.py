@@ -20,7 +20,9 @@ from kvferry.engine.messages import (
     CoreReady,
     Drain,
     FromCore,
+    GetHandovers,
     GetStatus,
+    Handovers,
     Outputs,
     Remaining,
     RequestOutput,
@@ -94,7 +96,7 @@ class CoreLink(asyncio.Protocol):
         self.gone: asyncio.Future[str] = loop.create_future()
         self.remaining: Remaining | None = None
         self.drained = asyncio.Event()
-        self._statuses: dict[int, asyncio.Future[Status]] = {}
+        self._questions: dict[int, asyncio.Future[Status | Handovers]] = {}
         self.stage = "starting the process"
         self._on_progress = on_progress
         self._on_closed = on_closed
@@ -129,8 +131,8 @@ class CoreLink(asyncio.Protocol):
             case Outputs(outputs=outputs):
                 for output in outputs:
                     self._deliver(output)
-            case Status(nonce=nonce):
-                waiter = self._statuses.pop(nonce, None)
+            case Status(nonce=nonce) | Handovers(nonce=nonce):
+                waiter = self._questions.pop(nonce, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
             case Remaining():
@@ -161,7 +163,7 @@ class CoreLink(asyncio.Protocol):
         if not self.ready.done():
             self.ready.set_exception(error or KVFerryError(reason))
             self.ready.exception()
-        for waiter in self._statuses.values():
+        for waiter in self._questions.values():
             if not waiter.done():
                 waiter.set_exception(KVFerryError(reason))
         for request_id in list(self._streams):
@@ -204,16 +206,16 @@ class CoreLink(asyncio.Protocol):
             del self._streams[stream.request_id]
             self._send([AbortRequest(stream.request_id)])
 
-    async def ask_status(self, nonce: int) -> Status:
+    async def ask(self, question: GetStatus | GetHandovers) -> Status | Handovers:
         if self._transport is None:
             raise KVFerryError(self.death or "the engine core is not connected")
-        waiter: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
-        self._statuses[nonce] = waiter
-        self._send([GetStatus(nonce)])
+        waiter: asyncio.Future[Status | Handovers] = asyncio.get_running_loop().create_future()
+        self._questions[question.nonce] = waiter
+        self._send([question])
         try:
             return await waiter
         finally:
-            self._statuses.pop(nonce, None)
+            self._questions.pop(question.nonce, None)
 
     def drain(self) -> None:
         self._send([Drain()])

@@ -1,8 +1,8 @@
 """What the API process and the engine core say to each other, as msgspec structs over one pipe.
 
-API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `Drain`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or `CoreFailed`
-once, then `RequestOutput`s in batches (one `Outputs` per step), `Status`, `Remaining` once it drains, and `CoreFailed` if the core dies
-with a reason.
+API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `GetHandovers`, `Drain`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or
+`CoreFailed` once, then `RequestOutput`s in batches (one `Outputs` per step), `Status`, `Handovers`, `Remaining` once it drains, and
+`CoreFailed` if the core dies with a reason.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvferry.engine.step import SampledToken, SamplingParams
+from kvferry.web.handover_records import HandoverRecord
 
 __all__ = [
     "AbortRequest",
@@ -19,7 +20,9 @@ __all__ = [
     "CoreReady",
     "Drain",
     "FromCore",
+    "GetHandovers",
     "GetStatus",
+    "Handovers",
     "Outputs",
     "Remaining",
     "RequestOutput",
@@ -55,6 +58,12 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True):
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     nonce: int
+
+
+class GetHandovers(msgspec.Struct, frozen=True, tag=True):
+    nonce: int
+    name: str = ""
+    """A request's id, as its client sent it or as the engine has it; empty: the newest, whosever they are."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -141,6 +150,11 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """The connector's own stats since start, as its `to_dict` gives them."""
 
 
+class Handovers(msgspec.Struct, frozen=True, tag=True):
+    nonce: int
+    records: list[HandoverRecord] = []
+
+
 class Remaining(msgspec.Struct, frozen=True, tag=True):
     """Who still needs a draining engine. Sent before the outputs of the same step: whoever has seen a request end knows what it left."""
 
@@ -156,7 +170,7 @@ class Remaining(msgspec.Struct, frozen=True, tag=True):
         return not (self.num_requests or self.num_leases)
 
 
-ToCore = list[AddRequest | AbortRequest | GetStatus | Drain | Shutdown]
+ToCore = list[AddRequest | AbortRequest | GetStatus | GetHandovers | Drain | Shutdown]
 """One frame holds a batch; requests in one frame enter the engine before its next step."""
 
-FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | Status | Remaining
+FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | Status | Handovers | Remaining

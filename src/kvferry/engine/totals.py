@@ -1,9 +1,10 @@
-"""What the connectors of an engine have carried since it started, summed over steps and ranks. Pure."""
+"""What the connectors of an engine have carried since it started, summed over steps and ranks, and for whom last. Pure."""
 
 from bisect import bisect_left
 from typing import Any
 
 from kvferry.connectors.stats import HISTOGRAMS, KVConnectorStats, add_up, merge_stats
+from kvferry.engine.handovers import HandoverLog
 from kvferry.engine.messages import TransferSummary
 
 __all__ = ["TransferTotals"]
@@ -13,6 +14,7 @@ class TransferTotals:
     """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets": {index of the upper bound: count}}}."""
 
     def __init__(self) -> None:
+        self.handovers = HandoverLog()
         self._data: dict[str, Any] = {}
 
     def add(self, stats: KVConnectorStats | None) -> None:

@@ -100,6 +100,7 @@ class Worker:
             failed_recving=results.failed_recving,
             failure_reasons=results.failure_reasons,
             given_up_recving=results.given_up_recving,
+            recving_times=results.recving_times,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_cache_events=connector.get_kv_connector_kv_cache_events(),

@@ -271,7 +271,8 @@ class Ferry:
             return
         moved, used = completion.total_bytes, completion.pieces
         planned = used if move is None else sum(len(part.local_offsets) for part in move.pieces)
-        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok))
+        request = move.request if isinstance(move, StartRead) else None
+        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok, request))
         if move is not None:
             self._tell_end(move, completion.error, now)
 

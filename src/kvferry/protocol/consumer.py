@@ -33,6 +33,7 @@ from kvferry.protocol.promises import Promises
 from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
 from kvferry.protocol.reader_talk import ReaderTalk
 from kvferry.protocol.reading import Reading
+from kvferry.protocol.stopwatches import Stopwatches
 from kvferry.protocol.tickets import Ticket
 from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
 from kvferry.types import Address, EngineLife, Epoch, PeerId, RequestId
@@ -54,6 +55,7 @@ class Consumer:
         )
         self._sharers: list[PeerUser] = []
         self._events: list[Event] = []
+        self._stopwatches = Stopwatches()
         parts = ConsumerParts(settings, self._peers, self._pulls, self._talk, self._actions, self._events, self._meet)
         self._reading, self._lending, self._promises = Reading(parts), Lending(parts), Promises(parts)
 
@@ -93,6 +95,7 @@ class Consumer:
         origin.life = self._peers.recognise(origin.life, origin.address)
         pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
         self._pulls.add(pull)
+        self._stopwatches.start(request, now)
         peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
             self._meet(pull, _E.PEER_LOST, now, peer.reason)
@@ -260,6 +263,7 @@ class Consumer:
     def _meet(self, pull: Pull, event: TransferEvent, now: float, reason: str) -> None:
         """Move a pull on and do what its new state asks for."""
         before, pull.state = pull.state, next_state(pull.state, event)
+        self._stopwatches.note(pull.request, event, pull.state, now)
         if event in TROUBLE and pull.state not in (TransferState.PLACING, TransferState.RECLAIMING):
             pull.reason = pull.reason or reason
         self._promises.note(pull, before, now)
@@ -340,13 +344,14 @@ class Consumer:
 
     def _end(self, pull: Pull) -> None:
         self._pulls.remove(pull)
+        times = self._stopwatches.stop(pull.request)
         if pull.state is TransferState.DONE:
-            self._events.append(PullFinished(pull.request))
+            self._events.append(PullFinished(pull.request, times))
             return
         if not pull.is_confirmed:
             self._talk.say_farewell(pull)
         if pull.has_blocks:
-            self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted"))
+            self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted", times))
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:

@@ -1,124 +1,190 @@
-"""The router's HTTP application: routes, error answers, and the life of its connections to instances."""
+"""One router: its parts put together, and which of them answers a request.
+
+Made and used on one event loop. `RouterApp.start`, then `handle` and `admit` for every request, then `close`.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import random
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
 
-import aiohttp
-from aiohttp import web
-
-from kvferry.errors import TransportError
 from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.router.failures import error_response
-from kvferry.router.instances import InstancePool, Outcome, Role
+from kvferry.router.access import Gate
+from kvferry.router.admin import Admin
+from kvferry.router.admission import Admission
+from kvferry.router.calls import Calls
+from kvferry.router.conversations import Conversations
+from kvferry.router.exchange import Answer
+from kvferry.router.failures import error_answer
+from kvferry.router.fleet import Fleet, FleetOptions
+from kvferry.router.front import Front
+from kvferry.router.http1.client import Upstreams
+from kvferry.router.http1.messages import ServerRequest
+from kvferry.router.http1.server import Reply, WholeAnswer
+from kvferry.router.instances import Role
+from kvferry.router.last_look import LastLook
 from kvferry.router.legs import Handover
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
-from kvferry.router.proxy import Proxy
+from kvferry.router.pages import Pages
+from kvferry.router.push_sources import PushSources
+from kvferry.router.registration import Registrar
 from kvferry.router.release import Releases
+from kvferry.router.serving import Serving
+from kvferry.router.timeline import RecentRequests
+from kvferry.router.turn_keeper import AskTurn, TurnKeeper
+from kvferry.router.vital_signs import VitalSigns
+from kvferry.router.watch import Watch
+from kvferry.types import FailurePolicy
 
-__all__ = ["make_app"]
+__all__ = ["RouterApp"]
 
 _log = logging.getLogger(__name__)
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-# vLLM's server closes idle connections after 5 s; reusing one in that very moment would fail the request, so ours are closed before.
-_KEEPALIVE_S = 4.0
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_Page = Callable[[ServerRequest], Awaitable[Answer]]
+_SHOWN_ROUTE_CHARS = 100
+_GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
-def make_app(options: RouterOptions, releases: Releases, push_key: PushTicketKey | None = None) -> web.Application:
-    """The application for one router. Serve it with handler cancellation on, or departing clients are not noticed.
+class RouterApp:
+    def __init__(
+        self,
+        options: RouterOptions,
+        releases: Releases,
+        *,
+        push_key: PushTicketKey | None = None,
+        registrar: Registrar | None = None,
+        make_ask: Callable[[Watch], AskTurn] | None = None,
+    ) -> None:
+        """Without a key for push tickets, prefill instances are always asked first. `make_ask`: the way to ask decode instances for what
+        their streams leave out."""
+        now = time.monotonic()
+        self.options = options
+        self.metrics = RouterMetrics(f"{options.routing.prefill_policy}, {options.routing.decode_policy}")
+        self.gate = Gate.of(options.access)
+        self.fleet = _make_fleet(options, now)
+        self.admission = Admission(options.admission, time.monotonic)
+        self._upstreams = Upstreams()
+        self._recent = RecentRequests()
+        signs = VitalSigns()
+        conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
+        calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs, _client_tls(options))
+        self.watch = Watch(calls, conversations.forget)
+        ask = make_ask(self.watch) if make_ask is not None else None
+        self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
+        self._last_look = LastLook(_Counted(releases, self.metrics))
+        serving = Serving(calls, _Counted(releases, self.metrics), PushSources(push_key), self.watch, self._turns, self._last_look)
+        self._front = Front(options, self.gate, self.admission, serving, self._recent, signs)
+        admin = Admin(self.fleet, registrar, self.watch.look_now, self.watch.gone)
+        pages = Pages(options, self.fleet, self.watch, self.admission, conversations, self._recent, signs, calls)
+        self._routes = _routes(pages, admin)
+        self._watching: asyncio.Task[None] | None = None
 
-    Without a key for push tickets, prefill instances are always asked first."""
-    router = _Router(options, releases, push_key)
-    app = web.Application(client_max_size=options.max_body_bytes, middlewares=[router.guard])
-    app.cleanup_ctx.append(router.connections)
-    app.router.add_post("/v1/completions", router.generate)
-    app.router.add_post("/v1/chat/completions", router.generate)
-    app.router.add_get("/v1/models", router.models)
-    app.router.add_get("/health", router.health)
-    app.router.add_get("/healthcheck", router.health)
-    app.router.add_get("/metrics", router.show_metrics)
-    return app
+    async def start(self) -> None:
+        self._watching = asyncio.create_task(self.watch.run())
 
+    def stop_admitting(self) -> None:
+        """`/readyz` says no from now on, and nobody new is let in."""
+        self.admission.close()
 
-class _Router:
-    """Joins the parts. `_proxy` exists while the application runs."""
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self.watch.close()
+        await self._turns.close()
+        await self._last_look.close()
+        await self._upstreams.close()
 
-    def __init__(self, options: RouterOptions, releases: Releases, push_key: PushTicketKey | None) -> None:
-        self._options = options
-        self._pool = InstancePool(options.prefillers, options.decoders)
-        self._metrics = RouterMetrics()
-        self._releases = _Counted(releases, self._metrics)
-        self._push_key = push_key
-        self._proxy: Proxy | None = None
+    # -- the server calls these ----------------------------------------------------------------------------------------
 
-    async def connections(self, _: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-        async with aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity"},
-        ) as session:
-            self._proxy = Proxy(self._options, self._pool, session, self._releases, self._metrics, self._push_key)
-            yield
-            await self._proxy.close()
-            self._proxy = None
+    def admit(self, request: ServerRequest) -> WholeAnswer | None:
+        """What can be answered without a body: no such route, no right to it, what browsers ask beforehand."""
+        path, gate = request.path, self.gate
+        methods = ("POST",) if path in _GENERATING else tuple(self._find(path))
+        cors = gate.cors_headers(request.headers)
+        if not methods:
+            return self._refuse(request, error_answer(404, f"{_shown_route(request)}: Not Found", headers=cors))
+        if request.method == "OPTIONS" and request.headers.get("access-control-request-method") is not None:
+            return 204, gate.preflight_headers(request.headers, methods), b""
+        if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
+            allow = ("Allow", ", ".join(methods))
+            return self._refuse(request, error_answer(405, f"{_shown_route(request)}: Method Not Allowed", headers=[allow, *cors]))
+        if gate.needs_key(path) and gate.tenant(request.headers) is None:
+            challenge = ("WWW-Authenticate", "Bearer")
+            return self._refuse(request, error_answer(401, "the API key is missing or not known here", headers=[challenge, *cors]))
+        if gate.is_admin_path(path) and path != "/admin/register" and not gate.is_admin(request.headers, request.peer):
+            sentence = "this needs the admin key" if gate.access.admin_key else "this is for the router's own machine; set an admin key"
+            return self._refuse(request, error_answer(401, sentence, headers=[("WWW-Authenticate", "Bearer")]))
+        return None
 
-    @web.middleware
-    async def guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """The top of every request: counts it and turns what went wrong into an answer."""
-        self._metrics.active.inc()
+    async def handle(self, request: ServerRequest, reply: Reply) -> None:
+        self.metrics.active.value += 1
         try:
-            response = await self._answer(request, handler)
-        except asyncio.CancelledError:
-            self._metrics.aborts.inc()
-            raise
+            if request.path in _GENERATING:
+                await self._front.generate(request, reply)
+            else:
+                await self._show(request, reply)
         finally:
-            self._metrics.active.dec()
-        resource = request.match_info.route.resource
-        self._metrics.requests.labels(resource.canonical if resource else "none", str(response.status)).inc()
-        return response
+            self.metrics.active.value -= 1
+            self._count(request, reply.status)
 
-    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except web.HTTPRequestEntityTooLarge:
-            return error_response(413, f"the request body is larger than {self._options.max_body_bytes} bytes")
-        except web.HTTPException as error:
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            return error_response(error.status, f"{_shown_route(request)}: {error.reason}", allow)
-        except TransportError as error:
-            _log.warning("request failed: %s", error)
-            return error_response(502, str(error))
-        except Exception:
-            _log.exception("request failed by a bug path=%s", request.path)
-            return error_response(500, "the router failed to serve this request; its log says why")
+    async def _show(self, request: ServerRequest, reply: Reply) -> None:
+        page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
+        assert page is not None, "admit has looked"
+        answer = await page(request)
+        reply.send(answer.status, [*answer.headers, *self.gate.cors_headers(request.headers)], answer.body)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        assert self._proxy is not None
-        return await self._proxy.generate(request)
+    def _find(self, path: str) -> Mapping[str, _Page]:
+        """Longest first: the last route that ends with a slash stands for all below it."""
+        found = self._routes.get(path)
+        if found is None:
+            parent = path.rpartition("/")[0] + "/"
+            found = self._routes.get(parent, {})
+        return found
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        assert self._proxy is not None
-        return await self._proxy.models(request)
+    def _refuse(self, request: ServerRequest, answer: Answer) -> WholeAnswer:
+        self._count(request, answer.status)
+        return answer.status, answer.headers, answer.body
 
-    async def health(self, _: web.Request) -> web.StreamResponse:
-        """Of the router: it is well whatever its instances are. Nobody is asked; these are the outcomes of the last legs."""
-        counts = {f"{role}_instances": len(self._pool.of(role)) for role in Role}
-        last = {f"{role}_last_{outcome}": self._pool.count(role, outcome) for role in Role for outcome in Outcome}
-        return web.json_response({"status": "ok", **counts, **last})
-
-    async def show_metrics(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+    def _count(self, request: ServerRequest, status: int) -> None:
+        route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
+        if status:
+            self.metrics.requests.add(route, str(status))
 
 
-def _shown_route(request: web.Request) -> str:
-    """A path may hold bytes that are no text."""
-    return f"{request.method} {request.path}".encode(errors="replace").decode()
+def _client_tls(options: RouterOptions) -> ssl.SSLContext:
+    """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
+    return ssl.create_default_context(cafile=options.access.instance_ca_file or None)
+
+
+def _make_fleet(options: RouterOptions, now: float) -> Fleet:
+    policies = {Role.PREFILL: options.routing.prefill_policy, Role.DECODE: options.routing.decode_policy}
+    spare = frozenset({Role.PREFILL} if options.routing.without_prefill is FailurePolicy.RECOMPUTE else ())
+    fleet = Fleet(FleetOptions(policies, spare, health=options.health), random.random)
+    for instance in (*options.prefillers, *options.decoders):
+        fleet.add(instance, now)
+    return fleet
+
+
+def _routes(pages: Pages, admin: Admin) -> dict[str, Mapping[str, _Page]]:
+    routes: dict[str, Mapping[str, _Page]] = {path: {"GET": page} for path, page in pages.routes().items()}
+    for path, methods in admin.routes().items():
+        routes[path] = {method: _from_body(answer) for method, answer in methods.items()}
+    return routes
+
+
+def _from_body(answer: Callable[[bytes], Answer]) -> _Page:
+    async def page(request: ServerRequest) -> Answer:
+        return answer(request.body)
+
+    return page
+
+
+def _shown_route(request: ServerRequest) -> str:
+    return f"{request.method} {request.path}"[:_SHOWN_ROUTE_CHARS]
 
 
 class _Counted:
@@ -129,5 +195,5 @@ class _Counted:
         self._metrics = metrics
 
     def release(self, handover: Handover) -> None:
-        self._metrics.releases.inc()
+        self._metrics.releases.add()
         self._releases.release(handover)

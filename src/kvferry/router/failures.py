@@ -1,24 +1,25 @@
-"""The router's own errors, as a whole answer or as the last event of a stream. Pure but for aiohttp's class.
+"""The router's own errors, as a whole answer or as the last event of a stream. Pure.
 
 They look like an engine's, because an engine's refusals are passed on as they are.
 """
 
-from collections.abc import Mapping
-
-from aiohttp.web import Response
+from collections.abc import Iterable
 
 from kvferry.errors import RequestRefused
+from kvferry.router.exchange import Answer
 from kvferry.web.errors import error_body
-from kvferry.web.errors import error_response as refusal_response
 
-__all__ = ["error_event", "error_response"]
+__all__ = ["error_answer", "error_event"]
 
-
-def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return refusal_response(RequestRefused(message, status=status), headers)
+_JSON = ("Content-Type", "application/json; charset=utf-8")
 
 
-def error_event(status: int, message: str, tail: bytes) -> bytes:
-    """A server-sent event that says why the stream ends here. `tail`: the last bytes sent before it, which may end inside an event."""
-    start = b"" if not tail or tail.endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
-    return start + b"data: " + error_body(RequestRefused(message, status=status)) + b"\n\n"
+def error_answer(status: int, message: str, retry_after_s: int | None = None, headers: Iterable[tuple[str, str]] = ()) -> Answer:
+    retry = [] if retry_after_s is None else [("Retry-After", str(retry_after_s))]
+    return Answer(status, [_JSON, *retry, *headers], error_body(RequestRefused(message, status=status)))
+
+
+def error_event(status: int, message: str) -> bytes:
+    """A server-sent event that says why the stream ends here. What was sent before may have ended inside an event: empty lines close it,
+    and mean nothing otherwise."""
+    return b"\n\ndata: " + error_body(RequestRefused(message, status=status)) + b"\n\n"

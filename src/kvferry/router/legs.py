@@ -12,7 +12,9 @@ import msgspec
 from kvferry.errors import RemoteProtocolError
 from kvferry.types import Address
 
-__all__ = ["ClientRequest", "Handover", "PushSource", "Refusal", "read_client_request", "read_prefill_answer"]
+__all__ = ["MAX_CONVERSATION_CHARS", "ClientRequest", "Handover", "PushSource", "Refusal", "read_client_request", "read_prefill_answer"]
+
+MAX_CONVERSATION_CHARS = 256
 
 _Fields = dict[str, msgspec.Raw]
 
@@ -31,6 +33,7 @@ _PREFILL_PARAMS = {
     "remote_port": None,
 }
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
+_KEEP_NOTHING = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 
 
@@ -86,26 +89,55 @@ class ClientRequest:
     """A well-formed request, still undecoded below its first level."""
 
     fields: _Fields
+    conversation_id: str | None = None
+
+    @property
+    def prompt(self) -> memoryview:
+        """The JSON text of what is to be computed."""
+        text = self.fields.get("messages") or self.fields.get("prompt")
+        return memoryview(b"") if text is None else memoryview(text)
 
     @property
     def is_streamed(self) -> bool:
         return bytes(self.fields.get("stream", b"")) == b"true"
 
-    def prefill_body(self, push_ticket: str = "") -> bytes:
-        """Computes the prompt, keeps the blocks, answers with one token at once."""
-        params = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS | {"push_ticket": push_ticket})) if push_ticket else _PLAIN_PREFILL_PARAMS
+    def prefill_body(self, push_ticket: str = "", last_turn: bytes | None = None) -> bytes:
+        """Computes the prompt, keeps the blocks, answers with one token at once.
+
+        `last_turn`: what D said at the end of the conversation's last turn, so that P can fetch what D still has of it."""
         leg = {key: value for key, value in self.fields.items() if key not in _NOT_FOR_PREFILL}
         one = msgspec.Raw(b"1")
-        leg |= {"stream": msgspec.Raw(b"false"), "max_tokens": one, "kv_transfer_params": params}
+        leg |= {"stream": msgspec.Raw(b"false"), "max_tokens": one, "kv_transfer_params": _prefill_params(push_ticket, last_turn)}
         if "max_completion_tokens" in leg:
             leg["max_completion_tokens"] = one
         return _encoder.encode(leg)
 
-    def decode_body(self, handover: Handover | None) -> bytes:
-        """The client's request with P's blocks attached; without any, D computes the prompt itself."""
+    def decode_body(self, handover: Handover | None, turn_word: str | None = None) -> bytes:
+        """The client's request with P's blocks attached; without any, D computes the prompt itself.
+
+        `turn_word`: D is to keep the turn's blocks for the next one, under this word."""
+        word = _KEEP_NOTHING if turn_word is None else b'"conversation":"%s"' % turn_word.encode("ascii")
         if handover is None:
-            return _encoder.encode(self.fields)
-        return _encoder.encode(self.fields | {"kv_transfer_params": handover.params})
+            return _encoder.encode(self.fields if turn_word is None else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % word)})
+        return _encoder.encode(self.fields | {"kv_transfer_params": _with_word(handover.params, word)})
+
+
+def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
+    if not push_ticket and last_turn is None:
+        return _PLAIN_PREFILL_PARAMS
+    asked: dict[str, object] = dict(_PREFILL_PARAMS)
+    if last_turn is not None:
+        asked |= _decoder.decode(last_turn) | {"do_remote_decode": True, "do_remote_prefill": False}
+    if push_ticket:
+        asked["push_ticket"] = push_ticket
+    return msgspec.Raw(_encoder.encode(asked))
+
+
+def _with_word(params: msgspec.Raw, word: bytes) -> msgspec.Raw:
+    """One key more in an object that is kept as the text it came in."""
+    text = bytes(params).strip()
+    rest = text[1:].lstrip()
+    return msgspec.Raw(b"{%s%s%s" % (word, b"" if rest.startswith(b"}") else b",", rest))
 
 
 def read_client_request(body: bytes) -> ClientRequest | Refusal:
@@ -122,7 +154,13 @@ def read_client_request(body: bytes) -> ClientRequest | Refusal:
     prompts = _count_prompts(fields.get("prompt"))
     if prompts > 1:
         return Refusal(400, f"prompt is a list of {prompts} prompts; the router takes one prompt per request, send one request for each")
-    return ClientRequest({key: value for key, value in fields.items() if key not in _NEVER_FORWARDED})
+    try:
+        conversation = msgspec.json.decode(fields.get("conversation_id", b"null"), type=str | None)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        conversation = ""
+    if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
+        return Refusal(400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters")
+    return ClientRequest({key: value for key, value in fields.items() if key not in _NEVER_FORWARDED}, conversation)
 
 
 class _PrefillAnswer(msgspec.Struct):

@@ -1,30 +1,124 @@
-"""What a router is started with. Plain data, checked on construction; flags of `kvferry proxy` come from these fields."""
+"""What a router is started with. Plain data, checked on construction; the tables of a configuration file and the flags of `kvferry proxy`
+come from these fields."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 from kvferry.errors import ConfigError
+from kvferry.router.admission import AdmissionOptions
+from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance
+from kvferry.types import FailurePolicy
 
-__all__ = ["RouterOptions"]
+__all__ = ["Access", "ConversationOptions", "Limits", "RouterOptions", "Routing", "Timeouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """All in seconds."""
+
+    connect: float = 5.0
+    """For a connection to an instance."""
+    answer: float = 600.0
+    """How long an instance may take over an answer that is not streamed: every prefill leg, and decode legs without `stream`."""
+    idle: float = 300.0
+    """How long a stream, an upload or a client that reads may stand still."""
+    queue: float = 30.0
+    """How long a request may wait for its turn here."""
+    request: float = 3600.0
+    """How long one request may take in all, retries and stream included."""
+    probe: float = 5.0
+    """For one look at an instance's `/health` and `/metrics`."""
+    shutdown: float = 30.0
+    """How long streams may go on once the router has been told to stop."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "timeouts")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_body_bytes: int = 64 * 1024 * 1024
+    """Of a request (beyond it: 413), and of an answer that is read whole."""
+    max_connections: int = 10_000
+    """Of clients."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "limits")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    prefill_policy: str = "prefix_affinity"
+    """How P is chosen."""
+    decode_policy: str = "conversation_affinity"
+    """How D is chosen."""
+    without_prefill: FailurePolicy = FailurePolicy.RECOMPUTE
+    """When no prefill instance can be had: `recompute` lets a decode instance compute the prompt, `fail` answers with 503."""
+    max_retries: int = 2
+    """How often one request may be tried again elsewhere, while its client has got nothing."""
+
+    def __post_init__(self) -> None:
+        if self.max_retries < 0:
+            raise ConfigError(f"routing.max_retries must be 0 or more, got {self.max_retries}")
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationOptions:
+    max_count: int = 10_000
+    """Kept at once; the least recently written go first."""
+    max_bytes: int = 256 * 1024 * 1024
+    """Likewise."""
+    ttl: float = 480.0
+    """Seconds, at most: what the decode instance says of its own blocks counts if it is less."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "conversations")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may do what. Empty: not asked for."""
+
+    api_keys: tuple[tuple[str, str], ...] = ()
+    """Pairs of tenant and key."""
+    admin_key: str = field(default="", repr=False)
+    """For /admin and /dashboard. Without one, they answer only to this machine."""
+    instance_key: str = field(default="", repr=False)
+    """Sent to instances in the place of the client's own credentials."""
+    instance_ca_file: str = ""
+    """Who vouches for instances that speak TLS, if not a public authority."""
+    cors_origins: tuple[str, ...] = ()
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("ssl_keyfile was given without ssl_certfile; give both, or the certificate alone with its key in it")
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    prefillers: tuple[Instance, ...]
-    decoders: tuple[Instance, ...]
+    prefillers: tuple[Instance, ...] = ()
+    decoders: tuple[Instance, ...] = ()
     host: str = "localhost"
     port: int = 8000
     """0: any free one."""
-    connect_timeout_s: float = 5.0
-    answer_timeout_s: float = 600.0
-    """How long an instance may take over an answer that is not streamed: every prefill leg, and decode legs without `stream`."""
-    idle_timeout_s: float = 300.0
-    """How long a stream, an upload or a client that reads may stand still."""
-    max_body_bytes: int = 64 * 1024 * 1024
+    access_log: bool = False
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: Limits = field(default_factory=Limits)
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
+    routing: Routing = field(default_factory=Routing)
+    health: HealthOptions = field(default_factory=HealthOptions)
+    conversations: ConversationOptions = field(default_factory=ConversationOptions)
+    access: Access = field(default_factory=Access)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
-        for name in ("connect_timeout_s", "answer_timeout_s", "idle_timeout_s", "max_body_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
+
+
+def _check_positive(options: object, table: str) -> None:
+    for entry in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, entry.name)
+        if not value > 0:
+            raise ConfigError(f"{table}.{entry.name} must be more than 0, got {value}")

@@ -1,20 +1,24 @@
-"""Gives P's blocks back at once when nobody will come for them: the router presents P's ticket.
+"""The router's word with side channels: P's blocks are given back at once when nobody will come for them, and D is asked what it has
+kept of a conversation's turn.
 
-Best effort. Without it the lease runs out by itself, so nothing here waits, retries or raises.
+Best effort. Without it leases run out by themselves and P computes a little more, so nothing here waits, retries or raises.
 """
 
+import itertools
 import logging
 import queue
 import threading
 import time
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Protocol
 
-from kvferry.errors import KVFerryError, TransportError
+from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
 from kvferry.ports.control import ControlPlane, Disconnected
-from kvferry.protocol.codec import encode
-from kvferry.protocol.messages import Release
+from kvferry.protocol.codec import decode, encode
+from kvferry.protocol.messages import AskTurn, Message, Release, Turn
 from kvferry.router.legs import Handover
+from kvferry.types import Address
 
 __all__ = ["Held", "NoReleases", "ReleaseSender", "Releases"]
 
@@ -25,6 +29,8 @@ _LINGER_S = 30.0
 # Frames sent in the last moment need a connection that may still be in the making.
 _FLUSH_S = 0.25
 _JOIN_S = 5.0
+_MAX_ASKED = 4096
+"""Questions without an answer; the oldest is given up beyond that."""
 
 
 class Releases(Protocol):
@@ -81,11 +87,13 @@ class Held:
 
 
 class ReleaseSender:
-    """One thread that owns a control plane and sends `Release` messages over it. `release` may be called from any thread."""
+    """One thread that owns a control plane and speaks to side channels over it. `release` and `ask_turn` may be called from any thread."""
 
     def __init__(self, control: ControlPlane, capacity: int = 1024) -> None:
         self._control = control
-        self._inbox: queue.Queue[tuple[str, str] | None] = queue.Queue(capacity)
+        self._inbox: queue.Queue[tuple[str, Message] | None] = queue.Queue(capacity)
+        self._asked: dict[int, Future[str]] = {}
+        self._nonces = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="kvferry-release")
         self._last_used: dict[str, float] = {}
         self.sent = 0
@@ -98,12 +106,28 @@ class ReleaseSender:
         if handover.ticket is None or handover.side_channel is None:
             self.dropped += 1
             return
+        self._put(handover.side_channel, Release(ticket=handover.ticket))
+
+    def ask_turn(self, side_channel: Address, word: str) -> "Future[str]":
+        """What is kept of the turn of this word, as JSON; empty: nothing. There may be no answer: whoever asks has a deadline."""
+        answer: Future[str] = Future()
+        nonce = next(self._nonces)
+        self._asked[nonce] = answer
+        while len(self._asked) > _MAX_ASKED:
+            self._asked.pop(next(iter(self._asked))).cancel()
+        answer.add_done_callback(lambda _: self._asked.pop(nonce, None))
+        if not self._put(side_channel, AskTurn(nonce, word)):
+            answer.cancel()
+        return answer
+
+    def _put(self, side_channel: Address, message: Message) -> bool:
         try:
-            self._inbox.put_nowait((f"tcp://{handover.side_channel}", handover.ticket))
+            self._inbox.put_nowait((f"tcp://{side_channel}", message))
         except queue.Full:
             self.dropped += 1
-            return
+            return False
         self._control.wake()
+        return True
 
     def close(self) -> None:
         """Send what is queued, stop the thread and close the plane. Idempotent."""
@@ -125,6 +149,8 @@ class ReleaseSender:
                 for event in self._control.poll(_LINGER_S if self._last_used else None):
                     if isinstance(event, Disconnected):
                         self._last_used.pop(event.address, None)
+                    else:
+                        self._hear(event.frame)
         except Exception:
             _log.exception("the release thread stops: blocks of aborted requests are freed by their leases from now on")
         finally:
@@ -143,12 +169,24 @@ class ReleaseSender:
                 return False
             self._send(*item)
 
-    def _send(self, address: str, ticket: str) -> None:
+    def _hear(self, frame: bytes) -> None:
         try:
-            self._control.send(address, encode(Release(ticket=ticket)))
+            message = decode(frame)
+        except RemoteProtocolError as error:
+            _log.warning("a side channel's answer cannot be read: %s", error)
+            return
+        if isinstance(message, Turn):
+            answer = self._asked.get(message.nonce)
+            # Whoever asked may have given up in this moment.
+            if answer is not None and answer.set_running_or_notify_cancel():
+                answer.set_result(message.params)
+
+    def _send(self, address: str, message: Message) -> None:
+        try:
+            self._control.send(address, encode(message))
         except KVFerryError as error:
             self.dropped += 1
-            _log.warning("release not sent peer=%s: %s", address, error)
+            _log.warning("not sent to a side channel peer=%s: %s", address, error)
             return
         self.sent += 1
         self._last_used[address] = time.monotonic()

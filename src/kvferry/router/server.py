@@ -1,58 +1,97 @@
-"""Runs an HTTP application until it is told to stop. Owns the event loop (uvloop) of the calling thread, which must be the main one."""
+"""Runs a router until it is told to stop. Owns the event loop (uvloop) of the calling thread, which must be the main one."""
 
 import asyncio
 import errno
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
 import uvloop
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kvferry.errors import ConfigError
+from kvferry.router.app import RouterApp
+from kvferry.router.http1.limits import ServerLimits
+from kvferry.router.http1.server import HttpServer
+from kvferry.router.options import RouterOptions
 from kvferry.types import Address
-from kvferry.web.malformed import JsonErrorRunner
 
-__all__ = ["make_runner", "run_app"]
+__all__ = ["make_server", "run_router", "server_tls"]
 
-_STOP_TIMEOUT_S = 6.0
-"""aiohttp waits twice as long, more than an engine's `--shutdown-timeout`: one that ends with us has the last word of its streams."""
+_log = logging.getLogger(__name__)
 
 
-def run_app(app: web.Application, address: Address, on_ready: Callable[[Address], None]) -> None:
-    """Serve until SIGINT or SIGTERM. `on_ready` gets the address really bound. ConfigError when it cannot be bound."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(app, address, on_ready))
+def run_router(options: RouterOptions, make_app: Callable[[], RouterApp], on_ready: Callable[[Address], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then let streams finish; a second signal ends them. `make_app` is called on the loop. `on_ready` gets
+    the address really bound. ConfigError when it cannot be bound."""
+    tls = server_tls(options)
+    sock = _bind(Address(options.host, options.port))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(options, make_app, sock, tls, on_ready))
+    finally:
+        sock.close()
 
 
-def make_runner(app: web.Application) -> web.AppRunner:
-    """Handlers are cancelled when their client leaves, and malformed HTTP is answered without a traceback in the log."""
-    logger = logging.getLogger(f"{__name__}.http")
-    logger.addFilter(_is_our_fault)
-    return JsonErrorRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_STOP_TIMEOUT_S)
+def make_server(app: RouterApp) -> HttpServer:
+    limits, timeouts = app.options.limits, app.options.timeouts
+    server_limits = ServerLimits(
+        body_bytes=limits.max_body_bytes,
+        num_connections=limits.max_connections,
+        body_idle_timeout_s=timeouts.idle,
+        body_timeout_s=max(timeouts.idle, timeouts.answer),
+        stall_timeout_s=timeouts.idle,
+    )
+    return HttpServer(app.handle, server_limits, admit=app.admit)
 
 
-def _is_our_fault(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
+def server_tls(options: RouterOptions) -> ssl.SSLContext | None:
+    access = options.access
+    if not access.ssl_certfile:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(access.ssl_certfile, access.ssl_keyfile or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificate {access.ssl_certfile} with its key cannot be loaded ({error})") from None
+    return context
 
 
-async def _serve(app: web.Application, address: Address, on_ready: Callable[[Address], None]) -> None:
-    stop = asyncio.Event()
+async def _serve(
+    options: RouterOptions,
+    make_app: Callable[[], RouterApp],
+    sock: socket.socket,
+    tls: ssl.SSLContext | None,
+    on_ready: Callable[[Address], None],
+) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    runner = make_runner(app)
-    await runner.setup()
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    app = make_app()
+    server = make_server(app)
+    await app.start()
     try:
-        sock = _bind(address)
-        await web.SockSite(runner, sock).start()
-        on_ready(Address(address.host, sock.getsockname()[1]))
+        await server.start(sock, tls)
+        on_ready(Address(options.host, sock.getsockname()[1]))
         await stop.wait()
+        app.stop_admitting()
+        await _drain(server, hurry, options.timeouts.shutdown)
     finally:
-        await runner.cleanup()
+        await server.close()
+        await app.close()
+
+
+async def _drain(server: HttpServer, hurry: asyncio.Event, timeout_s: float) -> None:
+    if server.num_connections:
+        _log.info("stopping: %d connections may finish within %g s", server.num_connections, timeout_s)
+    waits = [asyncio.create_task(server.drain(timeout_s)), asyncio.create_task(hurry.wait())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _bind(address: Address) -> socket.socket:

@@ -20,6 +20,7 @@ from kvferry.engine.messages import AddRequest, CoreReady, Remaining, RequestOut
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SampledToken
 from kvferry.errors import KVFerryError, RemoteProtocolError
+from kvferry.web.handover_records import HandoverRecord
 
 __all__ = ["DEADLINE_S", "MODEL_LEN", "VOCAB", "ScriptedEngine", "Stage", "events_of", "outputs_of", "serving", "stage", "until"]
 
@@ -52,6 +53,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.abandoned: list[str] = []
         self.live: dict[str, OutputStream] = {}
+        self.records: list[HandoverRecord] = []
         self.held = 0
         """Leases it says it has, once it drains."""
         self.is_draining = False
@@ -103,6 +105,11 @@ class ScriptedEngine:
     def _closed(self, stream: OutputStream) -> None:
         if self.live.pop(stream.request_id, None) is not None:
             self.aborted.append(stream.request_id)
+
+    async def handovers(self, name: str = "", timeout_s: float = 5.0) -> list[HandoverRecord]:
+        if not self.is_alive:
+            raise KVFerryError("the engine core is dead")
+        return [record for record in self.records if name in ("", record.request_id)]
 
     async def status(self, timeout_s: float = 5.0) -> Status:
         if not self.is_alive:

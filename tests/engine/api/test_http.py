@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from tests.engine.api.stage import MODEL_LEN, ScriptedEngine, Stage, outputs_of, stage
+from yarl import URL
 
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import AddRequest, RequestOutput
+from kvferry.web.handover_records import HandoverRecord
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -340,5 +342,26 @@ def test_the_content_type_does_not_matter(model: Path, path: str) -> None:
             body = b'{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}'
             status, _ = await s.post(path, body, **{"Content-Type": "text/plain"})
             assert status == 200
+
+    asyncio.run(scene())
+
+
+def test_transfers_are_told_by_the_client_s_id_or_the_newest(model: Path) -> None:
+    async def scene() -> None:
+        engine = ScriptedEngine()
+        engine.records = [HandoverRecord(request_id="b", age_s=1.0, attached_s=0.5, bytes=7), HandoverRecord(request_id="a/é", age_s=2.0)]
+        async with stage(engine, model) as s:
+
+            async def look(path: str) -> tuple[int, Any]:
+                async with s.session.get(URL(f"{s.url}/kvferry/transfers{path}", encoded=True)) as answer:
+                    return answer.status, await answer.json()
+
+            status, newest = await look("")
+            assert (status, [record["request_id"] for record in newest["transfers"]]) == (200, ["b", "a/é"])
+            assert await look("/b") == (200, {"transfers": [{"request_id": "b", "age_s": 1.0, "attached_s": 0.5, "bytes": 7}]})
+            assert (await look("/a%2F%C3%A9"))[0] == 200
+            assert [(await look("/c"))[0], (await look("/c"))[1]["error"]["code"]] == [404, 404]
+            engine.die("gone")
+            assert (await look(""))[0] == 503
 
     asyncio.run(scene())

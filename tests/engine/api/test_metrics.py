@@ -4,7 +4,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.messages import Status, TransferSummary
-from kvferry.router.decode_modes import says_push
+from kvferry.router.instance_metrics import read_metrics
 
 
 def carried_bytes(status: Status, model_name: str) -> Iterator[Metric]:
@@ -26,9 +26,9 @@ def test_an_empty_cache_has_no_usage() -> None:
 
 
 def test_routers_read_the_mode_from_the_page_also_when_the_core_does_not_answer() -> None:
-    assert says_push(ApiMetrics("tiny", transfer_mode="push").render(None))
-    assert says_push(ApiMetrics('a ", mode', transfer_mode="push").render(Status(nonce=1)))
-    assert not says_push(ApiMetrics('mode="push"', transfer_mode="pull").render(Status(nonce=1)))
+    assert read_metrics(ApiMetrics("tiny", transfer_mode="push").render(None)).is_push
+    assert read_metrics(ApiMetrics('a ", mode', transfer_mode="push").render(Status(nonce=1))).is_push
+    assert not read_metrics(ApiMetrics('mode="push"', transfer_mode="pull").render(Status(nonce=1))).is_push
     assert "transfer_mode" not in ApiMetrics("tiny").render(Status(nonce=1)).decode()
 
 

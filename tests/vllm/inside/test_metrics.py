@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from tests.vllm.inside.engines import vllm_config
 
-from kvferry.router.decode_modes import says_push
+from kvferry.router.instance_metrics import read_metrics
 from kvferry.vllm.connector import KVFerryConnector, KVFerryPushConnector
 
 
@@ -17,5 +17,5 @@ def test_routers_read_the_mode_from_the_page(model: Path, connector: type[KVFerr
     types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
     connector.build_prom_metrics(vllm_config(str(model), "p", "{}"), types, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
     page = generate_latest(registry)
-    assert says_push(page) is is_push
+    assert read_metrics(page).is_push is is_push
     assert page.count(b"\nkvferry:transfer_mode{") == 2

@@ -24,6 +24,7 @@ from kvferry.engine.api.inspection import (
     handle_metrics,
     handle_models,
     handle_tokenize,
+    handle_transfers,
     handle_version,
 )
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
@@ -71,6 +72,8 @@ def build_app(
             web.get("/health", handle_health),
             web.get("/metrics", handle_metrics),
             web.get("/version", handle_version),
+            web.get("/kvferry/transfers", handle_transfers),
+            web.get("/kvferry/transfers/{request_id}", handle_transfers),
             web.post("/tokenize", handle_tokenize),
             web.post("/detokenize", handle_detokenize),
         ]

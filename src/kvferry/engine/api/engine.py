@@ -5,6 +5,7 @@ from typing import Protocol
 
 from kvferry.engine.link import OutputStream
 from kvferry.engine.messages import AddRequest, CoreReady, Remaining, Status
+from kvferry.web.handover_records import HandoverRecord
 
 __all__ = ["Engine"]
 
@@ -26,6 +27,9 @@ class Engine(Protocol):
         """The answer of this request reached nobody. Harmless for unknown ones."""
 
     async def status(self, timeout_s: float = 5.0) -> Status: ...
+
+    async def handovers(self, name: str = "", timeout_s: float = 5.0) -> list[HandoverRecord]:
+        """Of requests of that name whose KV came from a peer; of the newest, without one."""
 
     def drain(self) -> None:
         """Keep count, from now on, of who still needs the core."""

@@ -1,4 +1,4 @@
-"""The routes that generate nothing: health, models, version, metrics, tokenize and detokenize."""
+"""The routes that generate nothing: health, models, version, metrics, transfers, tokenize and detokenize."""
 
 import logging
 import time
@@ -13,8 +13,17 @@ from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest, decode
 from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.messages import Remaining
 from kvferry.errors import KVFerryError, RequestRefused
+from kvferry.web.handover_records import HandoverRecords
 
-__all__ = ["handle_detokenize", "handle_health", "handle_metrics", "handle_models", "handle_tokenize", "handle_version"]
+__all__ = [
+    "handle_detokenize",
+    "handle_health",
+    "handle_metrics",
+    "handle_models",
+    "handle_tokenize",
+    "handle_transfers",
+    "handle_version",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +93,18 @@ async def handle_metrics(http: web.Request) -> web.Response:
         _log.warning("metrics without the core's part: %s", error)
         status = None
     return web.Response(body=context.metrics.render(status), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def handle_transfers(http: web.Request) -> web.Response:
+    """Where the time of requests went whose KV came from a peer: of one, by the id that its client sent, or of the newest."""
+    name = http.match_info.get("request_id", "")
+    try:
+        records = await context_of(http).engine.handovers(name)
+    except KVFerryError as error:
+        raise RequestRefused(str(error), status=503) from error
+    if name and not records:
+        raise RequestRefused("no transfer for a request of that id is known here, or no longer", status=404)
+    return _json(HandoverRecords(records))
 
 
 async def handle_tokenize(http: web.Request) -> web.Response:

@@ -1,0 +1,199 @@
+"""What is said in the router benchmark: the client's request, P's answer, D's stream, and how each side sees that the others were heard.
+
+P numbers its answers. D answers 200 only when the parameters of one of them came with the request, each once, as P wrote them. So a router
+that forgets, mixes up or changes parameters is seen by the client as failed requests. Pure.
+"""
+
+import json
+import random
+import secrets
+from typing import Any
+
+import msgspec
+
+from kvferry.protocol.fingerprints import fingerprint
+from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
+
+__all__ = ["EVENTS", "PATH", "Exchange", "Talk", "json_answer", "post"]
+
+PATH = "/v1/completions"
+EVENTS = 16
+"""Of D's stream, each with a token, before `[DONE]`."""
+MODEL = "stub"
+TOKEN_BYTES = 4
+"""Of prompt text to a token, roughly as in English."""
+BLOCK_TOKENS = 16
+SEED = 7
+_WORDS = ("the", "of", "cache", "block", "prefill", "decode", "request", "router", "answers", "keeps", "token", "stream", "waits", "next")
+_PARAMS = b'"kv_transfer_params"'
+_SERIAL_DIGITS = 10
+_NEAR_BYTES = 32 * 1024
+_HEADERS = b"Host: %b\r\nContent-Type: application/json\r\nAccept: */*\r\nUser-Agent: kvferry-bench\r\n"
+
+
+class Talk:
+    """All messages about one prompt, made beforehand."""
+
+    def __init__(self, prompt_bytes: int, writes: int = 1) -> None:
+        self.prompt_bytes = prompt_bytes
+        fields = {"model": MODEL, "prompt": _prompt(prompt_bytes), "max_tokens": EVENTS, "temperature": 0, "stream": True}
+        self.request_body = _json(fields)
+        """What a client sends to a router, and, with parameters, to D."""
+        nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+        self.prefill_body = _json(fields | {"stream": False, "max_tokens": 1, "kv_transfer_params": asked})
+        self.params = _params(-(-prompt_bytes // TOKEN_BYTES))
+        """As P answers with them, but for the number in `remote_request_id`."""
+        whole = json_answer(200, _json(_completion() | {"kv_transfer_params": self.params}))
+        self._answer_start, _, self._answer_end = whole.partition(_number(0))
+        self.events = [_event(number) for number in range(EVENTS)] + [b"data: [DONE]\n\n"]
+        self.stream_body = b"".join(self.events)
+        self.stream = _stream(self.events, writes)
+        """D's, in as many pieces as it is written in."""
+
+    def answer(self, number: int) -> bytes:
+        """P's."""
+        return self._answer_start + _number(number) + self._answer_end
+
+    def decode_body(self, answer_body: bytes) -> bytes:
+        """What a client that asks P and D itself sends to D."""
+        params = _cut_params(answer_body)
+        return b"%b,%b:%b}" % (self.request_body[:-1], _PARAMS, params or b"null")
+
+
+class Exchange:
+    """What P has answered and D has not been asked about yet. `objection` is None for a request as it should be."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
+        self._count = 0
+        self._open: set[int] = set()
+        self._expected = {key: value for key, value in talk.params.items() if key != "remote_request_id"}
+
+    def prefill_objection(self, body: bytes) -> str | None:
+        asked = _read_params(body)
+        if asked is None or asked.get("do_remote_decode") is not True:
+            return "P was not asked to keep its blocks"
+        return None if len(body) > self.talk.prompt_bytes else "P did not get the prompt"
+
+    def next_answer(self) -> bytes:
+        self._count += 1
+        self._open.add(self._count)
+        return self.talk.answer(self._count)
+
+    def decode_objection(self, body: bytes) -> str | None:
+        if len(body) <= self.talk.prompt_bytes:
+            return "D did not get the prompt"
+        params = _read_params(body)
+        if not params:
+            return "D did not get P's parameters"
+        number = _read_number(params.pop("remote_request_id", None))
+        if number not in self._open:
+            return "D got parameters that P did not write for this request"
+        self._open.remove(number)
+        return None if params.items() >= self._expected.items() else "D got parameters other than P wrote"
+
+
+def post(host: str, body: bytes) -> bytes:
+    return b"POST %b HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (PATH.encode(), _HEADERS % host.encode(), len(body), body)
+
+
+def json_answer(status: int, body: bytes) -> bytes:
+    head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % (status, b"OK" if status == 200 else b"Bad Request", len(body)) + body
+
+
+def _prompt(prompt_bytes: int) -> str:
+    """Words and line breaks, so long that its JSON text has this many bytes."""
+    rng = random.Random(SEED)
+    lines: list[str] = []
+    size = 0
+    while size < prompt_bytes:
+        lines.append(" ".join(rng.choices(_WORDS, k=12)))
+        size += len(lines[-1]) + 2
+    text = json.dumps("\n".join(lines))[1:-1][:prompt_bytes]
+    text = text[:-1] + "." if text.endswith("\\") else text
+    return str(json.loads(f'"{text}"'))
+
+
+def _params(num_tokens: int) -> dict[str, Any]:
+    """The 13 keys of vLLM's connector and our own signed ticket, for blocks that lie scattered in runs of eight."""
+    rng = random.Random(SEED)
+    count = -(-num_tokens // BLOCK_TOKENS)
+    starts = rng.sample(range(8192), -(-count // 8))
+    blocks = [8 * start + i for start in starts for i in range(8)][:count]
+    tokens = fingerprint(rng.choices(range(150_000), k=num_tokens), BLOCK_TOKENS, "")
+    name, request, port = "5f0c1a6e-94c2-4a2b-8f59-4f1d6b0c7e21", f"cmpl-{_number(0).decode()}", 5600
+    runs = [runs_from_blocks(blocks)]
+    ticket = Ticket(name, "0" * 32, request, 1, "127.0.0.1", port, 1, BLOCK_TOKENS, runs, tokens, ttl_s=30.0)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [blocks],
+        "remote_engine_id": name,
+        "remote_request_id": request,
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "ticket": TicketKey(secrets.token_bytes(32)).sign(ticket),
+    }
+
+
+def _completion() -> dict[str, Any]:
+    choice = {"index": 0, "text": " the", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    usage = {"prompt_tokens": 256, "total_tokens": 257, "completion_tokens": 1, "prompt_tokens_details": None}
+    return {"id": "cmpl-1", "object": "text_completion", "created": 1700000000, "model": MODEL, "choices": [choice], "usage": usage}
+
+
+def _event(number: int) -> bytes:
+    choice = {"index": 0, "text": f" token{number}", "logprobs": None, "finish_reason": None, "stop_reason": None, "token_ids": None}
+    event = {"id": "cmpl-1", "object": "text_completion", "created": 1700000000, "model": MODEL, "choices": [choice], "usage": None}
+    return b"data: " + _json(event) + b"\n\n"
+
+
+def _stream(events: list[bytes], writes: int) -> list[bytes]:
+    """Each event is a chunk. Written in equal parts; the head with the first, the end with the last."""
+    chunks = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
+    tail = [*chunks[EVENTS:], b"0\r\n\r\n"]
+    step = -(-EVENTS // writes)
+    parts = [b"".join(chunks[at : min(at + step, EVENTS)]) for at in range(0, EVENTS, step)]
+    parts[0] = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n" + parts[0]
+    parts[-1] += b"".join(tail)
+    return parts
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _number(number: int) -> bytes:
+    return b"request-%0*d" % (_SERIAL_DIGITS, number)
+
+
+def _read_number(name: object) -> int | None:
+    digits = name[-_SERIAL_DIGITS:] if isinstance(name, str) else ""
+    return int(digits) if digits.isdecimal() else None
+
+
+def _read_params(body: bytes) -> dict[str, Any] | None:
+    text = _cut_params(body)
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any] | None)
+    except msgspec.DecodeError:
+        return None
+
+
+def _cut_params(body: bytes) -> bytes | None:
+    """The JSON text of the parameters, which hold no object. Routers put them first or last; the prompt between is searched if need be."""
+    at = body.find(_PARAMS, 0, _NEAR_BYTES)
+    if at < 0:
+        at = body.rfind(_PARAMS)
+    start, end = body.find(b"{", at), body.find(b"}", at)
+    return body[start : end + 1] if 0 <= at < start < end else None

@@ -1,0 +1,127 @@
+"""The admin API: who is in the fleet, and changes to it while requests flow. Pure but for the fleet it changes.
+
+    GET    /admin/instances
+    POST   /admin/instances            {"role": "prefill", "url": "http://10.0.0.7:8000"}
+    POST   /admin/instances/drain      the same body: no new requests; those under way finish
+    DELETE /admin/instances            the same body: gone at once; its legs under way are let be
+
+An engine that registers itself sends a statement sealed with the cluster's secret to POST /admin/register and renews it; it needs no key.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from kvferry.errors import ConfigError, InvalidTicket
+from kvferry.router.exchange import Answer
+from kvferry.router.failures import error_answer
+from kvferry.router.fleet import Fleet, Member
+from kvferry.router.instances import Instance, Role, parse_instance
+from kvferry.router.registration import Registrar
+
+__all__ = ["Admin"]
+
+
+class _Named(msgspec.Struct):
+    role: Role
+    url: str
+
+
+class _Registration(msgspec.Struct):
+    statement: str
+
+
+class MemberView(msgspec.Struct, frozen=True):
+    role: str
+    url: str
+    state: str
+    running: int
+    failures: int
+    last_error: str
+    is_registered: bool
+    """It came by itself, and goes unless it renews."""
+
+
+@dataclass(slots=True)
+class Admin:
+    fleet: Fleet
+    registrar: Registrar | None
+    """None: without the cluster's secret nobody can register."""
+    on_change: Callable[[], None]
+    on_gone: Callable[[Instance], object]
+
+    def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], Answer]]]:
+        return {
+            "/admin/instances": {"GET": self.show, "POST": self.add, "DELETE": self.remove},
+            "/admin/instances/drain": {"POST": self.drain},
+            "/admin/register": {"POST": self.register},
+        }
+
+    def show(self, _: bytes) -> Answer:
+        return _json(200, {"instances": [_view(member) for member in self.fleet.members()]})
+
+    def add(self, body: bytes) -> Answer:
+        return self._change(body, lambda instance: self.fleet.add(instance, time.monotonic()), 201, must_exist=False)
+
+    def drain(self, body: bytes) -> Answer:
+        return self._change(body, self.fleet.drain, 200)
+
+    def remove(self, body: bytes) -> Answer:
+        return self._change(body, self._remove, 200)
+
+    def register(self, body: bytes) -> Answer:
+        if self.registrar is None:
+            return error_answer(403, "this router has no cluster secret, so nobody can register; set KVFERRY_SECRET_FILE")
+        try:
+            statement = self.registrar.open(msgspec.json.decode(body, type=_Registration).statement, time.time())
+            instance = parse_instance(statement.role, statement.url)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return error_answer(400, 'send {"statement": "…"}, sealed with the cluster\'s secret')
+        except ConfigError as error:
+            return error_answer(400, str(error))
+        except InvalidTicket as error:
+            return error_answer(403, str(error))
+        now = time.monotonic()
+        if statement.is_leaving:
+            self.fleet.drain(instance)
+        else:
+            self.fleet.renew(instance, statement.ttl_s, now)
+        self.on_change()
+        return _json(200, {"ttl_s": statement.ttl_s})
+
+    def _change(self, body: bytes, change: Callable[[Instance], object], status: int, must_exist: bool = True) -> Answer:
+        try:
+            named = msgspec.json.decode(body, type=_Named)
+            instance = parse_instance(named.role, named.url)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return error_answer(400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}')
+        except ConfigError as error:
+            return error_answer(400, str(error))
+        if must_exist and self.fleet.get(instance) is None:
+            return error_answer(404, f"{instance} is not in the fleet")
+        change(instance)
+        self.on_change()
+        member = self.fleet.get(instance)
+        return _json(status, _view(member) if member is not None else {"role": instance.role, "url": instance.url, "state": "gone"})
+
+    def _remove(self, instance: Instance) -> None:
+        self.fleet.remove(instance)
+        self.on_gone(instance)
+
+
+def _view(member: Member) -> MemberView:
+    return MemberView(
+        role=member.instance.role,
+        url=member.instance.url,
+        state=member.state(time.monotonic()),
+        running=member.num_running,
+        failures=member.breaker.failures_in_a_row,
+        last_error=member.record.last_error,
+        is_registered=not member.is_static,
+    )
+
+
+def _json(status: int, value: object) -> Answer:
+    return Answer(status, [("Content-Type", "application/json")], msgspec.json.encode(value))

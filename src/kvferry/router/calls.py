@@ -1,0 +1,126 @@
+"""One call to an instance: what it counts for, how long it may take, and what its failures are called. Runs on the event loop."""
+
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
+from kvferry.router.fleet import Fleet, Leg, Wish
+from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
+from kvferry.router.http1.errors import BrokenOff, NotReached, TimedOut, UpstreamError
+from kvferry.router.instances import Instance, Outcome, Role
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.options import RouterOptions
+from kvferry.router.vital_signs import VitalSigns
+
+__all__ = ["UNAVAILABLE", "Call", "Calls", "described", "excerpt"]
+
+UNAVAILABLE = 503
+_EXCERPT_CHARS = 300
+
+
+@dataclass(slots=True)
+class Calls:
+    """Makes calls on behalf of requests."""
+
+    options: RouterOptions
+    fleet: Fleet
+    upstreams: Upstreams
+    metrics: RouterMetrics
+    signs: VitalSigns
+    tls: ssl.SSLContext | None = None
+    """For instances that speak TLS."""
+
+    def target(self, instance: Instance) -> Target:
+        return Target(instance.address, self.tls if instance.tls else None)
+
+    def counted(self, instance: Instance, wish: Wish) -> "Call":
+        """Around one leg: the instance's load and health."""
+        if self.fleet.get(instance) is None:
+            raise NotReached("it has left the fleet")
+        return Call(self, self.fleet.begin(instance, time.monotonic(), wish))
+
+    async def post(self, exchange: Exchange, instance: Instance, body: bytes) -> UpstreamAnswer:
+        timeouts = self.options.timeouts
+        return await self.upstreams.send(
+            self.target(instance),
+            "POST",
+            exchange.http.path,
+            exchange.leg_headers(),
+            body,
+            connect_timeout_s=timeouts.connect,
+            head_timeout_s=timeouts.answer,
+        )
+
+    async def get(self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]) -> UpstreamAnswer:
+        """A page of an instance, which is not asked about anything that takes long."""
+        timeouts = self.options.timeouts
+        return await self.upstreams.send(
+            self.target(instance), "GET", path, headers, connect_timeout_s=timeouts.connect, head_timeout_s=timeouts.probe
+        )
+
+    async def read(self, answer: UpstreamAnswer) -> bytes:
+        return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
+
+    async def refusal(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
+        """It answered 503."""
+        body = await self.read(answer)
+        call.outcome = Outcome.REFUSED
+        self.metrics.refusals.add(instance.role, instance.url)
+        return Setback(instance, f"{instance} takes no requests now", Answer(answer.status, passed_headers(answer.headers), body), True)
+
+    def failure(self, instance: Instance, error: Exception) -> Setback:
+        self.metrics.failures.add(instance.role, instance.url)
+        return Setback(instance, f"{instance} failed: {described(error)}")
+
+    async def fault(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
+        """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""
+        body = await self.read(answer)
+        call.error = f"it answered with status {answer.status}"
+        self.metrics.failures.add(instance.role, instance.url)
+        said = Answer(answer.status, passed_headers(answer.headers), body) if instance.role is Role.DECODE else None
+        return Setback(instance, f"{instance} failed: {call.error}: {excerpt(body)}", said, needs_prefill=True)
+
+
+class Call:
+    """One leg, from its beginning to its end. `outcome` and `error`: what it came to, as far as its instance is to blame or to praise.
+
+    One that is cancelled says nothing about its instance."""
+
+    __slots__ = ("_calls", "error", "leg", "outcome")
+
+    def __init__(self, calls: Calls, leg: Leg) -> None:
+        self._calls = calls
+        self.leg = leg
+        self.outcome = Outcome.FAILED
+        self.error = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, UpstreamError | RemoteProtocolError):
+            self.error = described(error)
+        elif error is not None:
+            self.outcome = Outcome.ABANDONED
+        self._calls.fleet.end(self.leg, self.outcome, time.monotonic(), self.error)
+        self._calls.metrics.leg(self.leg.instance, self.outcome)
+
+
+def described(error: Exception) -> str:
+    if isinstance(error, NotReached):
+        return f"it cannot be reached: {error}"
+    if isinstance(error, TimedOut):
+        return "it did not answer in time"
+    if isinstance(error, BrokenOff):
+        return "it closed the connection in the middle of an answer"
+    return str(error)
+
+
+def excerpt(body: bytes) -> str:
+    text = body.decode(errors="replace").strip()
+    return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "…"

@@ -1,0 +1,110 @@
+"""The router's configuration file (TOML) as options. Pure: text in, options out; ConfigError names the key that is wrong.
+
+prefillers = ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+decoders = ["http://10.0.0.3:8000"]
+[routing]
+prefill_policy = "prefix_affinity"
+[access]
+api_key_file = "/etc/kvferry/keys"
+"""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.router.admission import AdmissionOptions
+from kvferry.router.health import HealthOptions
+from kvferry.router.instances import Instance, Role, parse_instance
+from kvferry.router.options import Access, ConversationOptions, Limits, RouterOptions, Routing, Timeouts
+from kvferry.router.tenants import ApiKeys, read_key_file
+
+__all__ = ["read_access", "read_config_file"]
+
+T = TypeVar("T")
+
+_TABLES: Mapping[str, type[Any]] = {
+    "timeouts": Timeouts,
+    "limits": Limits,
+    "admission": AdmissionOptions,
+    "routing": Routing,
+    "health": HealthOptions,
+    "conversations": ConversationOptions,
+}
+_PLAIN: Mapping[str, type[Any]] = {"host": str, "port": int, "access_log": bool}
+_KEY_FILES = {"api_key_file": "api_keys", "admin_key_file": "admin_key", "instance_key_file": "instance_key"}
+_ACCESS_KEYS = [*_KEY_FILES, "instance_ca_file", "cors_origins", "ssl_certfile", "ssl_keyfile"]
+
+
+def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOptions:
+    """`read_file`: the text of a file that this one names."""
+    try:
+        given = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
+    known = [*_PLAIN, "prefillers", "decoders", *_TABLES, "access"]
+    _check_keys(given, known, "")
+    made: dict[str, Any] = {name: _convert(given[name], kind, name) for name, kind in _PLAIN.items() if name in given}
+    for name, kind in _TABLES.items():
+        if name in given:
+            made[name] = _read_table(given[name], kind, name)
+    for name, role in (("prefillers", Role.PREFILL), ("decoders", Role.DECODE)):
+        made[name] = _read_instances(given.get(name, []), name, role)
+    made["access"] = read_access(_convert(given.get("access", {}), dict[str, Any], "access"), read_file)
+    return RouterOptions(**made)
+
+
+def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Access:
+    """Keys are named by their files, so that they stand in no command line and no configuration."""
+    _check_keys(given, _ACCESS_KEYS, "access.")
+    made: dict[str, Any] = {
+        name: _convert(given[name], str, f"access.{name}")
+        for name in ("instance_ca_file", "ssl_certfile", "ssl_keyfile")
+        if given.get(name)
+    }
+    if given.get("cors_origins"):
+        made["cors_origins"] = tuple(_convert(given["cors_origins"], list[str], "access.cors_origins"))
+    for name, option in _KEY_FILES.items():
+        if not given.get(name):
+            continue
+        text = read_file(_convert(given[name], str, f"access.{name}"))
+        made[option] = _read_keys(text) if option == "api_keys" else text.strip()
+        if not made[option]:
+            raise ConfigError(f"the file of access.{name} holds no key")
+    return Access(**made)
+
+
+def _read_keys(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(read_key_file(text))
+    ApiKeys.of(pairs)
+    return pairs
+
+
+def _read_instances(given: Any, name: str, role: Role) -> tuple[Instance, ...]:
+    return tuple(parse_instance(role, text) for text in _convert(given, list[str], name))
+
+
+def _read_table(given: Any, kind: type[T], table: str) -> T:
+    _check_keys(_convert(given, dict[str, Any], table), [entry.name for entry in fields(kind)], f"{table}.")  # type: ignore[arg-type]
+    made: T = _convert(given, kind, table)
+    return made
+
+
+def _convert(given: Any, kind: Any, name: str) -> Any:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        what = str(error).replace(" - at `$.", " at `")
+        raise ConfigError(f"{name} in the configuration file: {what}") from None
+
+
+def _check_keys(given: Mapping[str, Any], known: list[str], table: str) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {table}{near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"the configuration file has {table}{key}, which is no setting; {hint}")

@@ -1,0 +1,144 @@
+"""The second leg: D takes P's blocks and answers, and its bytes reach the client as they come. Runs on the event loop.
+
+Until the client has got something another D may be asked: an answer that says nothing but an error counts as none.
+"""
+
+import asyncio
+import logging
+import re
+import time
+from dataclasses import dataclass
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.router.calls import UNAVAILABLE, Call, Calls, described, excerpt
+from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
+from kvferry.router.failures import error_event
+from kvferry.router.http1.client import UpstreamAnswer
+from kvferry.router.http1.errors import UpstreamError
+from kvferry.router.instances import Instance, Outcome
+from kvferry.router.legs import Handover
+from kvferry.router.release import Held
+from kvferry.router.timeline import Mark
+from kvferry.router.turn_keeper import TurnKeeper
+from kvferry.router.turns import EventFilter, take_from_answer
+
+__all__ = ["DecodeLeg"]
+
+_log = logging.getLogger(__name__)
+
+_EVENTS = "text/event-stream"
+_SAYS_ERROR = re.compile(rb'\s*data:\s*\{\s*"error"\s*:')
+
+
+@dataclass(slots=True)
+class DecodeLeg:
+    calls: Calls
+    turns: TurnKeeper
+
+    async def run(
+        self, exchange: Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None = None
+    ) -> Setback | None:
+        """None: the client has its answer, whatever it is. `has_begun` is set as soon as there is something for the client: P's leg may be
+        under way too, and its objection is the answer until then."""
+        exchange.mark(Mark.DECODE_BEGAN, instance)
+        try:
+            result = await self._ask(exchange, held, instance, handover, has_begun)
+        except (UpstreamError, RemoteProtocolError) as error:
+            if exchange.reply.is_started:
+                raise
+            result = self.calls.failure(instance, error)
+        if result is not None:
+            exchange.mark(Mark.DECODE_FAILED, result.sentence)
+        return result
+
+    async def _ask(
+        self, exchange: Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
+    ) -> Setback | None:
+        body = exchange.client.decode_body(handover, exchange.turn_word)
+        with self.calls.counted(instance, exchange.wish) as call, await self.calls.post(exchange, instance, body) as answer:
+            if answer.status == UNAVAILABLE:
+                return await self.calls.refusal(answer, instance, call)
+            if answer.status >= 500:
+                return await self.calls.fault(answer, instance, call)
+            is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
+            start = await self._read_start(answer, is_stream)
+            if is_stream and _SAYS_ERROR.match(start):
+                self.calls.metrics.failures.add(instance.role, instance.url)
+                said = Answer(answer.status, passed_headers(answer.headers), start + await self.calls.read(answer))
+                return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
+            call.outcome = Outcome.ANSWERED
+            if has_begun is not None:
+                has_begun.set()
+            if answer.status == 200:
+                held.hand_over()
+            self._note_first(exchange, call)
+            await self._pass_on(exchange, held, instance, answer, start, is_stream, call)
+        return None
+
+    async def _read_start(self, answer: UpstreamAnswer, is_stream: bool) -> bytes:
+        """The body up to the first piece that says something: an engine may open its answer long before it has anything to say, and
+        comments in a stream of events say nothing."""
+        timeout_s = self.calls.options.timeouts.idle if is_stream else self.calls.options.timeouts.answer
+        start = await answer.read_some(timeout_s)
+        if not is_stream or start.startswith(b"data:"):
+            return start
+        while piece := await answer.read_some(timeout_s) if not _says_something(start) else b"":
+            start += piece
+        return start
+
+    def _note_first(self, exchange: Exchange, call: Call) -> None:
+        now = time.monotonic()
+        self.calls.fleet.note_answer(call.leg, now)
+        timeline = exchange.timeline
+        timeline.mark(Mark.FIRST_TOKEN, now)
+        metrics, signs = self.calls.metrics, self.calls.signs
+        metrics.ttft.observe(now - timeline.arrived)
+        signs.note_ttft(now - timeline.arrived, now)
+        prefilled = timeline.time_of(Mark.PREFILL_ENDED)
+        if prefilled is not None:
+            metrics.handover.observe(now - prefilled)
+            signs.note_handover(now - prefilled, now)
+
+    async def _pass_on(
+        self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, start: bytes, is_stream: bool, call: Call
+    ) -> None:
+        headers = [*passed_headers(answer.headers), ("X-Request-Id", exchange.request_id), *exchange.cors]
+        if exchange.turn_word is not None and answer.status == 200 and not is_stream:
+            # It holds D's word for the router, which no client gets.
+            rest = await answer.read(self.calls.options.limits.max_body_bytes, self.calls.options.timeouts.answer)
+            params, body = take_from_answer(start + rest)
+            self.turns.keep(exchange, call.leg, params)
+            exchange.reply.send(200, headers, body)
+            return
+        look = EventFilter() if exchange.turn_word is not None and is_stream else None
+        try:
+            await answer.relay(
+                exchange.reply,
+                headers,
+                idle_timeout_s=self.calls.options.timeouts.idle,
+                start=start,
+                filter=look.pass_on if look is not None else None,
+            )
+        except UpstreamError as error:
+            call.outcome = Outcome.FAILED
+            held.take_back()
+            await self._break_off(exchange, instance, is_stream, described(error))
+            return
+        if look is not None:
+            self.turns.keep(exchange, call.leg, look.params)
+
+    async def _break_off(self, exchange: Exchange, instance: Instance, is_stream: bool, what: str) -> None:
+        """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
+        self.calls.metrics.failures.add(instance.role, instance.url)
+        message = f"{instance} broke off its answer: {what}"
+        exchange.broken_off = message
+        _log.warning("stream broken request=%s: %s", exchange.request_id, message)
+        if not is_stream or not exchange.reply.can_write:
+            exchange.reply.abort()
+            return
+        await exchange.reply.write(error_event(502, message))
+        await exchange.reply.finish()
+
+
+def _says_something(events: bytes) -> bool:
+    return any(line and not line.startswith(b":") for line in events.splitlines())

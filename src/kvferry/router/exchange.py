@@ -1,0 +1,91 @@
+"""One client's request on its way through the router, and what an instance's leg of it may come to."""
+
+import time
+from dataclasses import dataclass, field
+
+from kvferry.router.http1.messages import Headers, ServerRequest
+from kvferry.router.http1.server import Reply
+from kvferry.router.instances import Instance
+from kvferry.router.legs import ClientRequest
+from kvferry.router.members import Wish
+from kvferry.router.timeline import Mark, Timeline
+
+__all__ = ["Answer", "Exchange", "Setback", "passed_headers"]
+
+_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
+_TO_CLIENTS = ("content-type", "content-encoding", "cache-control", "retry-after", "www-authenticate")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer that is to be the client's."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """A leg that came to nothing while the client has got nothing: it may be tried elsewhere."""
+
+    instance: Instance | None
+    """None: there was nobody to ask."""
+    sentence: str
+    answer: Answer | None = None
+    """What the instance said, if it said anything."""
+    is_refusal: bool = False
+    """It takes no requests now (503): it has done nothing, and another may."""
+    needs_prefill: bool = False
+    """D could not use P's blocks, or had used them up: trying again begins with P."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    http: ServerRequest
+    reply: Reply
+    client: ClientRequest
+    request_id: str
+    tenant: str
+    timeline: Timeline
+    authorization: str | None = None
+    """For instances."""
+    turn_word: str | None = None
+    """D is asked to keep this turn's blocks under this word."""
+    wish: Wish = field(default_factory=Wish)
+    retries_left: int = 0
+    tried: list[Instance] = field(default_factory=list)
+    """Of either role: they have refused or failed this request."""
+    cors: list[tuple[str, str]] = field(default_factory=list)
+    error: str = ""
+    """Why it failed."""
+    broken_off: str = ""
+    """Why the client's stream ended before its end."""
+    prefiller: Instance | None = None
+    """Whose blocks the decode leg is given."""
+
+    def leg_headers(self) -> list[tuple[str, str]]:
+        headers = [("X-Request-Id", self.request_id), ("Content-Type", "application/json")]
+        if self.authorization is not None:
+            headers.append(("Authorization", self.authorization))
+        for name in _TRACE_HEADERS:
+            value = self.http.headers.get(name)
+            if value is not None:
+                headers.append((name, value))
+        return headers
+
+    def mark(self, mark: Mark, about: object = None) -> None:
+        self.timeline.mark(mark, time.monotonic(), about)
+
+    def send(self, answer: Answer) -> None:
+        self.reply.send(answer.status, [*answer.headers, ("X-Request-Id", self.request_id), *self.cors], answer.body)
+
+
+def passed_headers(headers: Headers) -> list[tuple[str, str]]:
+    """What of an instance's answer reaches the client."""
+    passed = []
+    for name in _TO_CLIENTS:
+        value = headers.get(name)
+        if value is not None:
+            passed.append((name, value))
+    return passed

@@ -1,0 +1,262 @@
+"""Who there is, who gets the next request, and how each does.
+
+Candidates come in tiers, and the role's policy chooses within the first that is not empty:
+
+1. usable: not draining, not resting, not ejected, or half open with no trial under way;
+2. resting: answered 503 a moment ago;
+3. the last resort (Envoy's panic rule): all, ejected or not, in roles that have to answer. What else is there to lose?
+
+In a role that has to answer the last one that is not ejected never is; while it fails too (`suspect`), it counts as the others do.
+In a spare role (P, where D can compute alone) all may be ejected. Draining ones are never chosen.
+Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from math import floor, inf
+
+from kvferry.errors import LocalProtocolError
+from kvferry.router.health import Breaker, HealthOptions, Phase
+from kvferry.router.instances import Instance, Outcome, Role
+from kvferry.router.members import Leg, Member, State, Wish, leg_weight
+from kvferry.router.policies import Policy, make_policy
+
+__all__ = ["Fleet", "FleetOptions", "Leg", "Member", "State", "Wish"]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    policies: Mapping[Role, str] = field(default_factory=lambda: {Role.PREFILL: "prefix_affinity", Role.DECODE: "conversation_affinity"})
+    spare_roles: frozenset[Role] = frozenset()
+    """The router can do without them."""
+    max_ejected_share: float = 1.0
+    """Of a role that has to answer. Less than 1 for large fleets: rather bad answers than a few instances that carry it all."""
+    health: HealthOptions = field(default_factory=HealthOptions)
+
+
+@dataclass(slots=True)
+class _Squad:
+    """The members of one role."""
+
+    policy: Policy
+    members: list[Member] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Fleet:
+    def __init__(self, options: FleetOptions, draw: Callable[[], float]) -> None:
+        """`draw`: numbers from 0 to below 1. ConfigError when a policy is not known."""
+        self._options = options
+        self._draw = draw
+        self._squads = {role: _Squad(make_policy(options.policies[role], role, draw)) for role in Role}
+        self._members: dict[Instance, Member] = {}
+        self._turn = 0
+
+    # -- who there is ----------------------------------------------------------------------------------------------------
+
+    def add(self, instance: Instance, now: float) -> Member:
+        """For good, until it is removed. Ends the draining of one that is there."""
+        member = self._admit(instance, now)
+        member.lease_until = inf
+        member.is_draining = False
+        member.settle()
+        return member
+
+    def renew(self, instance: Instance, ttl_s: float, now: float) -> Member:
+        """It registered itself, or does so again: it stays for `ttl_s` more. That does not undo an operator's word: one that was added
+        for good stays so, one that drains goes on draining."""
+        is_known = instance in self._members
+        member = self._admit(instance, now)
+        if not is_known or not member.is_static:
+            member.lease_until = now + ttl_s
+        return member
+
+    def drain(self, instance: Instance) -> bool:
+        """No new legs; those under way go on. False when it is not here."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.is_draining = True
+            member.settle()
+        return member is not None
+
+    def is_drained(self, instance: Instance) -> bool:
+        """Nothing is under way any more at one that drains. One that is not here is drained too."""
+        member = self._members.get(instance)
+        return member is None or (member.is_draining and member.num_running == 0)
+
+    def remove(self, instance: Instance) -> bool:
+        """Legs under way are not touched by it. False when it is not here."""
+        member = self._members.pop(instance, None)
+        if member is not None:
+            self._squads[instance.role].members.remove(member)
+        return member is not None
+
+    def expire(self, now: float) -> list[Instance]:
+        """Removes and returns those that registered themselves and have not renewed in time."""
+        gone = [member.instance for member in self._members.values() if member.lease_until <= now]
+        for instance in gone:
+            self.remove(instance)
+        return gone
+
+    def restarted(self, instance: Instance, now: float) -> None:
+        """Another process answers at its address: no failures, nothing cached. Draining is an operator's word and stays."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.breaker.restart()
+            member.settle()
+            member.life += 1
+            member.probe_at = min(member.probe_at, now)
+
+    def members(self, role: Role | None = None) -> list[Member]:
+        return list(self._members.values() if role is None else self._squads[role].members)
+
+    def get(self, instance: Instance) -> Member | None:
+        return self._members.get(instance)
+
+    def count(self, role: Role, outcome: Outcome) -> int:
+        """How many members had this outcome last; those that have not been asked yet had none."""
+        return sum(member.record.last_outcome is outcome for member in self._squads[role].members)
+
+    # -- who is next -----------------------------------------------------------------------------------------------------
+
+    def choose(self, role: Role, wish: Wish, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+        """Who to give a leg to, among those not tried yet; None when there is none. Nothing is taken until `begin`."""
+        squad = self._squads[role]
+        left = [member for member in squad.members if member.instance not in tried] if tried else squad.members
+        candidates = [member for member in left if member.ready_at <= now]
+        tier = ""
+        if len(candidates) < len(left):
+            candidates, tier = self._fall_back(role, left, candidates, now)
+        if not candidates:
+            return None
+        member, why = squad.policy.choose(candidates, wish)
+        squad.reasons[tier or why] += 1
+        return member.instance
+
+    def reasons(self, role: Role) -> Mapping[str, int]:
+        """Why members were chosen, and how often."""
+        return self._squads[role].reasons
+
+    def _fall_back(self, role: Role, left: list[Member], usable: list[Member], now: float) -> tuple[list[Member], str]:
+        """Somebody cannot be used: who can, and of which tier they are if not of the first."""
+        has_to_answer = role not in self._options.spare_roles
+        if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
+            return usable, ""
+        active = [member for member in left if not member.is_draining]
+        resting = [member for member in active if member.breaker.not_before <= now and not member.breaker.is_suspect]
+        if resting or not has_to_answer:
+            return resting, "resting"
+        return active, "last_resort"
+
+    def begin(self, instance: Instance, now: float, wish: Wish | None = None, weight: int | None = None) -> Leg:
+        """A leg goes to it now. Whoever begins one ends it, whatever happens."""
+        member = self._members.get(instance)
+        if member is None:
+            raise LocalProtocolError(f"a leg was given to {instance}, which is not in the fleet")
+        if weight is None:
+            weight = leg_weight(instance.role, 0 if wish is None else len(wish.prompt))
+        self._turn += 1
+        member.turn = self._turn
+        member.load += weight
+        member.num_running += 1
+        if wish is not None:
+            self._squads[instance.role].policy.note_begun(member, wish)
+        is_trial = member.breaker.begin(now)
+        if is_trial:
+            member.settle()
+        return Leg(member, weight, is_trial, member.breaker.era, member.life)
+
+    def note_answer(self, leg: Leg, now: float) -> None:
+        """A stream's first piece has come: it need not end for the instance to be well. Later calls for the same leg change nothing."""
+        if not leg.is_answered:
+            leg.is_answered = True
+            leg.member.breaker.note_answer(leg.era, now)
+            leg.member.settle()
+
+    def end(self, leg: Leg, outcome: Outcome, now: float, error: str = "") -> None:
+        if leg.is_over:
+            raise LocalProtocolError(f"a leg at {leg.instance} was ended twice")
+        leg.is_over = True
+        member, breaker = leg.member, leg.member.breaker
+        member.load -= leg.weight
+        member.num_running -= 1
+        member.record.note_outcome(outcome)
+        if outcome is Outcome.ANSWERED:
+            self.note_answer(leg, now)
+        elif outcome is Outcome.FAILED:
+            member.record.note_error(error, now)
+            if breaker.note_failure(leg.era, now):
+                self._eject(member, now)
+        elif outcome is Outcome.REFUSED:
+            breaker.note_refusal(now)
+        if leg.is_trial:
+            breaker.end_trial(leg.era, now)
+        member.settle()
+
+    def is_current(self, leg: Leg) -> bool:
+        """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
+        return self._members.get(leg.instance) is leg.member and leg.life == leg.member.life
+
+    def _eject(self, member: Member, now: float) -> None:
+        """One that is half open was ejected already, so that its role can spare it."""
+        if member.breaker.phase is Phase.HALF_OPEN or self._can_spare(member.instance.role):
+            member.breaker.eject(now)
+            member.probe_at = now
+
+    def _can_spare(self, role: Role) -> bool:
+        active = [member for member in self._squads[role].members if not member.is_draining]
+        if role in self._options.spare_roles:
+            return True
+        num_ejected = sum(member.breaker.phase is not Phase.CLOSED for member in active)
+        return num_ejected < min(len(active) - 1, floor(self._options.max_ejected_share * len(active)))
+
+    # -- probes ----------------------------------------------------------------------------------------------------------
+
+    def take_probes(self, now: float) -> list[Instance]:
+        """Whose health check is due; the next one is due an interval later, whatever comes of this."""
+        if not self._options.health.probe_interval_s:
+            return []
+        due = [member for member in self._members.values() if member.probe_at <= now]
+        for member in due:
+            member.probe_at = now + self._probe_interval(member)
+        return [member.instance for member in due]
+
+    def note_probe_well(self, instance: Instance, now: float) -> None:
+        member = self._members.get(instance)
+        if member is not None:
+            member.breaker.note_probe_well(now)
+            member.settle()
+
+    def note_probe_ill(self, instance: Instance, now: float, error: str = "") -> None:
+        member = self._members.get(instance)
+        if member is not None:
+            member.record.note_error(error, now)
+            if member.breaker.note_probe_ill():
+                self._eject(member, now)
+            member.settle()
+
+    def next_deadline(self) -> float | None:
+        """When to call `take_probes` and `expire` next."""
+        deadlines = [member.lease_until for member in self._members.values()]
+        if self._options.health.probe_interval_s:
+            deadlines += [member.probe_at for member in self._members.values()]
+        soonest = min(deadlines, default=inf)
+        return None if soonest == inf else soonest
+
+    # -- ours ------------------------------------------------------------------------------------------------------------
+
+    def _admit(self, instance: Instance, now: float) -> Member:
+        member = self._members.get(instance)
+        if member is None:
+            member = Member(instance, Breaker(self._options.health, self._draw), probe_at=now)
+            self._members[instance] = member
+            self._squads[instance.role].members.append(member)
+        member.instance = instance
+        return member
+
+    def _probe_interval(self, member: Member) -> float:
+        """Jittered, so that a fleet that was added at once is not asked at once for ever."""
+        health = self._options.health
+        interval = health.probe_interval_s if member.breaker.phase is Phase.CLOSED else min(health.probe_ejected_s, health.probe_interval_s)
+        return interval * (1 - health.jitter * self._draw() / 2)

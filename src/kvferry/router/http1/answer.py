@@ -1,0 +1,143 @@
+"""An instance's answer: its head is there, its body is read or passed on."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from kvferry.router.http1.errors import BrokenOff, NotHttp
+from kvferry.router.http1.framing import NotFramed, make_body
+from kvferry.router.http1.parsing import AnswerHead, BodyKind
+from kvferry.router.http1.pool import Site
+from kvferry.router.http1.relay import Relay
+from kvferry.router.http1.reply import Reply
+from kvferry.router.http1.upstream_connection import UpstreamConnection
+
+if TYPE_CHECKING:
+    from kvferry.router.http1.client import Upstreams
+
+__all__ = ["UpstreamAnswer"]
+
+_CHUNKED = BodyKind.CHUNKED
+
+
+class UpstreamAnswer:
+    """A context manager: left before the end of the body, it closes the connection; so the instance learns that nobody wants the rest."""
+
+    __slots__ = ("_body", "_connection", "_has_rest", "_head", "_is_over", "_owner", "_site", "headers", "is_chunked", "status")
+
+    def __init__(self, connection: UpstreamConnection, head: AnswerHead, owner: "Upstreams", site: Site) -> None:
+        self._connection = connection
+        self._head = head
+        self._owner = owner
+        self._site = site
+        self._body = make_body(head.body, head.length)
+        self._is_over = False
+        self._has_rest = False
+        self.status = head.status
+        self.headers = head.headers
+        self.is_chunked = head.body is _CHUNKED
+        if self._body.is_ended:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is wanted. Once more is nothing."""
+        if not self._is_over:
+            self._is_over = True
+            self._connection.abort()
+
+    async def read(self, limit: int, timeout_s: float) -> bytes:
+        """The whole body, decoded. UpstreamError, also when it is longer than `limit` bytes or takes longer than `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        pieces: list[bytes] = []
+        size = 0
+        while piece := await self._next(deadline):
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                self.close()
+                raise NotHttp(f"its answer is longer than {limit} bytes")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read_some(self, timeout_s: float) -> bytes:
+        """The next piece of the body, decoded; b"" at its end. UpstreamError."""
+        return await self._next(asyncio.get_running_loop().time() + timeout_s)
+
+    async def relay(
+        self,
+        reply: Reply,
+        headers: Iterable[tuple[str, str]],
+        *,
+        idle_timeout_s: float,
+        start: bytes = b"",
+        on_first: Callable[[], None] | None = None,
+        filter: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """Pass the answer on: its status, `headers`, and the body from `start` (what was read of it already) to its end.
+
+        Without a filter raw bytes pass, chunk framing included. A filter gets decoded pieces and b"" at the end, and returns what the
+        client gets. `on_first` is called before the first byte of the body goes out.
+
+        UpstreamError when the instance fails: the reply was started, `reply.can_write` says whether it can be continued (between two
+        chunks) or only aborted. ConnectionError when the client does not read.
+        """
+        relay = Relay(self._connection, self._body, reply, filter)
+        relay.begin(self._head, headers, start)
+        try:
+            await relay.run(idle_timeout_s, on_first, bool(start))
+        except BaseException:
+            self.close()
+            raise
+        self._has_rest = relay.has_rest
+        self._end()
+
+    async def _next(self, deadline: float) -> bytes:
+        connection, body = self._connection, self._body
+        while not body.is_ended:
+            data = connection.take()
+            if data:
+                piece = self._decode(data)
+                if body.is_ended:
+                    self._end()
+                if piece:
+                    return piece
+            elif connection.is_lost:
+                self._is_over = True
+                if body.is_whole_at_close and connection.error is None:
+                    return b""
+                raise BrokenOff("it closed the connection in the middle of its answer", has_answered=True)
+            else:
+                await self._wait(deadline)
+        return b""
+
+    async def _wait(self, deadline: float) -> None:
+        try:
+            await self._connection.more(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _decode(self, data: bytes) -> bytes:
+        decoded: list[bytes] = []
+        try:
+            used = self._body.advance(data, decoded)
+        except NotFramed as error:
+            self.close()
+            raise NotHttp(f"its answer is not chunked as it says: {error}") from None
+        self._has_rest = used < len(data)
+        return decoded[0] if len(decoded) == 1 else b"".join(decoded)
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._has_rest or not self._head.keeps_alive:
+            self._connection.abort()
+        else:
+            self._owner.give_back(self._site, self._connection)

@@ -1,0 +1,124 @@
+"""Requests to instances over connections that are kept warm. Belongs to one event loop."""
+
+import asyncio
+import ssl
+from collections.abc import Iterable, Sequence
+
+from kvferry.router.http1.answer import UpstreamAnswer
+from kvferry.router.http1.errors import BrokenOff, NotReached
+from kvferry.router.http1.pool import Site, Target
+from kvferry.router.http1.sweep import Sweep
+from kvferry.router.http1.upstream_connection import UpstreamConnection
+from kvferry.router.http1.wire import request_head
+
+__all__ = ["KEEPALIVE_S", "Target", "UpstreamAnswer", "Upstreams"]
+
+KEEPALIVE_S = 4.0
+"""vLLM's server closes a connection that was idle for 5 s; a request sent just then would be lost."""
+
+_MAX_SITES = 4096
+
+
+class Upstreams:
+    """Warm connections per target."""
+
+    def __init__(self, keepalive_s: float = KEEPALIVE_S) -> None:
+        self._keepalive_s = keepalive_s
+        self._loop = asyncio.get_running_loop()
+        self._sweep = Sweep(self._loop)
+        self._sites: dict[Target, Site] = {}
+        self._connections: set[UpstreamConnection] = set()
+
+    @property
+    def num_connections(self) -> int:
+        """Idle ones and busy ones."""
+        return len(self._connections)
+
+    async def send(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        headers: Iterable[tuple[str, str]],
+        body: bytes | Sequence[bytes] = b"",
+        *,
+        connect_timeout_s: float,
+        head_timeout_s: float,
+    ) -> UpstreamAnswer:
+        """Send a request and wait for the head of its answer. UpstreamError.
+
+        A connection that was kept warm may have been closed by the instance at this very moment: when it ends without a byte of an answer,
+        the request is sent once more, over a fresh one.
+        """
+        site = self._sites.get(target) or self._add_site(target)
+        if isinstance(body, bytes):
+            data: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
+        else:
+            data = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
+        connection = site.take(self._loop.time())
+        if connection is not None:
+            try:
+                head = await connection.ask(method, data, head_timeout_s)
+            except BrokenOff as error:
+                connection.abort()
+                if error.has_answered:
+                    raise
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return UpstreamAnswer(connection, head, self, site)
+        connection = await self._connect(site, connect_timeout_s)
+        try:
+            head = await connection.ask(method, data, head_timeout_s)
+        except BaseException:
+            connection.abort()
+            raise
+        return UpstreamAnswer(connection, head, self, site)
+
+    async def close(self) -> None:
+        """Close every connection, busy ones too."""
+        for connection in list(self._connections):
+            connection.abort()
+        self._sweep.close()
+
+    def give_back(self, site: Site, connection: UpstreamConnection) -> None:
+        """An exchange has ended cleanly."""
+        if connection.is_clean:
+            connection.rest(self._loop.time() + self._keepalive_s)
+            site.put(connection)
+        else:
+            connection.abort()
+
+    def _add_site(self, target: Target) -> Site:
+        if len(self._sites) >= _MAX_SITES:  # addresses come and go with instances; warm connections of a forgotten one grow old
+            self._sites.clear()
+        site = self._sites[target] = Site(target)
+        return site
+
+    async def _connect(self, site: Site, timeout_s: float) -> UpstreamConnection:
+        target, address = site.target, site.target.address
+        connection = UpstreamConnection(self._loop, lambda lost: self._forget(site, lost))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loop.create_connection(
+                    lambda: connection,
+                    address.host,
+                    address.port,
+                    ssl=target.tls,
+                    server_hostname=address.host if target.tls is not None else None,
+                )
+        except TimeoutError:
+            raise NotReached(f"no connection within {timeout_s:g} s") from None
+        except ssl.SSLError as error:
+            raise NotReached(f"no connection by TLS ({error.reason or error})") from None
+        except (OSError, UnicodeError) as error:
+            raise NotReached(f"no connection ({getattr(error, 'strerror', None) or error})") from None
+        self._connections.add(connection)
+        self._sweep.add(connection)
+        return connection
+
+    def _forget(self, site: Site, connection: UpstreamConnection) -> None:
+        self._connections.discard(connection)
+        self._sweep.discard(connection)
+        site.forget(connection)

@@ -1,0 +1,236 @@
+"""Where a body ends: by length, by chunks, or with the connection. Fed with pieces cut anywhere. Pure.
+
+A body either decodes what it is given, or only follows it so that raw bytes can pass and the end is still known.
+"""
+
+import re
+from collections.abc import Callable
+from enum import IntEnum
+
+from kvferry.router.http1.parsing import BodyKind, is_field_line
+
+__all__ = ["Body", "ChunkedBody", "Framing", "LengthBody", "NotFramed", "OpenBody", "chunk", "make_body"]
+
+_MAX_LINE = 4096
+_MAX_TRAILERS = 16 * 1024
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
+
+
+_MAX_KNOWN_SIZES = 4096
+_MAX_KNOWN_LINE = 16
+_known_sizes: dict[bytes, int] = {}
+"""Lines that were found to be sizes, with their ends. Instances send the same few again and again, and looking one up is cheaper."""
+
+
+class NotFramed(Exception):
+    """The bytes are not a body in this framing."""
+
+
+class Framing(IntEnum):
+    """How an answer of ours tells its end."""
+
+    WHOLE = 0
+    """By its length; all of it was there at once."""
+    LENGTH = 1
+    """By its length; the bytes come later."""
+    CHUNKED = 2
+    UNTIL_CLOSE = 3
+
+
+# Where in a chunked body we are. Plain numbers: in Python 3.11 reading a member of an enum costs as much as a dictionary.
+_SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
+
+
+class LengthBody:
+    """A body of known length."""
+
+    __slots__ = ("_left", "is_ended")
+    is_whole_at_close = False
+    is_between = False
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.is_ended = length == 0
+
+    def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """How many of these bytes belong to the body; they are added to `decoded`, if given."""
+        left = self._left
+        if len(data) < left:
+            self._left = left - len(data)
+            if decoded is not None:
+                decoded.append(data)
+            return len(data)
+        self._left = 0
+        self.is_ended = True
+        if decoded is not None:
+            decoded.append(data if len(data) == left else data[:left])
+        return left
+
+
+class OpenBody:
+    """A body that ends with its connection."""
+
+    __slots__ = ()
+    is_whole_at_close = True
+    is_between = True
+    is_ended = False
+
+    def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
+        if decoded is not None:
+            decoded.append(data)
+        return len(data)
+
+
+class ChunkedBody:
+    """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and trailers are printable and bounded."""
+
+    __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part", "is_ended")
+    is_whole_at_close = False
+
+    def __init__(self) -> None:
+        self._part = _SIZE
+        self._left = 0  # of the data of this chunk
+        self._line = b""  # the beginning of a line whose end has not come
+        self._num_trailer_bytes = 0
+        self.is_ended = False
+
+    @property
+    def is_between(self) -> bool:
+        """Whether another chunk could begin exactly here."""
+        return self._part == _SIZE and not self._line
+
+    def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """How many of these bytes belong to the body; the data among them is added to `decoded`, if given. NotFramed."""
+        position, end = 0, len(data)
+        if self._part == _SIZE and not self._line:
+            position = self._skip_whole(data, decoded)
+        while position < end:
+            part = self._part
+            if part == _SIZE:
+                position = self._take_size(data, position)
+            elif part == _DATA:
+                position = self._take_data(data, position, end, decoded)
+            elif part == _END:
+                break
+            else:
+                position = self._take_line_end(data, position)
+        return position
+
+    def _skip_whole(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """Nearly all pieces are whole chunks of sizes seen before: where the first thing begins that is not."""
+        position, end = 0, len(data)
+        known = _known_sizes.get
+        width = data.find(b"\n") + 1  # of a size line; chunks that follow each other mostly have it in common
+        while True:
+            size = known(data[position : position + width])
+            if size is None:
+                line_end = data.find(b"\n", position, position + _MAX_KNOWN_LINE) + 1
+                size = known(data[position:line_end]) if line_end else None
+                if size is None:
+                    return self._take_end(data, position)
+                width = line_end - position
+            stop = position + width + size
+            if data[stop : stop + 2] != b"\r\n":
+                return position
+            if decoded is not None:
+                decoded.append(data[position + width : stop])
+            position = stop + 2
+            if position == end:
+                return position
+
+    def _take_end(self, data: bytes, position: int) -> int:
+        if data[position : position + 5] != b"0\r\n\r\n":
+            return position
+        self._part = _END
+        self.is_ended = True
+        return position + 5
+
+    def resume_raw(self, start: bytes) -> bytes | None:
+        """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow it untouched. None: they cannot."""
+        if self._part == _DATA:
+            return b"%x\r\n%b" % (len(start) + self._left, start)
+        if self.is_between:
+            return chunk(start) if start else b""
+        return None
+
+    def _take_size(self, data: bytes, position: int) -> int:
+        line, position = self._take_line(data, position)
+        if line is None:
+            return position
+        spelt = _SIZE_LINE.fullmatch(line)  # int() alone would also take 0x10, 1_0, +1 and blanks
+        if spelt is None:
+            raise NotFramed("the size of a chunk is not valid")
+        self._left = size = int(spelt[1], 16)
+        if size and len(_known_sizes) < _MAX_KNOWN_SIZES and len(line) < _MAX_KNOWN_LINE - 2:
+            _known_sizes[line + b"\r\n"] = size
+        self._part = _DATA if self._left else _TRAILERS
+        return position
+
+    def _take_data(self, data: bytes, position: int, end: int, decoded: list[bytes] | None) -> int:
+        stop = position + self._left
+        if stop > end:
+            self._left = stop - end
+            stop = end
+        else:
+            self._left = 0
+            self._part = _DATA_END
+        if decoded is not None:
+            decoded.append(data[position:stop])
+        if self._part == _DATA_END and data[stop : stop + 2] == b"\r\n":
+            self._part = _SIZE
+            return stop + 2
+        return stop
+
+    def _take_line_end(self, data: bytes, position: int) -> int:
+        """The CR LF after the data of a chunk, or a line of the trailers."""
+        line, position = self._take_line(data, position)
+        if self._part == _DATA_END:
+            if line == b"":
+                self._part = _SIZE
+            elif line is not None or self._line != b"\r":
+                raise NotFramed("a chunk is longer than its size")
+            return position
+        self._num_trailer_bytes += len(line or b"")
+        if self._num_trailer_bytes > _MAX_TRAILERS:
+            raise NotFramed("the trailers are too long")
+        if line == b"":
+            self._part = _END
+            self.is_ended = True
+        elif line is not None and not is_field_line(line):
+            raise NotFramed("a trailer is not valid")
+        return position
+
+    def _take_line(self, data: bytes, position: int) -> tuple[bytes | None, int]:
+        """The line that begins or goes on here, without its end; None when its end has not come."""
+        found = data.find(b"\n", position)
+        stop = found + 1 if found >= 0 else len(data)
+        line = self._line + data[position:stop]
+        if len(line) > _MAX_LINE:
+            raise NotFramed("a line between chunks is too long")
+        if found < 0:
+            self._line = line
+            return None, stop
+        self._line = b""
+        if line[-2:] != b"\r\n":
+            raise NotFramed("a line between chunks does not end in CR LF")
+        return line[:-2], stop
+
+
+Body = LengthBody | ChunkedBody | OpenBody
+
+
+_MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
+    lambda length: LengthBody(0),
+    lambda length: LengthBody(length),
+    lambda length: ChunkedBody(),
+    lambda length: OpenBody(),
+)
+
+
+def make_body(kind: BodyKind, length: int) -> Body:
+    return _MAKERS[kind](length)
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk. Never empty: that would be the end."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -1,0 +1,169 @@
+"""From an instance to a client, callback to callback: bytes are written in the turn of the loop in which they come, by no coroutine.
+
+Back-pressure: while the client's buffer is full, the instance is not read, and its idle timeout stands still.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from kvferry.router.http1.errors import BrokenOff, NotHttp
+from kvferry.router.http1.framing import Body, ChunkedBody, Framing, LengthBody, NotFramed
+from kvferry.router.http1.parsing import AnswerHead, BodyKind
+from kvferry.router.http1.reply import Reply
+from kvferry.router.http1.sweep import NEVER
+from kvferry.router.http1.upstream_connection import UpstreamConnection
+
+__all__ = ["Relay"]
+
+Filter = Callable[[bytes], bytes]
+
+_LENGTH, _BY_LENGTH, _CHUNKED = BodyKind.LENGTH, Framing.LENGTH, Framing.CHUNKED
+
+
+class Relay:
+    """One body on its way. Used once."""
+
+    __slots__ = ("_body", "_connection", "_done", "_filter", "_idle_s", "_is_raw", "_loop", "_on_first", "_out", "_reply", "has_rest")
+
+    def __init__(self, connection: UpstreamConnection, body: Body, reply: Reply, filter: Filter | None) -> None:
+        self._connection = connection
+        self._body = body
+        self._reply = reply
+        self._out = reply.out
+        self._filter = filter
+        self._is_raw = False
+        self._idle_s = 0.0
+        self._on_first: Callable[[], None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self.has_rest = False
+        """Whether the instance sent more than the body."""
+
+    def begin(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
+        """The head, and what was read of the body already."""
+        reply, body = self._reply, self._body
+        if self._filter is None and head.body <= _LENGTH:
+            reply.start_framed(head.status, headers, _BY_LENGTH, head.length)
+            reply.put_raw(start)
+            self._is_raw = reply.has_body
+            reply.can_write = not reply.has_body
+            return
+        prefix = body.resume_raw(start) if self._filter is None and isinstance(body, ChunkedBody) and reply.is_http11 else None
+        if prefix is not None:
+            reply.start_framed(head.status, headers, _CHUNKED, 0)
+            reply.put_raw(prefix)
+            self._is_raw = reply.has_body
+            reply.can_write = not reply.has_body
+            return
+        reply.start(head.status, headers)
+        reply.put(self._filter(start) if self._filter is not None and start else start)
+
+    async def run(self, idle_timeout_s: float, on_first: Callable[[], None] | None, has_started: bool) -> None:
+        """Until the end of the body."""
+        connection = self._connection
+        self._idle_s = idle_timeout_s
+        if has_started and on_first is not None:
+            on_first()
+        else:
+            self._on_first = on_first
+        try:
+            if self._body.is_ended:
+                self._end()
+            data = connection.take()
+            if data and not self._done.done():
+                self.receive(data)
+            if not self._done.done():
+                await self._pass_on()
+            self._done.result()
+        finally:
+            self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_between)
+
+    async def _pass_on(self) -> None:
+        connection = self._connection
+        if connection.is_lost:
+            self.lose()
+            return
+        connection.receiver = self
+        self._out.flow = self
+        connection.deadline = self._loop.time() + self._idle_s
+        if self._out.is_paused:
+            self.pause()
+        try:
+            await self._done
+        finally:
+            connection.receiver = None
+            connection.deadline = NEVER
+            self._out.flow = None
+
+    # -- from the instance ---------------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        if self._done.done():
+            return
+        if self._on_first is not None:
+            on_first, self._on_first = self._on_first, None
+            on_first()
+        try:
+            if self._is_raw:
+                used = self._body.advance(data, None)
+                self._out.put(data if used == len(data) else data[:used])
+            else:
+                used = self._convert(data)
+        except NotFramed as error:
+            self._is_raw, self._body = True, LengthBody(1)  # where the client's chunk ends is not known: nothing can follow
+            self.fail(NotHttp(f"its answer is not chunked as it says: {error}"))
+            return
+        except Exception as error:
+            self.fail(error)
+            return
+        if self._body.is_ended:
+            self.has_rest = used < len(data)
+            self._end()
+        elif self._connection.deadline != NEVER:
+            self._connection.deadline = self._loop.time() + self._idle_s
+
+    def lose(self) -> None:
+        """The instance's connection is gone."""
+        if self._done.done():
+            return
+        if self._body.is_whole_at_close and self._connection.error is None:
+            self._end()
+        else:
+            self.fail(BrokenOff("it closed the connection in the middle of its answer", has_answered=True))
+
+    def fail(self, error: Exception) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    # -- from the client -----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self._connection.deadline = NEVER
+        self._connection.pause_reading()
+
+    def resume(self) -> None:
+        self._connection.deadline = self._loop.time() + self._idle_s
+        self._connection.resume_reading()
+
+    # -- its own -------------------------------------------------------------------------------------------------------
+
+    def _convert(self, data: bytes) -> int:
+        decoded: list[bytes] = []
+        used = self._body.advance(data, decoded)
+        for piece in decoded:
+            if piece:
+                self._reply.put(self._filter(piece) if self._filter is not None else piece)
+        return used
+
+    def _end(self) -> None:
+        try:
+            if self._is_raw:
+                self._reply.end_raw()
+            else:
+                if self._filter is not None:
+                    self._reply.put(self._filter(b""))
+                self._reply.end()
+        except Exception as error:
+            self.fail(error)
+            return
+        self._done.set_result(None)

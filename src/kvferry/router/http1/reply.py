@@ -1,0 +1,139 @@
+"""The answer to one request, as its handler writes it."""
+
+from collections.abc import Iterable
+
+from kvferry.router.http1.framing import Framing, chunk
+from kvferry.router.http1.outflow import Outflow
+from kvferry.router.http1.parsing import RequestHead
+from kvferry.router.http1.wire import answer_head
+
+__all__ = ["Reply"]
+
+_WHOLE, _CHUNKED, _UNTIL_CLOSE = Framing.WHOLE, Framing.CHUNKED, Framing.UNTIL_CLOSE
+_JOINED_BYTES = 64 * 1024
+_BODILESS = (204, 304)
+
+
+class Reply:
+    """Either one `send`, or `start`, any number of `write`, `finish`. `abort` at any time. Belongs to the loop's thread.
+
+    An answer that is passed on raw (`UpstreamAnswer.relay`) and breaks off cannot always be continued: inside a chunk, or within a body of
+    known length, whatever we write would become part of the data. `can_write` says so; then `abort` is all that is left.
+    """
+
+    __slots__ = ("_framing", "_sent_before", "can_write", "has_body", "is_finished", "is_http11", "out", "status")
+
+    def __init__(self, out: Outflow, head: RequestHead | None) -> None:
+        self.out = out
+        self._sent_before = out.num_sent
+        out.keeps_alive = head is not None and head.keeps_alive and not out.is_draining
+        self.is_http11 = head is None or head.is_http11
+        self._framing = _WHOLE
+        self.has_body = head is None or head.method != "HEAD"
+        self.status = 0
+        self.can_write = False
+        """Whether `write` and `finish` would continue what was sent so far."""
+        self.is_finished = False
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes of this answer so far, its head and its framing among them."""
+        return self.out.num_sent - self._sent_before
+
+    @property
+    def is_started(self) -> bool:
+        return self.status != 0
+
+    def send(self, status: int, headers: Iterable[tuple[str, str]], body: bytes = b"") -> None:
+        """A whole answer."""
+        out = self.out
+        length = f"Content-Length: {len(body)}\r\n" if status not in _BODILESS else ""
+        head = self._begin(status, headers, length)
+        if self.has_body and body:
+            if len(body) < _JOINED_BYTES:
+                out.put(head + body)
+            else:
+                out.put(head)
+                out.put(body)
+        else:
+            out.put(head)
+        self.is_finished = True
+
+    def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
+        """A stream: chunked, or up to the end of the connection for HTTP/1.0."""
+        self.start_framed(status, headers, _CHUNKED if self.is_http11 else _UNTIL_CLOSE, 0)
+        self.can_write = True
+
+    def start_framed(self, status: int, headers: Iterable[tuple[str, str]], framing: Framing, length: int) -> None:
+        """A head alone; the bytes that follow come by `put_raw`."""
+        self._framing = framing
+        if framing is _CHUNKED:
+            field = "Transfer-Encoding: chunked\r\n" if status not in _BODILESS else ""
+        elif framing is not _UNTIL_CLOSE:
+            field = f"Content-Length: {length}\r\n" if status not in _BODILESS else ""
+        else:
+            field = ""
+            self.out.keeps_alive = False
+        self.out.put(self._begin(status, headers, field))
+
+    async def write(self, data: bytes) -> None:
+        """Waits until there is room. ConnectionError when the client is gone, or reads nothing for too long."""
+        self.put(data)
+        if self.out.is_paused:
+            await self.out.wait_for_room()
+
+    async def finish(self) -> None:
+        """The end of the stream. Once more is nothing."""
+        if not self.is_finished:
+            self.end()
+
+    def abort(self) -> None:
+        """Close the connection: what was sent may still arrive, but never looks whole."""
+        self.is_finished = True
+        self.can_write = False
+        self.out.keeps_alive = False
+        if self._framing is _UNTIL_CLOSE:
+            self.out.reset()  # for the client any other end is the end of the body
+        elif self.is_started:
+            self.out.close()
+        else:
+            self.out.abort()
+
+    def put(self, data: bytes) -> None:
+        """A piece of the stream, without waiting."""
+        if not self.can_write:
+            raise ConnectionError("this answer cannot be continued")
+        if data and self.has_body:
+            self.out.put(chunk(data) if self._framing is _CHUNKED else data)
+
+    def put_raw(self, data: bytes) -> None:
+        """Bytes in the framing that was started."""
+        if data and self.has_body:
+            self.out.put(data)
+
+    def end(self) -> None:
+        if not self.can_write:
+            raise ConnectionError("this answer cannot be continued")
+        self.can_write = False
+        self.is_finished = True
+        if self._framing is _CHUNKED and self.has_body:
+            self.out.put(b"0\r\n\r\n")
+
+    def end_raw(self) -> None:
+        """The raw bytes that were put have brought the end with them."""
+        self.can_write = False
+        self.is_finished = True
+
+    def _begin(self, status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
+        if self.status:
+            raise ConnectionError("this answer was started before")
+        self.has_body = self.has_body and status not in _BODILESS
+        if self.out.is_draining:
+            self.out.keeps_alive = False
+        if not self.out.keeps_alive:
+            framing += "Connection: close\r\n"
+        elif not self.is_http11:
+            framing += "Connection: keep-alive\r\n"
+        head = answer_head(status, headers, framing)
+        self.status = status
+        return head

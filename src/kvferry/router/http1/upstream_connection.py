@@ -1,0 +1,218 @@
+"""One connection to an instance: a request out, the head and then the raw bytes of its answer in.
+
+An instance may answer before it has read the whole request, and then reset the connection. The loop reads before it writes, so the
+answer is there before the failed write ends the connection.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
+from kvferry.router.http1.parsing import AnswerHead, read_answer_head
+from kvferry.router.http1.sweep import NEVER
+
+__all__ = ["Receiver", "UpstreamConnection"]
+
+_MAX_HEAD = 64 * 1024
+_MAX_WAITING = 256 * 1024
+"""Bytes of a body that nobody has taken; the instance is not read while there are more."""
+
+
+class Receiver(Protocol):
+    """Gets the bytes of a body as they come."""
+
+    def receive(self, data: bytes) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+    def lose(self) -> None:
+        """The connection is gone; its `error` says how."""
+
+
+# Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with too many connections answers before it is
+# asked. Idle, after an exchange: what comes is an answer to nothing.
+_FRESH, _HEAD, _BODY, _IDLE = range(4)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Belongs to the loop's thread. `on_lost` hears of its end once."""
+
+    __slots__ = (
+        "_asker",
+        "_loop",
+        "_method",
+        "_on_lost",
+        "_phase",
+        "_pieces",
+        "_size",
+        "_waiter",
+        "deadline",
+        "error",
+        "has_answered",
+        "receiver",
+        "transport",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[["UpstreamConnection"], None]) -> None:
+        self._loop = loop
+        self._on_lost = on_lost
+        self._method = ""
+        self._phase = _FRESH
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._asker: asyncio.Future[AnswerHead] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.transport: asyncio.Transport | None = None
+        self.deadline = NEVER
+        self.error: Exception | None = None
+        """Why it was lost; None also when the instance closed it in good order."""
+        self.has_answered = False
+        self.receiver: Receiver | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self.transport is None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether another request could follow: nothing is left over on either side."""
+        transport = self.transport
+        return transport is not None and not self._size and not transport.is_closing() and not transport.get_write_buffer_size()
+
+    # -- the exchange --------------------------------------------------------------------------------------------------
+
+    def ask(self, method: str, data: Iterable[bytes], timeout_s: float) -> "asyncio.Future[AnswerHead]":
+        """Send a request; the head of its answer comes by the future."""
+        self._method = method
+        self._phase = _HEAD
+        self.has_answered = False
+        self.deadline = self._loop.time() + timeout_s
+        waiter = self._asker = self._loop.create_future()
+        if self._pieces:
+            self.has_answered = True
+            self._read_head()
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.writelines(data)
+        elif not waiter.done():
+            waiter.set_exception(BrokenOff("it closed the connection before it had answered", self.has_answered))
+        return waiter
+
+    def take(self) -> bytes:
+        """The raw bytes of the body that have come and that nobody has taken."""
+        pieces = self._pieces
+        if not pieces:
+            return b""
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._pieces = []
+        if self._size > _MAX_WAITING:
+            self.resume_reading()
+        self._size = 0
+        return data
+
+    async def more(self, deadline: float) -> None:
+        """Until there is something to take, or the connection is lost. TimedOut, and then it is closed."""
+        self.deadline = deadline
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self.deadline = NEVER
+
+    def rest(self, deadline: float) -> None:
+        """The exchange is over; until the deadline another may begin."""
+        self._phase = _IDLE
+        self.deadline = deadline
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing() and self.transport.is_reading():
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing() and not self.transport.is_reading():
+            self.transport.resume_reading()
+
+    def abort(self) -> None:
+        self.receiver = None
+        self.deadline = NEVER
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- asyncio -------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
+
+    def data_received(self, data: bytes) -> None:
+        if self.receiver is not None:
+            self.receiver.receive(data)
+            return
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._phase == _HEAD:
+            self.has_answered = True
+            self._read_head()
+        elif self._phase == _IDLE:
+            self.abort()  # nobody asked
+        else:
+            if self._size > _MAX_WAITING:
+                self.pause_reading()
+            if self._phase == _BODY:
+                self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.error = error
+        self.transport = None
+        self.deadline = NEVER
+        self._on_lost(self)
+        if self.receiver is not None:
+            self.receiver.lose()
+        elif self._phase == _HEAD:
+            self._fail(BrokenOff("it closed the connection before it had answered", self.has_answered))
+        elif self._phase == _BODY:
+            self._wake()
+
+    def run_out(self, now: float) -> None:
+        """The deadline has passed."""
+        receiver = self.receiver
+        self._fail(TimedOut("it was silent for too long"))
+        self.abort()
+        if receiver is not None:
+            receiver.fail(TimedOut("it was silent for too long"))
+
+    # -- its own -------------------------------------------------------------------------------------------------------
+
+    def _read_head(self) -> None:
+        data = b"".join(self._pieces)
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end < 0 or end > _MAX_HEAD:
+                self._pieces = [data]
+                if len(data) > _MAX_HEAD or data[:7] != b"HTTP/1."[: len(data)]:
+                    self._fail(NotHttp("its answer is not HTTP"))
+                    self.abort()
+                return
+            try:
+                head = read_answer_head(data[: end + 4], self._method)
+            except NotHttp as error:
+                self._fail(error)
+                self.abort()
+                return
+            data = data[end + 4 :]
+            if head.status >= 200 or head.status == 101:
+                break
+        self._phase = _BODY
+        self.deadline = NEVER
+        self._pieces = [data] if data else []
+        self._size = len(data)
+        asker = self._asker
+        if asker is not None and not asker.done():
+            asker.set_result(head)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        waiter = self._asker if self._phase == _HEAD else self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)

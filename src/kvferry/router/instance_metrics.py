@@ -1,0 +1,213 @@
+"""What an engine's `/metrics` page says about it: load, KV in hand and under way, how it hands KV over. Embedded engine and vLLM alike.
+
+Pure, and made for pages that cannot be trusted: any bytes are read without an error, in one pass, and only up to a bound. What a page
+does not say is None, so that nothing is shown as 0 that nobody counted.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["MAX_PAGE_BYTES", "Growth", "InstanceReading", "KvFigures", "LoadFigures", "MetricsWatch", "read_metrics"]
+
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+"""A vLLM with every optional histogram says some 300 KB."""
+MAX_COUNT = float(2**53)
+_MAX_WORD_CHARS = 256
+_LABEL = re.compile(r'[ ,]*([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    running: float | None = None
+    waiting: float | None = None
+    cache_usage: float | None = None
+    """Of the KV cache, 0 to 1; the fullest, where a page speaks for several engines."""
+    generated_tokens: float | None = None
+    prompt_tokens: float | None = None
+    preemptions: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvFigures:
+    leases: float | None = None
+    """Held for peers."""
+    held_blocks: float | None = None
+    pulls: float | None = None
+    """Requests whose KV is expected from a peer."""
+    transfers: float | None = None
+    moved_bytes: float | None = None
+    moving_s: float | None = None
+    failures: float | None = None
+    """Transfers and handshakes that failed."""
+    expired: float | None = None
+    """Leases that ran out unread."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReading:
+    load: LoadFigures = LoadFigures()
+    kv: KvFigures = KvFigures()
+    mode: str = ""
+    """`pull` or `push`; empty: it does not say."""
+    side_channel: str = ""
+    """host:port; empty: it does not say."""
+    model: str = ""
+    started_at: float | None = None
+    """When its process started, by its own clock: another value is another life."""
+
+    @property
+    def is_push(self) -> bool:
+        return self.mode == "push"
+
+
+_SUMMED: Mapping[bytes, str] = {
+    b"vllm:num_requests_running": "running",
+    b"vllm:num_requests_waiting": "waiting",
+    b"vllm:generation_tokens_total": "generated_tokens",
+    b"vllm:prompt_tokens_total": "prompt_tokens",
+    b"vllm:num_preemptions_total": "preemptions",
+    b"kvferry:num_leases": "leases",
+    b"kvferry:num_held_blocks": "held_blocks",
+    b"kvferry:num_pulls": "pulls",
+    b"kvferry:transfers_total": "transfers",
+    b"kvferry:transfer_bytes_total": "moved_bytes",
+    b"kvferry:transfer_seconds_total": "moving_s",
+    b"vllm:nixl_num_failed_transfers_total": "failures",
+    b"vllm:nixl_num_kv_expired_reqs_total": "expired",
+    # Of a vLLM with its own connector, which has no planes.
+    b"vllm:nixl_xfer_time_seconds_count": "nixl transfers",
+    b"vllm:nixl_bytes_transferred_sum": "nixl moved_bytes",
+    b"vllm:nixl_xfer_time_seconds_sum": "nixl moving_s",
+}
+_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc")
+_MODE = b"kvferry:transfer_mode"
+_SIDE_CHANNEL = b"kvferry:side_channel"
+_STARTED = b"process_start_time_seconds"
+_WANTED = frozenset({*_SUMMED, *_USAGE, _MODE, _SIDE_CHANNEL, _STARTED})
+
+
+def read_metrics(page: bytes) -> InstanceReading:
+    """Of several engines on one page (data parallel ranks) the sums."""
+    sums: dict[str, float] = {}
+    usage: float | None = None
+    words: dict[bytes, str] = {}
+    started_at: float | None = None
+    for name, labels, value in _samples(page):
+        if name in _USAGE:
+            usage = max(usage or 0.0, min(value, 1.0))
+        elif name == _STARTED:
+            started_at = value
+        elif name in (_MODE, _SIDE_CHANNEL):
+            if value == 1:
+                words[name] = _label(labels, "mode" if name == _MODE else "address")
+        else:
+            field_name = _SUMMED[name]
+            sums[field_name] = min(MAX_COUNT, sums.get(field_name, 0.0) + value)
+            if name == b"vllm:num_requests_running":
+                words[name] = _label(labels, "model_name")
+    get = sums.get
+    return InstanceReading(
+        LoadFigures(get("running"), get("waiting"), usage, get("generated_tokens"), get("prompt_tokens"), get("preemptions")),
+        KvFigures(
+            get("leases"),
+            get("held_blocks"),
+            get("pulls"),
+            get("transfers", get("nixl transfers")),
+            get("moved_bytes", get("nixl moved_bytes")),
+            get("moving_s", get("nixl moving_s")),
+            get("failures"),
+            get("expired"),
+        ),
+        words.get(_MODE, ""),
+        words.get(_SIDE_CHANNEL, ""),
+        words.get(b"vllm:num_requests_running", ""),
+        started_at,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Between two readings of one instance."""
+
+    tokens: int = 0
+    moved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class MetricsWatch:
+    """The last reading of one instance, and how fast its counters grow."""
+
+    reading: InstanceReading | None = None
+    read_at: float | None = None
+    tokens_per_s: float | None = None
+    moved_bytes_per_s: float | None = None
+    _before: tuple[float, InstanceReading] | None = field(default=None, init=False)
+
+    def note(self, reading: InstanceReading, now: float) -> Growth:
+        """What was added since the last one. Counters that went back are another life's: they have grown by nothing."""
+        before, self._before = self._before, (now, reading)
+        self.reading, self.read_at = reading, now
+        if before is None:
+            return Growth()
+        then, earlier = before
+        growth = Growth(
+            _grown(earlier.load.generated_tokens, reading.load.generated_tokens), _grown(earlier.kv.moved_bytes, reading.kv.moved_bytes)
+        )
+        if now > then:
+            self.tokens_per_s = None if reading.load.generated_tokens is None else growth.tokens / (now - then)
+            self.moved_bytes_per_s = None if reading.kv.moved_bytes is None else growth.moved_bytes / (now - then)
+        return growth
+
+    def forget(self) -> None:
+        """It does not answer: its last figures are not its present ones, and what comes back may be another life."""
+        self.reading = self.read_at = self.tokens_per_s = self.moved_bytes_per_s = self._before = None
+
+
+def _grown(earlier: float | None, later: float | None) -> int:
+    return 0 if earlier is None or later is None else max(0, int(later - earlier))
+
+
+def _samples(page: bytes) -> Iterator[tuple[bytes, bytes, float]]:
+    """Name, labels, value of the lines we want. Values that no level or counter can have are left out."""
+    whole = page[:MAX_PAGE_BYTES]
+    if len(page) > MAX_PAGE_BYTES:
+        whole = whole[: whole.rfind(b"\n") + 1]
+    for line in whole.split(b"\n"):
+        name, brace, rest = line.partition(b"{")
+        labels = b""
+        if brace:
+            if name not in _WANTED:
+                continue
+            labels, closing, rest = rest.rpartition(b"}")
+            if not closing:
+                continue
+        else:
+            name, _, rest = line.partition(b" ")
+            if name not in _WANTED:
+                continue
+        value = _number(rest)
+        if value is not None:
+            yield name, labels, value
+
+
+def _number(text: bytes) -> float | None:
+    """The value; a time stamp may follow it."""
+    words = text.split(None, 1)
+    try:
+        value = float(words[0]) if words and b"_" not in words[0] else math.nan
+    except ValueError:
+        return None
+    return value if 0 <= value <= MAX_COUNT else None
+
+
+def _label(labels: bytes, wanted: str) -> str:
+    text, position = labels.decode(errors="replace"), 0
+    # One after the other, from the start: a search would look at every position anew and take for ever on a line made for it.
+    while found := _LABEL.match(text, position):
+        if found[1] == wanted:
+            return _ESCAPED.sub(lambda escaped: "\n" if escaped[1] == "n" else escaped[1], found[2])[:_MAX_WORD_CHARS]
+        position = found.end()
+    return ""

@@ -1,0 +1,118 @@
+"""One instance as the fleet knows it: what it does for this router and how it has been doing.
+
+Pure. Owned by the `Fleet`; others read.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from kvferry.router.health import Breaker, Phase
+from kvferry.router.instances import Instance, Outcome, Role
+
+__all__ = ["Leg", "Member", "Record", "State", "Wish", "leg_weight"]
+
+_PREFILL_BASE = 1024
+"""What a prefill costs however short it is, in bytes of prompt."""
+
+
+class State(StrEnum):
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    """It fails, but it is the last one of a role that has to answer."""
+    RESTING = "resting"
+    """It answered 503 a moment ago: full, or about to end."""
+    HALF_OPEN = "half_open"
+    EJECTED = "ejected"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Wish:
+    """What a policy may look at."""
+
+    prompt: bytes | memoryview = b""
+    """The raw JSON text of the prompt or of the messages."""
+    conversation: Instance | None = None
+    """Who served this conversation's last turn, in the role that is asked for."""
+    marks: list[int] | None = None
+    """Of the prompt's beginnings; kept here by the policy that needed them, so that they are made once."""
+
+
+def leg_weight(role: Role, prompt_bytes: int) -> int:
+    """Load that a leg is. A prefill takes as long as its prompt is; decodes are batched, so each is one. Whole numbers: what is added
+    and taken away leaves nothing behind."""
+    return _PREFILL_BASE + prompt_bytes if role is Role.PREFILL else 1
+
+
+@dataclass(slots=True)
+class Record:
+    """How a member's legs have ended, for those who look at the fleet."""
+
+    counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    last_outcome: Outcome | None = None
+    last_error: str = ""
+    last_error_at: float | None = None
+
+    def note_outcome(self, outcome: Outcome) -> None:
+        self.counts[outcome] += 1
+        if outcome is not Outcome.ABANDONED:
+            self.last_outcome = outcome
+
+    def note_error(self, error: str, now: float) -> None:
+        self.last_error, self.last_error_at = error, now
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    instance: Instance
+    breaker: Breaker
+    lease_until: float = inf
+    """A member that registered itself goes unless it renews. Others stay."""
+    is_draining: bool = False
+    ready_at: float = -inf
+    """When it may be given a leg, as things stand: `settle` after any of them changed. Every choice reads it for every member."""
+    load: int = 0
+    num_running: int = 0
+    turn: int = 0
+    """When it was last given a leg, in legs of the whole fleet."""
+    life: int = 0
+    """Grows when it restarts: what it had cached is gone."""
+    probe_at: float = -inf
+    record: Record = field(default_factory=Record)
+
+    @property
+    def is_static(self) -> bool:
+        return self.lease_until == inf
+
+    def state(self, now: float) -> State:
+        if self.is_draining:
+            return State.DRAINING
+        phase = self.breaker.phase_at(now)
+        if phase is not Phase.CLOSED:
+            return State.EJECTED if phase is Phase.EJECTED else State.HALF_OPEN
+        if now < self.breaker.rests_until:
+            return State.RESTING
+        return State.SUSPECT if self.breaker.is_suspect else State.HEALTHY
+
+    def settle(self) -> None:
+        self.ready_at = inf if self.is_draining else max(self.breaker.not_before, self.breaker.rests_until)
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """A request under way at a member, which may have been removed in the meantime. Ended once."""
+
+    member: Member
+    weight: int
+    is_trial: bool
+    era: int
+    """Of the member's breaker, when the leg began."""
+    life: int
+    """Of the member, then."""
+    is_answered: bool = False
+    is_over: bool = False
+
+    @property
+    def instance(self) -> Instance:
+        return self.member.instance

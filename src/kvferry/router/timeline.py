@@ -1,0 +1,167 @@
+"""What happened to a request, and when: marks made on its way through the router, read only when somebody looks.
+
+Pure: the caller passes `now` (local monotonic seconds). A mark is one append, because every request makes half a dozen of them; names
+of instances are turned into text when they are shown. One thread.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+
+__all__ = ["Ending", "ErrorLog", "ErrorTally", "Mark", "RecentRequests", "Timeline"]
+
+MAX_MARKS = 64
+"""Of one request. Retries are bounded elsewhere; this bounds what a bug there costs."""
+MAX_TEXT_CHARS = 400
+KEPT_REQUESTS = 512
+KEPT_FAILURES = 128
+KEPT_ERRORS = 64
+
+
+class Mark(StrEnum):
+    ADMITTED = "admitted"
+    """It left the queue."""
+    PREFILL_BEGAN = "prefill began"
+    PREFILL_ENDED = "prefill ended"
+    PREFILL_FAILED = "prefill failed"
+    """Failed or refused; another P may be asked."""
+    DECODE_BEGAN = "decode began"
+    DECODE_FAILED = "decode failed"
+    FIRST_TOKEN = "first token"
+    """The first bytes of D's answer."""
+
+
+class Ending(StrEnum):
+    ANSWERED = "answered"
+    OBJECTED = "objected"
+    """Our answer or the engine's: the request is at fault (4xx)."""
+    REFUSED = "refused"
+    """Too much to do (429, 503)."""
+    FAILED = "failed"
+    BROKEN_OFF = "broken off"
+    """In the middle of a stream."""
+    ABANDONED = "abandoned"
+    """By its client."""
+
+    @property
+    def is_error(self) -> bool:
+        return self in (Ending.REFUSED, Ending.FAILED, Ending.BROKEN_OFF)
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """One request. Compared by identity: clients choose ids, and choose the same again."""
+
+    request_id: str
+    route: str
+    arrived: float
+    marks: list[tuple[Mark, float, object]] = field(default_factory=list)
+    """With what it is about: the instance, or why it failed."""
+    conversation: str = ""
+    fallback: str = ""
+    """Why D computed the prompt itself; empty: it did not have to."""
+    relayed_bytes: int = 0
+    ended: float | None = None
+    ending: Ending | None = None
+    status: int = 0
+    error: str = ""
+
+    def mark(self, mark: Mark, now: float, about: object = None) -> None:
+        if len(self.marks) < MAX_MARKS:
+            self.marks.append((mark, now, about))
+
+    def time_of(self, mark: Mark) -> float | None:
+        """The last of its kind."""
+        return next((at for made, at, _ in reversed(self.marks) if made is mark), None)
+
+    def last_about(self, mark: Mark) -> object:
+        return next((about for made, _, about in reversed(self.marks) if made is mark), None)
+
+    @property
+    def num_retries(self) -> int:
+        return sum(made in (Mark.PREFILL_FAILED, Mark.DECODE_FAILED) for made, _, _ in self.marks)
+
+
+@dataclass(slots=True)
+class ErrorTally:
+    """One kind of error, however often it happened."""
+
+    status: int
+    text: str
+    count: int
+    first_at: float
+    last_at: float
+    request_id: str
+    """Of the last one; empty: it was no request's."""
+
+
+@dataclass(slots=True)
+class ErrorLog:
+    """The kinds of errors that happened last. Equal ones are counted, so that a flood of one does not hide the others."""
+
+    kept: int = KEPT_ERRORS
+    _tallies: OrderedDict[tuple[int, str], ErrorTally] = field(default_factory=OrderedDict, init=False)
+
+    def note(self, status: int, text: str, now: float, request_id: str = "") -> None:
+        text = text[:MAX_TEXT_CHARS]
+        tally = self._tallies.get((status, text))
+        if tally is None:
+            self._tallies[status, text] = ErrorTally(status, text, 1, now, now, request_id)
+            if len(self._tallies) > self.kept:
+                self._tallies.popitem(last=False)
+            return
+        tally.count += 1
+        tally.last_at = now
+        tally.request_id = request_id
+        self._tallies.move_to_end((status, text))
+
+    def newest_first(self) -> Iterator[ErrorTally]:
+        return reversed(self._tallies.values())
+
+
+class RecentRequests:
+    """Requests under way, the last that ended, and the last that failed, which are kept longer."""
+
+    def __init__(self, kept: int = KEPT_REQUESTS, kept_failures: int = KEPT_FAILURES, kept_errors: int = KEPT_ERRORS) -> None:
+        self.errors = ErrorLog(kept_errors)
+        self._live: dict[Timeline, None] = {}
+        self._ended: deque[Timeline] = deque(maxlen=kept)
+        self._failed: deque[Timeline] = deque(maxlen=kept_failures)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def begin(self, request_id: str, route: str, now: float) -> Timeline:
+        timeline = Timeline(request_id, route, now)
+        self._live[timeline] = None
+        return timeline
+
+    def end(self, timeline: Timeline, ending: Ending, status: int, now: float, error: str = "") -> None:
+        """Its answer is over. A second end changes nothing."""
+        if self._live.pop(timeline, False) is not None:
+            return
+        timeline.ended, timeline.ending, timeline.status = now, ending, status
+        self._ended.append(timeline)
+        if ending.is_error:
+            timeline.error = error[:MAX_TEXT_CHARS]
+            self._failed.append(timeline)
+            self.errors.note(status, error, now, timeline.request_id)
+
+    def live(self) -> Iterator[Timeline]:
+        """Oldest first."""
+        return iter(self._live)
+
+    def newest_first(self) -> Iterator[Timeline]:
+        """That ended."""
+        return reversed(self._ended)
+
+    def failed_newest_first(self) -> Iterator[Timeline]:
+        return reversed(self._failed)
+
+    def find(self, request_id: str) -> Timeline | None:
+        """The newest of that name: one under way, else one that ended."""
+        known = chain(reversed(self._live), self.newest_first(), self.failed_newest_first())
+        return next((timeline for timeline in known if timeline.request_id == request_id), None)

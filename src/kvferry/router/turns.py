@@ -1,0 +1,83 @@
+"""D's word at the end of a conversation's turn, taken out of its answer: it is the router's, and no client's. Pure.
+
+An engine that streams says it in an event of its own before `[DONE]`; in a whole answer it is one key. Everything else passes as it came.
+"""
+
+import re
+
+import msgspec
+
+__all__ = ["EventFilter", "take_from_answer"]
+
+MAX_HELD_BYTES = 4 * 1024 * 1024
+"""An event longer than this is none of ours and is passed on in pieces."""
+
+_Fields = dict[str, msgspec.Raw]
+_decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
+_KEY = "kv_transfer_params"
+# Inside a string the quotation marks would be escaped, so this is a key wherever it stands.
+_MARK = b'"kv_transfer_params":'
+_MARK_SPACED = b'"kv_transfer_params" :'
+_EVENT_END = re.compile(rb"(\r?\n\r?\n)")
+
+
+class EventFilter:
+    """Between D's stream and the client: `pass_on` each piece, b"" at the end. `params` is what was found."""
+
+    __slots__ = ("_rest", "params")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.params: bytes | None = None
+
+    def pass_on(self, piece: bytes) -> bytes:
+        """What the client gets now. Only an event that has not come whole is kept back."""
+        if not piece:
+            rest, self._rest = self._rest, b""
+            return self._look(rest)
+        text = self._rest + piece
+        end = max(_after_last(text, b"\n\n"), _after_last(text, b"\r\n\r\n"))
+        if not end and len(text) > MAX_HELD_BYTES:
+            end = len(text)
+        whole, self._rest = text[:end], text[end:]
+        return self._look(whole)
+
+    def _look(self, events: bytes) -> bytes:
+        if _MARK not in events and _MARK_SPACED not in events:
+            return events
+        parts = _EVENT_END.split(events)
+        # Event, end, event, end, …, and what follows the last end.
+        return b"".join(self._strip(event, end) for event, end in zip(parts[::2], [*parts[1::2], b""], strict=True))
+
+    def _strip(self, event: bytes, end: bytes) -> bytes:
+        found = _take(event.removeprefix(b"data:")) if event.startswith(b"data:") else None
+        if found is None:
+            return event + end
+        params, fields = found
+        self.params = params or self.params
+        if bytes(fields.get("choices", b"")) == b"[]" and "usage" not in fields:
+            return b""
+        return b"data: " + msgspec.json.encode(fields) + end
+
+
+def _after_last(text: bytes, mark: bytes) -> int:
+    found = text.rfind(mark)
+    return found + len(mark) if found >= 0 else 0
+
+
+def take_from_answer(body: bytes) -> tuple[bytes | None, bytes]:
+    """The params in a whole answer, and the answer without them. One that cannot be read is passed on as it is."""
+    found = _take(body)
+    return (None, body) if found is None else (found[0], msgspec.json.encode(found[1]))
+
+
+def _take(text: bytes) -> tuple[bytes | None, _Fields] | None:
+    try:
+        fields = _decoder.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    raw = fields.pop(_KEY, None)
+    if raw is None:
+        return None
+    params = bytes(raw)
+    return (params if params.startswith(b"{") else None), fields

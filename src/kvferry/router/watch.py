@@ -1,0 +1,133 @@
+"""Looks after the instances: whether they are well, and what their `/metrics` say of them. Runs on the event loop.
+
+That page is the one place where both engines, the embedded one and vLLM, let a connector speak without a request. Each instance is looked
+at in turn, on its own: one that hangs holds up no other.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.router.calls import Calls, described
+from kvferry.router.http1.errors import UpstreamError
+from kvferry.router.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsWatch, read_metrics
+from kvferry.router.instances import Instance
+from kvferry.types import Address
+
+__all__ = ["Watch"]
+
+_log = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+
+
+@dataclass(slots=True)
+class Watch:
+    calls: Calls
+    on_gone: Callable[[Instance], object]
+    """It has left the fleet, or is another life of itself: what it had is gone."""
+    seen: dict[Instance, MetricsWatch] = field(default_factory=dict)
+    """What each said last."""
+    _lives: dict[Instance, float] = field(default_factory=dict)
+    _looking: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            now = time.monotonic()
+            for instance in self.calls.fleet.expire(now):
+                _log.info("instance has not renewed its registration instance=%s", instance.url)
+                self.gone(instance)
+            for instance in self.calls.fleet.take_probes(now):
+                self._look(instance)
+            due = self.calls.fleet.next_deadline()
+            wait_s = _IDLE_S if due is None else min(_IDLE_S, max(0.01, due - now))
+            self._news.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+
+    def look_now(self) -> None:
+        """Somebody has joined."""
+        self._news.set()
+
+    async def pushes(self, instance: Instance) -> bool:
+        """Whether it takes a push ticket. Waits only for an instance that nothing is known of, and that for a bounded time."""
+        if instance not in self.seen:
+            await asyncio.shield(self._look(instance))
+        reading = self._reading(instance)
+        return reading is not None and reading.is_push
+
+    def forget(self, instance: Instance) -> None:
+        """It has failed: what comes back may be another life."""
+        self.seen.pop(instance, None)
+
+    def gone(self, instance: Instance) -> None:
+        """It has left the fleet."""
+        self.forget(instance)
+        self._lives.pop(instance, None)
+        self.calls.metrics.forget(instance)
+        self.on_gone(instance)
+
+    def side_channel(self, instance: Instance) -> Address | None:
+        """Where it answers questions of the cluster's members, if it has said so."""
+        reading = self._reading(instance)
+        host, _, port = reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
+        return Address(host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
+
+    def _reading(self, instance: Instance) -> InstanceReading | None:
+        watch = self.seen.get(instance)
+        return None if watch is None else watch.reading
+
+    async def close(self) -> None:
+        looking = list(self._looking.values())
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
+
+    def _look(self, instance: Instance) -> "asyncio.Task[None]":
+        task = self._looking.get(instance)
+        if task is None:
+            task = self._looking[instance] = asyncio.create_task(self._look_at(instance))
+            task.add_done_callback(lambda _: self._looking.pop(instance, None))
+        return task
+
+    async def _look_at(self, instance: Instance) -> None:
+        watch = self.seen.setdefault(instance, MetricsWatch())
+        try:
+            async with asyncio.timeout(self.calls.options.timeouts.probe):
+                status, _ = await self._get(instance, "/health")
+                page_status, page = await self._get(instance, "/metrics")
+        except (UpstreamError, TimeoutError) as error:
+            self.calls.fleet.note_probe_ill(instance, time.monotonic(), described(error))
+            watch.forget()
+            return
+        now = time.monotonic()
+        if status == 200:
+            self.calls.fleet.note_probe_well(instance, now)
+        else:
+            self.calls.fleet.note_probe_ill(instance, now, f"its health is {status}")
+        reading = read_metrics(page if page_status == 200 else b"")
+        self._note_life(instance, reading, now)
+        growth = watch.note(reading, now)
+        self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now)
+
+    def _note_life(self, instance: Instance, reading: InstanceReading, now: float) -> None:
+        if reading.started_at is None:
+            return
+        before = self._lives.get(instance)
+        self._lives[instance] = reading.started_at
+        if before is not None and before != reading.started_at:
+            _log.info("instance restarted instance=%s", instance.url)
+            self.calls.fleet.restarted(instance, now)
+            self.on_gone(instance)
+
+    async def _get(self, instance: Instance, path: str) -> tuple[int, bytes]:
+        key = self.calls.options.access.instance_key
+        with await self.calls.get(instance, path, [("Authorization", f"Bearer {key}")] if key else []) as answer:
+            return answer.status, await answer.read(MAX_PAGE_BYTES, self.calls.options.timeouts.probe)

@@ -1,0 +1,55 @@
+"""The multi-turn benchmark: what it counts, between real engine processes; and how it sums up."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvferry.bench.multiturn import Lengths, Turn, make_rows
+from kvferry.bench.multiturn_fleet import Arrangement, Counted
+from kvferry.errors import ConfigError
+
+CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)
+TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
+"""4 layers, 2 heads, K and V, 64 floats each."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_every_token_of_every_prompt_is_accounted_for() -> None:
+    command = [sys.executable, "-m", "kvferry", "bench", "multiturn", "--json", "--conversations", "1", "--turns", "2"]
+    ran = subprocess.run([*command, "--first-tokens", "320", "--answer-tokens", "80"], capture_output=True, text=True, timeout=480)
+    assert ran.stdout, ran.stderr
+    told = json.loads(ran.stdout)
+    rows: dict[tuple[bool, bool, int], dict[str, Any]] = {(row["prefix_caching"], row["reuse"], row["turn"]): row for row in told["rows"]}
+    assert len(rows) == 2 * 2 * 2
+    for row in rows.values():
+        assert row["computed_tokens"] + row["cached_tokens"] + row["pulled_tokens"] == row["prompt_tokens"]
+        assert row["pulled_bytes"] == row["pulled_tokens"] * TOKEN_BYTES
+        assert row["pulled_tokens"] == 0 or row["reuse"]
+        assert row["ttft_p50_ms"] > 0
+
+
+def turn(arrangement: Arrangement, number: int, reuse: bool, ttft_s: float, computed: int) -> Turn:
+    return Turn(arrangement, reuse, number, 100 * number, ttft_s, Counted(computed, 0, 100 * number - computed, 8))
+
+
+def test_a_row_sums_up_one_turn_beside_the_same_without_reuse() -> None:
+    turns = [turn(UNCACHED, 2, reuse, ttft, computed) for reuse, ttft, computed in ((True, 0.01, 20), (False, 0.04, 200), (True, 0.03, 40))]
+    turns += [turn(CACHED, 1, False, 0.05, 100)]
+    first, plain, reused = make_rows(turns)
+    assert (first["prefill_engines"], first["turn"], first["of_no_reuse"]) == (2, 1, 1.0)
+    assert (plain["reuse"], plain["ttft_p50_ms"], plain["computed_tokens"], plain["of_no_reuse"]) == (False, 40.0, 200, 1.0)
+    assert (reused["reuse"], reused["ttft_p50_ms"], reused["of_no_reuse"], reused["prompt_tokens"]) == (True, 20.0, 0.5, 200)
+    assert (reused["computed_tokens"], reused["pulled_tokens"], reused["pulled_bytes"]) == (20, 160, 8)
+
+
+def test_conversations_without_length_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--user-tokens must be at least 1"):
+        Lengths(6, 1024, 0, 64)
+
+
+def test_a_conversation_is_as_long_as_all_that_is_said_in_it() -> None:
+    assert Lengths(turns=3, first_tokens=100, user_tokens=10, answer_tokens=5).total == 100 + 2 * 10 + 3 * 5

@@ -1,0 +1,417 @@
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+
+import pytest
+from tests.router.http1.kit import answering, ask, chunked, instance, read_request, run, upstreams
+
+from kvferry.router.http1.client import Target
+from kvferry.router.http1.errors import BrokenOff, NotHttp, NotReached, TimedOut, UpstreamError
+from kvferry.types import Address
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"hel", b"lo"])
+
+
+async def assert_says(raw: bytes, body: bytes, *, is_kept: bool, method: str = "POST") -> None:
+    async with instance(answering(raw, raw)) as target, upstreams() as made:
+        for _ in range(2):
+            with await ask(made, target, method) as answer:
+                assert await answer.read(1000, 5) == body
+                assert await answer.read_some(5) == b""
+            assert made.num_connections == 1 if is_kept else await settles(lambda: made.num_connections == 0)
+
+
+async def settles(is_so: Callable[[], bool]) -> bool:
+    for _ in range(1000):
+        if is_so():
+            return True
+        await asyncio.sleep(0.001)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_kept"),
+    [
+        (OK, True),
+        (CHUNKED, True),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + OK, True),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 5\r\n\r\nhello", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello", False),
+        (OK + b"something nobody asked for", False),
+        (CHUNKED + b"x", False),
+    ],
+)
+def test_a_body_is_read_whole_and_its_connection_kept_only_when_it_ended_cleanly(raw: bytes, is_kept: bool) -> None:
+    run(assert_says(raw, b"hello", is_kept=is_kept))
+
+
+def test_an_answer_until_close_is_read_to_the_end() -> None:
+    async def story() -> None:
+        async with instance(answering(b"HTTP/1.1 200 OK\r\n\r\nhello")) as target, upstreams() as made:
+            with await ask(made, target) as answer:
+                assert await answer.read(1000, 5) == b"hello"
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"),
+    [
+        ("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"),
+        ("POST", b"HTTP/1.1 204 No Content\r\n\r\n"),
+        ("POST", b"HTTP/1.1 304 Not Modified\r\nContent-Length: 9\r\n\r\n"),
+        ("POST", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"),
+    ],
+)
+def test_an_answer_without_a_body_ends_with_its_head(method: str, raw: bytes) -> None:
+    run(assert_says(raw, b"", is_kept=True, method=method))
+
+
+def test_an_answer_byte_by_byte_is_the_same() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(0)
+        for raw in (CHUNKED, OK):
+            await read_request(reader)
+            for byte in raw:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0)
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            for _ in range(2):
+                with await ask(made, target) as answer:
+                    pieces = []
+                    while piece := await answer.read_some(5):
+                        pieces.append(piece)
+                    assert b"".join(pieces) == b"hello"
+            assert made.num_connections == 1
+
+    run(story())
+
+
+def test_the_request_is_framed_by_the_client_whatever_headers_it_is_given() -> None:
+    heard: list[tuple[bytes, bytes]] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await read_request(reader))
+        writer.write(OK)
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            headers = [
+                ("Host", "evil"),
+                ("Content-Length", "99"),
+                ("Transfer-Encoding", "chunked"),
+                ("Expect", "100-continue"),
+                ("X-A", "b"),
+            ]
+            with await made.send(target, "POST", "/p?q", headers, [b"one", b"two"], connect_timeout_s=5, head_timeout_s=5) as answer:
+                await answer.read(100, 5)
+            assert heard == [
+                (b"POST /p?q HTTP/1.1\r\nHost: %b\r\nX-A: b\r\nContent-Length: 6\r\n\r\n" % str(target.address).encode(), b"onetwo")
+            ]
+            for path, value in (("/p HTTP/1.1\r\nX: y", ""), ("/p\r\n", ""), ("/", "a\r\nb"), ("/", "a\nb")):
+                with pytest.raises(ValueError, match="cannot be sent"):
+                    await made.send(target, "GET", path, [("X-A", value)], b"", connect_timeout_s=5, head_timeout_s=5)
+
+    run(story())
+
+
+def test_the_connection_used_last_is_used_first_and_old_ones_are_closed() -> None:
+    peers: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            peers.append(writer.get_extra_info("peername")[1])
+            writer.write(OK)
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams(keepalive_s=0.5) as made:
+            first, second = await ask(made, target), await ask(made, target)
+            await first.read(100, 5)
+            await second.read(100, 5)
+            for _ in range(3):
+                with await ask(made, target) as answer:
+                    await answer.read(100, 5)
+            assert peers[0] != peers[1]
+            assert peers[2:] == [peers[1]] * 3
+            assert made.num_connections == 2
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_a_warm_connection_that_was_closed_meanwhile_is_replaced_once() -> None:
+    """The instance closes after its second request has come: only a fresh connection helps."""
+    requests: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append((await read_request(reader))[1])
+        writer.write(OK)
+        requests.append((await read_request(reader))[1])
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            for body in (b"one", b"two"):
+                with await ask(made, target, body=body) as answer:
+                    assert await answer.read(100, 5) == b"hello"
+            assert requests == [b"one", b"two", b"two"]
+
+    run(story())
+
+
+def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
+    num_connections = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await read_request(reader)
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            with pytest.raises(BrokenOff) as caught:
+                await ask(made, target)
+            assert caught.value.has_answered is False
+            assert num_connections == 1
+
+    run(story())
+
+
+@pytest.mark.parametrize("sent", [b"H", b"HTTP/1.1 200 OK\r\nContent-Le"])
+def test_an_answer_that_ends_in_its_head_is_not_asked_for_again(sent: bytes) -> None:
+    async def story() -> None:
+        async with instance(answering(OK, sent)) as target, upstreams() as made:
+            with await ask(made, target) as answer:
+                await answer.read(100, 5)
+            with pytest.raises(BrokenOff) as caught:
+                await ask(made, target)
+            assert caught.value.has_answered is True
+
+    run(story())
+
+
+@pytest.mark.parametrize("raw", [OK[:-1], CHUNKED[:-1], CHUNKED[:-7], CHUNKED[:-12]])
+def test_a_body_that_ends_too_early_is_broken_off(raw: bytes) -> None:
+    async def story() -> None:
+        async with instance(answering(raw)) as target, upstreams() as made:
+            with await ask(made, target) as answer:
+                with pytest.raises(BrokenOff) as caught:
+                    await answer.read(100, 5)
+                assert caught.value.has_answered is True
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x15\x03\x03\x00\x02\x02\x0a",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\nContent-Length: 0\n\n\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000,
+        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    ],
+)
+def test_what_is_no_answer_is_said_to_be_none(raw: bytes) -> None:
+    async def story() -> None:
+        async with instance(answering(raw)) as target, upstreams() as made:
+            with pytest.raises(NotHttp):
+                await ask(made, target)
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_a_body_that_is_not_chunked_as_it_says_is_not_http() -> None:
+    async def story() -> None:
+        async with instance(answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n")) as target, upstreams() as made:
+            with await ask(made, target) as answer, pytest.raises(NotHttp):
+                await answer.read(100, 5)
+
+    run(story())
+
+
+def test_a_body_longer_than_is_wanted_is_not_read() -> None:
+    async def story() -> None:
+        async with instance(answering(OK)) as target, upstreams() as made:
+            with await ask(made, target) as answer, pytest.raises(NotHttp, match="longer than 4 bytes"):
+                await answer.read(4, 5)
+
+    run(story())
+
+
+def test_an_instance_that_is_not_there_is_not_reached() -> None:
+    async def story() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            gone = Target(Address("127.0.0.1", sock.getsockname()[1]))
+        async with upstreams() as made:
+            with pytest.raises(NotReached, match="no connection"):
+                await ask(made, gone)
+            with pytest.raises(NotReached):
+                await ask(made, Target(Address("no.such.host.invalid", 80)))
+            with pytest.raises(NotReached):
+                await ask(made, Target(Address("a" * 300, 80)))
+
+    run(story())
+
+
+def test_an_instance_that_does_not_accept_is_not_reached_in_time() -> None:
+    async def story() -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            sock.listen(0)
+            target = Target(Address("127.0.0.1", sock.getsockname()[1]))
+            fillers = [socket.socket() for _ in range(4)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(sock.getsockname())
+            async with upstreams() as made:
+                with pytest.raises(NotReached, match="within"):
+                    await made.send(target, "GET", "/", [], b"", connect_timeout_s=0.2, head_timeout_s=5)
+            for filler in fillers:
+                filler.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 20"])
+def test_an_instance_that_falls_silent_before_its_head_has_timed_out(sent: bytes) -> None:
+    closed = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(sent)
+        await reader.read()
+        closed.set()
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            with pytest.raises(TimedOut):
+                await ask(made, target, head_timeout_s=0.1)
+            await closed.wait()  # the instance learns of it
+
+    run(story())
+
+
+def test_an_instance_that_falls_silent_in_its_body_has_timed_out() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK[:-2])
+        await reader.read()
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            for is_whole in (True, False):
+                with await ask(made, target) as answer:
+                    if not is_whole:
+                        assert await answer.read_some(5) == b"hel"
+                    with pytest.raises(TimedOut):
+                        await (answer.read(100, 0.1) if is_whole else answer.read_some(0.1))
+
+    run(story())
+
+
+def test_leaving_before_the_end_closes_the_connection() -> None:
+    closed = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED[:-8])
+        await reader.read()
+        closed.set()
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            with await ask(made, target) as answer:
+                assert await answer.read_some(5)
+            await closed.wait()
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_cancelled_request_closes_the_connection(is_answered: bool) -> None:
+    async def story() -> None:
+        entered, closed = asyncio.Event(), asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            if is_answered:
+                writer.write(OK[:-2])
+            entered.set()
+            await reader.read()
+            closed.set()
+
+        async def asks() -> None:
+            with await ask(made, target) as answer:
+                await answer.read(100, 10)
+
+        async with instance(talk) as target, upstreams() as made:
+            task = asyncio.create_task(asks())
+            await entered.wait()
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await closed.wait()
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_an_answer_that_comes_before_the_body_was_sent_is_read(is_reset: bool) -> None:
+    """A refusal of a large body: the instance answers, and closes what it has not read. The kernel makes that a reset."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
+        await writer.drain()
+        if is_reset:
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            await reader.read(1000)
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            for _ in range(20):
+                with await ask(made, target, body=b"x" * 20_000_000) as answer:
+                    assert (answer.status, await answer.read(100, 5)) == (413, b"big")
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_an_answer_that_comes_before_the_question_is_read() -> None:
+    """A server that has too many connections says so, and closes."""
+
+    async def story() -> None:
+        async with upstreams() as made:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                target = Target(Address("127.0.0.1", server.getsockname()[1]))
+
+                def accept_and_refuse() -> None:
+                    sock, _ = server.accept()
+                    sock.sendall(b"HTTP/1.1 503 Full\r\nConnection: close\r\nContent-Length: 4\r\n\r\nfull")
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    sock.close()
+
+                for _ in range(20):
+                    refused = asyncio.create_task(asyncio.to_thread(accept_and_refuse))
+                    with await ask(made, target, body=b"x" * 1_000_000) as answer:
+                        assert (answer.status, await answer.read(100, 5)) == (503, b"full")
+                    await refused
+
+    run(story())
+
+
+def test_errors_of_instances_have_one_parent() -> None:
+    assert all(issubclass(kind, UpstreamError) for kind in (NotReached, TimedOut, BrokenOff, NotHttp))

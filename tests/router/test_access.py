@@ -1,0 +1,205 @@
+"""Who is let in: API keys, tenants, the admin's key, other sites' pages, TLS."""
+
+import asyncio
+import json
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from tests.router.stubs import completes, prefills, stage
+from tests.router.test_proxy import ONE, message
+
+from kvferry.errors import ConfigError
+from kvferry.router.access import Gate
+from kvferry.router.http1.messages import Headers
+from kvferry.router.options import Access
+from kvferry.router.tenants import ApiKeys, read_key_file, tenant_of_header
+
+KEYS = (("one", "sk-one"), ("two", "sk-two"))
+
+
+def test_only_those_with_a_key_are_served() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            for sent in ({}, {"Authorization": "Bearer sk-three"}, {"Authorization": "sk-one"}, {"Authorization": "Basic sk-one"}):
+                status, headers, body = await s.post(ONE, **sent)
+                assert (status, headers["WWW-Authenticate"], message(body)) == (
+                    401,
+                    "Bearer",
+                    "the API key is missing or not known here",
+                )
+            assert s.p.calls == []
+            assert (await s.post(ONE, Authorization="Bearer sk-one"))[0] == 200
+            assert (await s.post(ONE, Authorization="bearer  sk-two"))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_a_client_without_a_key_does_not_get_to_upload_anything() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            writer.close()
+
+    uvloop.run(scene())
+
+
+def test_the_routers_keys_are_not_shown_to_instances() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            await s.post(ONE, Authorization="Bearer sk-one")
+            assert ["Authorization" in engine.calls[0].headers for engine in (s.p, s.d)] == [False, False]
+        async with stage(prefills, completes, api_keys=KEYS, instance_key="sk-inside") as s:
+            await s.post(ONE, Authorization="Bearer sk-one")
+            assert [engine.calls[0].headers["Authorization"] for engine in (s.p, s.d)] == ["Bearer sk-inside"] * 2
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/metrics"])
+def test_probes_need_no_key(path: str) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s, s.session.get(s.url + path) as answer:
+            assert answer.status == 200
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("path", ["/admin/instances", "/dashboard/state", "/dashboard/requests/x"])
+def test_the_admins_pages_need_the_admins_key(path: str) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, admin_key="sk-admin", api_keys=KEYS) as s:
+            for sent, is_in in (({}, False), ({"Authorization": "Bearer sk-one"}, False), ({"Authorization": "Bearer sk-admin"}, True)):
+                async with s.session.get(s.url + path, headers=sent) as answer:
+                    assert (answer.status != 401) is is_in
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "is_in"),
+    [
+        ("127.0.0.1", {"Host": "localhost:8000"}, True),
+        ("::1", {"Host": "[::1]:8000"}, True),
+        ("::ffff:127.0.0.1", {"Host": "127.0.0.1"}, True),
+        ("127.0.0.1", {"Host": "localhost:8000", "Origin": "http://localhost:8000"}, True),
+        ("10.0.0.9", {"Host": "localhost:8000"}, False),
+        ("127.0.0.1", {"Host": "localhost:8000", "Origin": "http://evil.example"}, False),
+        ("127.0.0.1", {"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, False),
+        ("127.0.0.1", {"Host": "rebound.example:8000"}, False),
+        ("127.0.0.1", {}, False),
+        ("", {"Host": "localhost"}, False),
+    ],
+)
+def test_without_an_admins_key_only_this_machine_is_let_in_and_no_other_sites_page(peer: str, headers: dict[str, str], is_in: bool) -> None:
+    assert Gate.of(Access()).is_admin(Headers(values={name.lower(): value for name, value in headers.items()}), peer) is is_in
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_read_from_lines() -> None:
+    pairs = read_key_file("# ours\nteam-a sk-1\nteam-a sk-2  # two keys\n\nsk-3\n")
+    keys = ApiKeys.of(pairs)
+    assert (keys.find("Bearer sk-1"), keys.find("Bearer sk-2")) == ("team-a", "team-a")
+    assert keys.find("Bearer sk-3") not in (None, "team-a")
+    assert keys.find("Bearer sk-4") is None
+
+
+@pytest.mark.parametrize("text", ["a b c", "team-a sk-1\nteam-b sk-1"])
+def test_a_key_file_that_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        ApiKeys.of(read_key_file(text))
+
+
+def test_where_the_router_has_no_keys_clients_are_told_apart_by_their_credentials() -> None:
+    assert len({tenant_of_header(sent) for sent in (None, "Bearer a", "Bearer b")}) == 3
+
+
+# -- browsers ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_allowed_origins_may_read_answers_and_others_may_not() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, cors_origins=("https://app.example",)) as s:
+            for origin, is_allowed in (("https://app.example", True), ("https://evil.example", False)):
+                _, headers, _ = await s.post(ONE, Origin=origin)
+                assert (headers.get("Access-Control-Allow-Origin") == origin) is is_allowed
+                asked = {"Origin": origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+                async with s.session.options(f"{s.url}/v1/completions", headers=asked) as answer:
+                    assert answer.status == 204
+                    assert ("POST" in answer.headers.get("Access-Control-Allow-Methods", "")) is is_allowed
+            assert "Access-Control-Allow-Origin" not in (await s.post(ONE))[1]
+
+    uvloop.run(scene())
+
+
+def test_a_preflight_needs_no_key() -> None:
+    """Browsers send none with it."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes, cors_origins=("*",), api_keys=KEYS) as s:
+            asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+            async with s.session.options(f"{s.url}/v1/chat/completions", headers=asked) as answer:
+                assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (204, "*")
+
+    uvloop.run(scene())
+
+
+# -- TLS ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", *names]
+    subprocess.run([*command, "-keyout", folder / "key.pem", "-out", folder / "cert.pem"], check=True, capture_output=True, timeout=60)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_the_router_serves_tls(certificate: tuple[Path, Path]) -> None:
+    async def scene() -> None:
+        cert, key = certificate
+        async with stage(prefills, completes, ssl_certfile=str(cert), ssl_keyfile=str(key)) as s:
+            trusting = ssl.create_default_context(cafile=cert)
+            url = s.url.replace("http://", "https://") + "/v1/completions"
+            async with s.session.post(url, json=ONE, ssl=trusting) as answer:
+                body: Any = await answer.json()
+                assert (answer.status, body["choices"]) == (200, [{"text": "hello"}])
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200" not in await reader.read(100)
+            writer.close()
+
+    uvloop.run(scene())
+
+
+def test_a_certificate_that_cannot_be_read_is_an_error_of_the_operator(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, ssl_certfile=str(tmp_path / "none.pem")):
+            pass
+
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        uvloop.run(scene())
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def test_trace_context_reaches_both_legs() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+            await s.post(ONE, traceparent=trace, tracestate="a=1", baggage="k=v")
+            for engine in (s.p, s.d):
+                headers = engine.calls[0].headers
+                assert [headers[name] for name in ("traceparent", "tracestate", "baggage")] == [trace, "a=1", "k=v"]
+            assert json.loads(s.d.calls[0].raw)["prompt"] == "hello"
+
+    uvloop.run(scene())

@@ -1,0 +1,174 @@
+"""The fleet changes while requests flow: by an operator's hand, or because instances come and go by themselves."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from tests.router.stubs import Stage, StubEngine, completes, prefills, stage, stub_engine
+from tests.router.test_proxy import ONE, message
+
+from kvferry.router.instances import Role
+from kvferry.router.registration import Registrar, Statement
+
+REGISTRAR = Registrar(b"a secret of the cluster")
+
+
+async def ask(s: Stage, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with s.session.request(method, s.url + path, data=None if body is None else data, headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+def named(engine: StubEngine, role: str = "decode") -> dict[str, str]:
+    return {"role": role, "url": f"http://127.0.0.1:{engine.port}"}
+
+
+def test_an_instance_is_added_drained_and_removed_while_requests_flow() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s, stub_engine(StubEngine(completes)) as new:
+            assert (await s.post(ONE))[0] == 200
+            status, added = await ask(s, "POST", "/admin/instances", named(new))
+            assert (status, added["state"], added["role"]) == (201, "healthy", "decode")
+            for _ in range(4):
+                assert (await s.post(ONE))[0] == 200
+            assert (len(s.d.calls), len(new.calls)) == (3, 2)
+            assert (await ask(s, "POST", "/admin/instances/drain", named(s.d)))[1]["state"] == "draining"
+            for _ in range(3):
+                assert (await s.post(ONE))[0] == 200
+            assert (len(s.d.calls), len(new.calls)) == (3, 5)
+            assert (await ask(s, "DELETE", "/admin/instances", named(s.d)))[1]["state"] == "gone"
+            _, shown = await ask(s, "GET", "/admin/instances")
+            assert [(entry["role"], entry["url"]) for entry in shown["instances"] if entry["role"] == "decode"] == [
+                ("decode", f"http://127.0.0.1:{new.port}")
+            ]
+
+    uvloop.run(scene())
+
+
+def test_a_drained_instance_finishes_what_it_has_and_comes_back_when_it_is_added_again() -> None:
+    async def scene() -> None:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await go.wait()
+            return await completes(request, body)
+
+        async with stage(prefills, waits) as s:
+            under_way = asyncio.create_task(s.post(ONE))
+            await s.d.entered.wait()
+            await ask(s, "POST", "/admin/instances/drain", named(s.d))
+            status, _, body = await s.post(ONE)
+            assert (status, message(body)) == (503, "no decode instance can be had now; try again")
+            go.set()
+            assert (await under_way)[0] == 200
+            await ask(s, "POST", "/admin/instances", named(s.d))
+            assert (await s.post(ONE))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_a_removed_instance_keeps_the_request_that_it_works_on() -> None:
+    async def scene() -> None:
+        go = asyncio.Event()
+
+        async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await go.wait()
+            return await completes(request, body)
+
+        async with stage(prefills, waits) as s:
+            under_way = asyncio.create_task(s.post(ONE))
+            await s.d.entered.wait()
+            assert (await ask(s, "DELETE", "/admin/instances", named(s.d)))[0] == 200
+            go.set()
+            assert (await under_way)[0] == 200
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/admin/instances", {"role": "decode"}, 400),
+        ("POST", "/admin/instances", {"role": "both", "url": "http://a:1"}, 400),
+        ("POST", "/admin/instances", {"role": "decode", "url": "file:///etc/passwd"}, 400),
+        ("POST", "/admin/instances", b"[[[", 400),
+        ("POST", "/admin/instances", b"\xff", 400),
+        ("POST", "/admin/instances/drain", {"role": "decode", "url": "http://nowhere:1"}, 404),
+        ("DELETE", "/admin/instances", {"role": "decode", "url": "http://nowhere:1"}, 404),
+        ("POST", "/admin/register", {"statement": "forged"}, 403),
+        ("POST", "/admin/register", {}, 400),
+        ("PUT", "/admin/instances", {}, 405),
+    ],
+)
+def test_what_is_no_order_changes_nothing(method: str, path: str, body: object, status: int) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, registrar=REGISTRAR) as s:
+            _, before = await ask(s, "GET", "/admin/instances")
+            answered, error = await ask(s, method, path, body)
+            assert (answered, set(error["error"])) == (status, {"message", "type", "param", "code"})
+            assert (await ask(s, "GET", "/admin/instances"))[1] == before
+
+    uvloop.run(scene())
+
+
+# -- by themselves -----------------------------------------------------------------------------------------------------
+
+
+def statement(engine: StubEngine, **changes: Any) -> dict[str, str]:
+    values: dict[str, Any] = {"role": Role.DECODE, "url": f"http://127.0.0.1:{engine.port}", "ttl_s": 30.0, "made_at": time.time()}
+    return {"statement": REGISTRAR.sign(Statement(**{**values, **changes}))}
+
+
+def test_an_instance_registers_itself_and_leaves() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [], registrar=REGISTRAR) as s, stub_engine(StubEngine(completes)) as new:
+            assert (await s.post(ONE))[0] == 503
+            assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
+            assert (await s.post(ONE))[0] == 200
+            assert (await ask(s, "POST", "/admin/register", statement(new, is_leaving=True)))[0] == 200
+            assert (await s.post(ONE))[0] == 503
+
+    uvloop.run(scene())
+
+
+def test_an_instance_that_does_not_renew_is_forgotten() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [], registrar=REGISTRAR) as s, stub_engine(StubEngine(completes)) as new:
+            await ask(s, "POST", "/admin/register", statement(new, ttl_s=0.2))
+            while (await ask(s, "GET", "/admin/instances"))[1]["instances"][1:]:
+                await asyncio.sleep(0.01)
+            assert (await s.post(ONE))[0] == 503
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("change", [{"made_at": time.time() - 3600}, {"made_at": time.time() + 3600}, {"ttl_s": -1.0}, {"ttl_s": 1e9}])
+def test_a_statement_that_is_old_or_odd_is_refused(change: dict[str, Any]) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, registrar=REGISTRAR) as s:
+            assert (await ask(s, "POST", "/admin/register", statement(s.d, **change)))[0] == 403
+
+    uvloop.run(scene())
+
+
+def test_a_statement_sealed_with_another_secret_is_refused() -> None:
+    async def scene() -> None:
+        other = Registrar(b"another secret")
+        async with stage(prefills, completes, registrar=REGISTRAR) as s:
+            sealed = other.sign(Statement(Role.DECODE, "http://127.0.0.1:1", 30.0, time.time()))
+            status, error = await ask(s, "POST", "/admin/register", {"statement": sealed})
+            assert (status, "cluster's secret" in error["error"]["message"]) == (403, True)
+
+    uvloop.run(scene())
+
+
+def test_without_a_secret_nobody_registers() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            assert (await ask(s, "POST", "/admin/register", statement(s.d)))[0] == 403
+
+    uvloop.run(scene())

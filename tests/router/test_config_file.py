@@ -1,0 +1,75 @@
+import pytest
+
+from kvferry.errors import ConfigError
+from kvferry.router.config_file import read_config_file
+from kvferry.types import FailurePolicy
+
+WHOLE = """
+host = "0.0.0.0"
+port = 8192
+prefillers = ["http://10.0.0.1:8000", "10.0.0.2:8001"]
+decoders = ["https://10.0.0.3:8443"]
+access_log = true
+[timeouts]
+connect = 1
+[limits]
+max_body_bytes = 1024
+[admission]
+max_running = 7
+tenant_running = 2
+[routing]
+prefill_policy = "round_robin"
+without_prefill = "fail"
+[health]
+probe_interval_s = 1.5
+[conversations]
+ttl = 60
+[access]
+api_key_file = "keys"
+admin_key_file = "admin"
+cors_origins = ["https://app.example"]
+"""
+FILES = {"keys": "team-a sk-1\nsk-2\n", "admin": "sk-admin\n", "empty": " \n"}
+
+
+def test_a_file_says_everything() -> None:
+    options = read_config_file(WHOLE, FILES.__getitem__)
+    assert [instance.url for instance in (*options.prefillers, *options.decoders)] == [
+        "http://10.0.0.1:8000",
+        "http://10.0.0.2:8001",
+        "https://10.0.0.3:8443",
+    ]
+    assert (options.host, options.port, options.access_log) == ("0.0.0.0", 8192, True)
+    assert (options.timeouts.connect, options.limits.max_body_bytes, options.admission.max_running) == (1.0, 1024, 7)
+    assert (options.routing.prefill_policy, options.routing.without_prefill) == ("round_robin", FailurePolicy.FAIL)
+    assert (options.health.probe_interval_s, options.conversations.ttl) == (1.5, 60.0)
+    assert (options.access.api_keys[0], options.access.admin_key) == (("team-a", "sk-1"), "sk-admin")
+    assert "sk-" not in repr(options).replace(repr(options.access.api_keys), "")
+
+
+def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
+    options = read_config_file("", FILES.__getitem__)
+    assert (options.prefillers, options.decoders) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("port = ", "not valid TOML"),
+        ("prot = 1", "prot, which is no setting; did you mean port?"),
+        ("[timeouts]\nconect = 1", "timeouts.conect, which is no setting; did you mean timeouts.connect?"),
+        ("[timeouts]\nconnect = 0", "timeouts.connect must be more than 0"),
+        ('[timeouts]\nconnect = "x"', "timeouts in the configuration file"),
+        ("timeouts = 3", "timeouts in the configuration file"),
+        ('prefillers = ["ftp://x"]', "no address of a prefill instance"),
+        ('prefillers = "http://a:1"', "prefillers in the configuration file"),
+        ('[routing]\nwithout_prefill = "pray"', "routing in the configuration file"),
+        ('[access]\nadmin_key_file = "empty"', "access.admin_key_file holds no key"),
+        ('[access]\nssl_keyfile = "k"', "without ssl_certfile"),
+        ("port = 70000", "port must be from 0 to 65535"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config_file(text, FILES.__getitem__)
+    assert sentence in str(caught.value)

@@ -1,0 +1,219 @@
+"""What D says at the end of a turn reaches P with the next one, and nobody else: no client, no other tenant."""
+
+import asyncio
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.router.stubs import PARAMS, Behaviour, Stage, completes, drops_connection, prefills, stage, streams
+
+from kvferry.router.turns import EventFilter, take_from_answer
+
+TURN = {"do_remote_decode": True, "do_remote_prefill": False, "ticket": "ticket-of-d", "remote_num_tokens": 40, "ttl_s": 60.0}
+TALK = {"messages": [{"role": "user", "content": "hi"}], "conversation_id": "c1"}
+CHAT = "/v1/chat/completions"
+EVENTS = [
+    b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
+    b'data: {"choices":[{"delta":{"content":"\\"kv_transfer_params\\":"}}]}\n\n',
+]
+LAST = b'data: {"id":"d","choices":[],"kv_transfer_params":' + json.dumps(TURN).encode() + b"}\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+async def ends_with_ticket(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    if body.get("stream"):
+        return await streams([*EVENTS, LAST, DONE])(request, body)
+    return web.json_response({"id": "d", "choices": [{"text": "hello"}], "kv_transfer_params": TURN})
+
+
+def asked_of_p(s: Stage, number: int = -1) -> dict[str, Any]:
+    params: dict[str, Any] = s.p.calls[number].body["kv_transfer_params"]
+    return params
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_the_next_turn_offers_p_what_d_has_kept(is_streamed: bool) -> None:
+    async def scene() -> None:
+        async with stage(prefills, ends_with_ticket) as s:
+            for _ in range(3):
+                status, _, body = await s.post(TALK | {"stream": is_streamed}, CHAT)
+                assert status == 200
+                assert b"ticket-of-d" not in body
+                if is_streamed:
+                    assert body == b"".join([*EVENTS, DONE])
+            assert [asked_of_p(s, turn).get("ticket") for turn in range(3)] == [None, "ticket-of-d", "ticket-of-d"]
+            assert (asked_of_p(s)["do_remote_decode"], asked_of_p(s)["do_remote_prefill"]) == (True, False)
+            words = [call.body["kv_transfer_params"]["conversation"] for call in s.d.calls]
+            assert (len(set(words)), {len(word) for word in words}) == (3, {32})
+            assert all("conversation_id" not in call.body for call in (*s.p.calls, *s.d.calls))
+
+    uvloop.run(scene())
+
+
+def test_without_a_conversation_nothing_is_kept() -> None:
+    async def scene() -> None:
+        async with stage(prefills, ends_with_ticket) as s:
+            for _ in range(2):
+                await s.post({"messages": []}, CHAT)
+            assert asked_of_p(s).get("ticket") is None
+            assert s.d.calls[0].body["kv_transfer_params"]["conversation"] is None
+
+    uvloop.run(scene())
+
+
+def test_a_tenant_never_gets_anothers_conversation() -> None:
+    async def scene() -> None:
+        async with stage(prefills, ends_with_ticket) as s:
+            await s.post(TALK, CHAT, Authorization="Bearer one")
+            await s.post(TALK, CHAT, Authorization="Bearer two")
+            assert asked_of_p(s).get("ticket") is None
+            await s.post(TALK, CHAT)
+            assert asked_of_p(s).get("ticket") is None
+            await s.post(TALK, CHAT, Authorization="Bearer one")
+            assert asked_of_p(s)["ticket"] == "ticket-of-d"
+
+    uvloop.run(scene())
+
+
+def test_what_a_client_claims_of_blocks_is_never_believed() -> None:
+    async def scene() -> None:
+        async with stage(prefills, ends_with_ticket) as s:
+            await s.post(TALK | {"kv_transfer_params": TURN | {"ticket": "stolen"}}, CHAT)
+            assert b"stolen" not in s.p.calls[0].raw + s.d.calls[0].raw
+
+    uvloop.run(scene())
+
+
+def test_a_conversation_stays_with_the_d_that_has_it() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [ends_with_ticket] * 3, decode_policy="conversation_affinity") as s:
+            for turn in range(6):
+                await s.post(TALK | {"turn": turn}, CHAT)
+            assert sorted(len(engine.calls) for engine in s.decoders) == [0, 0, 6]
+
+    uvloop.run(scene())
+
+
+def test_what_a_d_has_kept_is_forgotten_when_it_is_removed() -> None:
+    async def scene() -> None:
+        async with stage(prefills, [ends_with_ticket] * 2) as s:
+            await s.post(TALK, CHAT)
+            [used] = [engine for engine in s.decoders if engine.calls]
+            order = {"role": "decode", "url": f"http://127.0.0.1:{used.port}"}
+            async with s.session.delete(f"{s.url}/admin/instances", json=order) as answer:
+                assert answer.status == 200
+            await s.post(TALK, CHAT)
+            assert asked_of_p(s).get("ticket") is None
+
+    uvloop.run(scene())
+
+
+def test_a_p_that_fails_over_the_last_turns_blocks_is_asked_without_them() -> None:
+    async def scene() -> None:
+        async def stumbles(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            behave: Behaviour = drops_connection if "ticket" in body["kv_transfer_params"] else prefills
+            return await behave(request, body)
+
+        async with stage([stumbles, prefills], ends_with_ticket, max_retries=2) as s:
+            for _ in range(4):
+                assert (await s.post(TALK, CHAT))[0] == 200
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("sent", ["", "x" * 257, 7, None, ["c"], {"a": 1}])
+def test_a_conversation_has_a_name_of_some_length(sent: object) -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            status, _, _ = await s.post({"messages": [], "conversation_id": sent}, CHAT)
+            assert status == (200 if sent is None else 400)
+
+    uvloop.run(scene())
+
+
+def test_a_turn_that_its_client_left_keeps_nothing_and_hurts_nobody() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams(EVENTS, then="hang")) as s:
+            leaving = asyncio.create_task(s.post(TALK | {"stream": True}, CHAT))
+            await s.d.entered.wait()
+            leaving.cancel()
+            await s.d.cancelled.wait()
+            again = asyncio.create_task(s.post(TALK | {"stream": True}, CHAT))
+            while len(s.d.calls) < 2:
+                await asyncio.sleep(0)
+            assert asked_of_p(s).get("ticket") is None
+            again.cancel()
+            await asyncio.gather(leaving, again, return_exceptions=True)
+
+    uvloop.run(scene())
+
+
+# -- pure --------------------------------------------------------------------------------------------------------------
+
+
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted({place % (len(data) + 1) for place in cuts}), len(data)]
+    return [data[start:end] for start, end in pairwise(edges) if end > start]
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=20), st.booleans())
+def test_however_a_stream_is_cut_only_ds_word_is_taken_out(cuts: list[int], has_crlf: bool) -> None:
+    whole, kept = b"".join([*EVENTS, LAST, DONE]), b"".join([*EVENTS, DONE])
+    if has_crlf:
+        whole, kept = whole.replace(b"\n", b"\r\n"), kept.replace(b"\n", b"\r\n")
+    look = EventFilter()
+    passed = b"".join(look.pass_on(piece) for piece in [*cut(whole, cuts), b""])
+    assert passed == kept
+    assert look.params is not None
+    assert json.loads(look.params) == TURN
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
+def test_any_bytes_pass_a_filter_that_finds_nothing(data: bytes, cuts: list[int]) -> None:
+    look = EventFilter()
+    assert b"".join(look.pass_on(piece) for piece in [*cut(data, cuts), b""]) == data
+    assert look.params is None
+
+
+def test_an_event_is_passed_on_as_soon_as_it_is_whole() -> None:
+    look = EventFilter()
+    assert look.pass_on(EVENTS[0] + EVENTS[1][:5]) == EVENTS[0]
+    assert look.pass_on(EVENTS[1][5:]) == EVENTS[1]
+
+
+def test_an_event_without_end_is_not_kept_for_ever() -> None:
+    look = EventFilter()
+    assert len(look.pass_on(b"data: " + b"x" * (5 << 20))) > 1 << 20
+
+
+def test_a_last_event_that_says_more_keeps_the_rest() -> None:
+    look = EventFilter()
+    event = b'data: {"choices":[],"usage":{"total_tokens":3},"kv_transfer_params":{"ticket":"t"}}\n\n'
+    assert json.loads(look.pass_on(event).removeprefix(b"data: ")) == {"choices": [], "usage": {"total_tokens": 3}}
+    assert look.params == b'{"ticket":"t"}'
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b"[]", b'{"a":1}', b"\xff"])
+def test_a_whole_answer_without_ds_word_is_passed_on_as_it_is(body: bytes) -> None:
+    assert take_from_answer(body) == (None, body)
+
+
+def test_a_null_is_no_word() -> None:
+    assert take_from_answer(b'{"a":1,"kv_transfer_params":null}') == (None, b'{"a":1}')
+
+
+def test_params_of_p_pass_unchanged() -> None:
+    """The control: the word is added, nothing else."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes) as s:
+            await s.post(TALK, CHAT)
+            given_to_d = s.d.calls[0].body["kv_transfer_params"]
+            assert {key: value for key, value in given_to_d.items() if key != "conversation"} == PARAMS
+
+    uvloop.run(scene())

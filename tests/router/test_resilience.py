@@ -1,0 +1,216 @@
+"""What one instance fails at is tried on another while the client has got nothing, and the client hears of it only when nothing is left."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from tests.router.stubs import Behaviour, answers, completes, drops_connection, hangs, prefills, stage, streams
+from tests.router.test_proxy import ONE, STREAMED, free_port, message
+
+from kvferry.types import FailurePolicy
+
+GOOD = [b'data: {"text":"a"}\n\n', b"data: [DONE]\n\n"]
+SPEAKS_OF_FAILURE = [b'data: {"error":{"message":"KV load failed","code":500}}\n\n', b"data: [DONE]\n\n"]
+FAILING = {
+    "drops": drops_connection,
+    "500": answers(500, '{"error":{"message":"boom"}}'),
+    "502": answers(502, '{"error":{"message":"P is gone"}}'),
+    "no json": answers(200, "no json"),
+}
+PERSISTENT: dict[str, Any] = {"max_retries": 2}
+
+
+@pytest.mark.parametrize("way", ["drops", "500", "no json"])
+def test_a_prefill_that_fails_is_tried_on_another(way: str) -> None:
+    async def scene() -> None:
+        async with stage([FAILING[way], prefills], completes, **PERSISTENT) as s:
+            for _ in range(4):
+                status, _, body = await s.post(ONE)
+                assert (status, json.loads(body)["choices"]) == (200, [{"text": "hello"}])
+            assert s.releases.handovers == []
+            assert len(s.d.calls) == 4
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("way", ["drops", "500", "502"])
+@pytest.mark.parametrize("request_body", [ONE, STREAMED])
+def test_a_decode_that_fails_before_its_first_token_is_tried_on_another(way: str, request_body: dict[str, Any]) -> None:
+    async def scene() -> None:
+        good: Behaviour = streams(GOOD) if request_body is STREAMED else completes
+        async with stage(prefills, [FAILING[way], good], **PERSISTENT) as s:
+            for _ in range(4):
+                assert (await s.post(request_body))[0] == 200
+            assert s.releases.tickets == ["ticket-1"] * len(s.releases.tickets)
+
+    uvloop.run(scene())
+
+
+def test_a_stream_that_begins_with_an_error_is_tried_on_another() -> None:
+    """vLLM says 200 before it knows whether it can serve a request."""
+
+    async def scene() -> None:
+        async with stage(prefills, [streams(SPEAKS_OF_FAILURE), streams(GOOD)], **PERSISTENT) as s:
+            for _ in range(4):
+                status, _, body = await s.post(STREAMED)
+                assert (status, body) == (200, b"".join(GOOD))
+
+    uvloop.run(scene())
+
+
+def test_without_retries_the_client_hears_the_error_itself() -> None:
+    async def scene() -> None:
+        async with stage(prefills, streams(SPEAKS_OF_FAILURE)) as s:
+            _, _, body = await s.post(STREAMED)
+            assert b"KV load failed" in body
+
+    uvloop.run(scene())
+
+
+def test_a_stream_that_has_begun_is_never_tried_again() -> None:
+    """The negative of the ones above: what the client has got cannot be taken back."""
+
+    async def scene() -> None:
+        async with stage(prefills, [streams(GOOD[:1], then="drop"), streams(GOOD[:1], then="drop")], **PERSISTENT) as s:
+            status, _, body = await s.post(STREAMED)
+            assert (status, body[: len(GOOD[0])]) == (200, GOOD[0])
+            assert b"broke off its answer" in body
+            assert sum(len(engine.calls) for engine in s.decoders) == 1
+
+    uvloop.run(scene())
+
+
+def test_a_request_is_not_tried_for_ever() -> None:
+    """One that kills engines must not kill the fleet."""
+
+    async def scene() -> None:
+        async with stage([drops_connection] * 6, completes, max_retries=2) as s:
+            status, _, body = await s.post(ONE)
+            assert (status, "prefill instance" in message(body)) == (502, True)
+            assert sum(len(engine.calls) for engine in s.prefillers) == 3
+
+    uvloop.run(scene())
+
+
+def test_an_objection_is_not_tried_again() -> None:
+    async def scene() -> None:
+        objects = answers(400, '{"error":{"message":"too long"}}')
+        async with stage([objects, objects], [completes, completes], **PERSISTENT) as s:
+            assert (await s.post(ONE))[0] == 400
+            assert sum(len(engine.calls) for engine in s.prefillers) == 1
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_without_a_prefill_instance_a_decode_instance_computes_the_prompt(is_there: bool) -> None:
+    async def scene() -> None:
+        behaviours: list[Behaviour] = [drops_connection] if is_there else []
+        async with stage(behaviours, completes, without_prefill=FailurePolicy.RECOMPUTE) as s:
+            for _ in range(5):
+                assert (await s.post(ONE))[0] == 200
+            assert all("kv_transfer_params" not in call.body for call in s.d.calls)
+            assert await s.metric("kvferry:router_fallbacks_total") == 5
+
+    uvloop.run(scene())
+
+
+def test_a_prefill_side_that_is_full_is_no_reason_to_burden_the_decode_side() -> None:
+    async def scene() -> None:
+        async with stage(answers(503, "{}", Retry_After="7"), completes, without_prefill=FailurePolicy.RECOMPUTE) as s:
+            status, headers, _ = await s.post(ONE)
+            assert (status, headers["Retry-After"], s.d.calls) == (503, "7", [])
+
+    uvloop.run(scene())
+
+
+def test_a_dead_instance_is_asked_a_few_times_and_then_no_more() -> None:
+    async def scene() -> None:
+        async with stage([drops_connection, prefills], completes, max_retries=1, without_prefill=FailurePolicy.RECOMPUTE) as s:
+            for _ in range(30):
+                assert (await s.post(ONE))[0] == 200
+            dead, alive = (len(engine.calls) for engine in s.prefillers)
+            assert dead < 10
+            assert alive == 30
+
+    uvloop.run(scene())
+
+
+def test_an_instance_that_comes_back_is_given_requests_again() -> None:
+    async def scene() -> None:
+        is_up = asyncio.Event()
+
+        async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (prefills if is_up.is_set() else drops_connection)(request, body)
+
+        quick: dict[str, Any] = {"first_ejection_s": 0.01, "probe_interval_s": 0.01, "probe_ejected_s": 0.01}
+        async with stage([behave, prefills], completes, max_retries=1, without_prefill=FailurePolicy.RECOMPUTE, **quick) as s:
+            for _ in range(10):
+                await s.post(ONE)
+            is_up.set()
+            before = len(s.p.calls)
+            while len(s.p.calls) < before + 5:
+                assert (await s.post(ONE))[0] == 200
+
+    uvloop.run(scene())
+
+
+def test_a_request_that_takes_too_long_in_all_is_a_504() -> None:
+    async def scene() -> None:
+        async with stage(prefills, hangs, request=0.2) as s:
+            status, _, body = await s.post(ONE)
+            assert (status, message(body)) == (504, "the request took longer than 0.2 s")
+            await s.d.cancelled.wait()
+            await s.releases.happened.wait()
+
+    uvloop.run(scene())
+
+
+def test_beyond_the_queue_requests_are_refused_at_once_and_told_when_to_come_back() -> None:
+    async def scene() -> None:
+        async with stage(hangs, completes, max_running=1, max_waiting=1, tenant_waiting=None) as s:
+            first = asyncio.create_task(s.post(ONE))
+            await s.p.entered.wait()
+            second = asyncio.create_task(s.post(ONE))
+            while await s.metric("kvferry:router_queued_requests") < 1:
+                await asyncio.sleep(0)
+            status, headers, _ = await s.post(ONE)
+            assert (status, int(headers["Retry-After"]) >= 1) == (503, True)
+            assert len(s.p.calls) == 1
+            for task in (first, second):
+                task.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
+            await s.p.cancelled.wait()
+
+    uvloop.run(scene())
+
+
+def test_one_tenant_that_sends_too_much_is_told_so_and_others_are_served() -> None:
+    async def scene() -> None:
+        async def holds_one(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (hangs if request.headers["Authorization"] == "Bearer busy" else prefills)(request, body)
+
+        async with stage(holds_one, completes, max_running=8, tenant_running=1, tenant_waiting=0) as s:
+            first = asyncio.create_task(s.post(ONE, Authorization="Bearer busy"))
+            await s.p.entered.wait()
+            assert (await s.post(ONE, Authorization="Bearer busy"))[0] == 429
+            assert (await s.post(ONE, Authorization="Bearer other"))[0] == 200
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    uvloop.run(scene())
+
+
+def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, **PERSISTENT) as s:
+            gone = f"http://127.0.0.1:{free_port()}"
+            async with s.session.post(f"{s.url}/admin/instances", json={"role": "decode", "url": gone}) as answer:
+                assert answer.status == 201
+            for _ in range(6):
+                assert (await s.post(ONE))[0] == 200
+
+    uvloop.run(scene())
