@@ -76,7 +76,8 @@ async def chat(session: aiohttp.ClientSession, engine: Engine, messages: Message
         "stream_options": {"include_usage": True},
         **more,
     }
-    text, usage = "", {}
+    text = ""
+    usage: dict[str, Any] = {}
     async with session.post(f"{engine.url}/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()
         whole = await response.text()

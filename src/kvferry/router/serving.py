@@ -124,7 +124,7 @@ class Serving:
         failure: Setback | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params))
+            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params), exchange.reply)
             if isinstance(result, Answer):
                 return result
             if not isinstance(result, Setback):
