@@ -88,10 +88,11 @@ class UpstreamAnswer:
         chunks) or only aborted. ConnectionError when the client does not read.
         """
         relay = Relay(self._connection, self._body, reply, filter)
-        relay.begin(self._head, headers, start)
         try:
+            relay.begin(self._head, headers, start)
             await relay.run(idle_timeout_s, on_first, bool(start))
         except BaseException:
+            reply.out.let_go()
             self.close()
             raise
         self._has_rest = relay.has_rest
