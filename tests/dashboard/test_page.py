@@ -264,7 +264,7 @@ def test_a_locked_router_is_opened_with_its_key_which_the_tab_keeps(browser: int
                 await page.write(key)
                 await page.press("Enter", 13)
                 if not is_right:
-                    await page.until("document.getElementById('key-refused').textContent", lambda text: "refuses this key" in text)
+                    await page.until("document.getElementById('key-refused').textContent", lambda text: "This key was refused" in text)
             await page.until(LIVE)
             assert await page.run("[document.getElementById('key-form').hidden, sessionStorage.length, localStorage.length]") == [
                 True,

@@ -121,14 +121,14 @@ class RouterApp:
         return None
 
     async def handle(self, request: ServerRequest, reply: Reply) -> None:
-        self.metrics.active.inc()
+        self.metrics.active.value += 1
         try:
             if request.path in _GENERATING:
                 await self._front.generate(request, reply)
             else:
                 await self._show(request, reply)
         finally:
-            self.metrics.active.dec()
+            self.metrics.active.value -= 1
             self._count(request, reply.status)
 
     async def _show(self, request: ServerRequest, reply: Reply) -> None:
@@ -152,7 +152,7 @@ class RouterApp:
     def _count(self, request: ServerRequest, status: int) -> None:
         route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
         if status:
-            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.requests.add(route, str(status))
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
@@ -195,5 +195,5 @@ class _Counted:
         self._metrics = metrics
 
     def release(self, handover: Handover) -> None:
-        self._metrics.releases.inc()
+        self._metrics.releases.add()
         self._releases.release(handover)

@@ -91,7 +91,7 @@ class Serving:
             return False
         exchange.retries_left -= 1
         if setback.instance is not None:
-            self.calls.metrics.retries.labels(setback.instance.role).inc()
+            self.calls.metrics.retries.add(setback.instance.role)
         _log.info("tried again request=%s: %s", exchange.request_id, setback.sentence)
         return True
 
@@ -142,7 +142,7 @@ class Serving:
             return refusal
         if self.calls.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
             exchange.timeline.fallback = failure.sentence if failure is not None else "no prefill instance can be had"
-            self.calls.metrics.fallbacks.inc()
+            self.calls.metrics.fallbacks.add()
             return _Prefilled(None, None)
         return failure or _nobody(Role.PREFILL)
 
@@ -166,7 +166,7 @@ class Serving:
         self, exchange: Exchange, pair: tuple[Instance, Instance], promise: Handover, last_turn: Turn | None
     ) -> Setback | None:
         prefiller, decoder = pair
-        self.calls.metrics.at_once.inc()
+        self.calls.metrics.at_once.add()
         exchange.prefiller = prefiller
         with Held(self.releases, None) as held:
             twins = _Twins(promise, held)

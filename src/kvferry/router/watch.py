@@ -68,7 +68,10 @@ class Watch:
         self.seen.pop(instance, None)
 
     def gone(self, instance: Instance) -> None:
+        """It has left the fleet."""
         self.forget(instance)
+        self._lives.pop(instance, None)
+        self.calls.metrics.forget(instance)
         self.on_gone(instance)
 
     def side_channel(self, instance: Instance) -> Address | None:

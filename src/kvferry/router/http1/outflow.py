@@ -22,12 +22,14 @@ class Flow(Protocol):
 class Outflow:
     """All of its methods may be called when the client is gone; `put` then says so."""
 
-    __slots__ = ("_num_unread", "_room", "_server", "flow", "is_paused", "keeps_alive", "transport")
+    __slots__ = ("_num_unread", "_room", "_server", "flow", "is_paused", "keeps_alive", "num_sent", "transport")
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
         self._room: asyncio.Future[None] | None = None
         self._num_unread = 0
+        self.num_sent = 0
+        """Bytes, over all answers of this connection."""
         self.transport: asyncio.Transport | None = None
         self.flow: Flow | None = None
         self.is_paused = False
@@ -47,6 +49,7 @@ class Outflow:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         transport.write(data)
+        self.num_sent += len(data)
 
     async def wait_for_room(self) -> None:
         """ConnectionError when the client reads nothing for too long."""
