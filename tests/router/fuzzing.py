@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -212,10 +213,8 @@ class Seen:
 def send(port: int, data: bytes, method: str = "POST", is_whole: bool = True) -> Seen | None:
     """The first answer; None where what was sent is no whole request and there was none."""
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as sock:
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may be refused before it is sent: there is an answer
             sock.sendall(data)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # it was refused before it was sent: there is an answer
         if not is_whole:
             sock.settimeout(NOTHING_S)
         answer = http.client.HTTPResponse(sock, method=method)

@@ -61,6 +61,24 @@ def test_a_stream_that_begins_with_an_error_is_tried_on_another() -> None:
     uvloop.run(scene())
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
+    """Nothing was sent to them, so that nothing is repeated: more of them than there are tries fail nobody."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes, max_retries=1, failures_in_a_row=100) as s:
+            for _ in range(4):
+                new = {"role": role, "url": f"http://127.0.0.1:{free_port()}"}
+                async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
+                    assert answer.status == 201
+            for _ in range(10):
+                status, _, body = await s.post(ONE)
+                assert (status, body[:40]) == (200, b'{"id": "d", "choices": [{"text": "hello"')
+            assert await s.metric(f'kvferry:router_retries_total{{role="{role}"}}') > 4
+
+    uvloop.run(scene())
+
+
 def test_without_retries_the_client_hears_the_error_itself() -> None:
     async def scene() -> None:
         async with stage(prefills, streams(SPEAKS_OF_FAILURE)) as s:

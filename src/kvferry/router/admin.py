@@ -85,7 +85,7 @@ class Admin:
             return error_answer(403, str(error))
         now = time.monotonic()
         if statement.is_leaving:
-            self.fleet.drain(instance)
+            self.fleet.leave(instance)
         else:
             self.fleet.renew(instance, statement.ttl_s, now)
         self.on_change()
