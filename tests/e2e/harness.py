@@ -200,9 +200,7 @@ class Cluster(Household):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         return self._start(name, command, environment or {}, at)
 
-    def proxy(
-        self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, at: Host = HERE, flags: Sequence[str] = ()
-    ) -> "Starting":
+    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine], *flags: str, port: int = 0, at: Host = HERE) -> "Starting":
         command = [sys.executable, "-m", "kvferry", "proxy", "--host", at.address, "--port", str(port), *flags]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]

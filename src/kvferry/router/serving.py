@@ -104,8 +104,8 @@ class Serving:
         if prefiller is not None:
             promise = self.push_sources.invite(prefiller)
             if promise is not None:
-                decoder = self._choose(Role.DECODE, exchange, _where_d_was(exchange, last_turn))
-                if decoder is not None and await self.watch.pushes(decoder):
+                decoder = await self._choose_pushing(exchange, _where_d_was(exchange, last_turn))
+                if decoder is not None:
                     return await self._serve_at_once(exchange, (prefiller, decoder), promise, last_turn)
         prefilled = await self._prefill_somewhere(exchange, prefiller, wish, last_turn)
         if isinstance(prefilled, Setback):
@@ -126,7 +126,7 @@ class Serving:
         failure: Setback | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params))
+            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params), exchange.reply)
             if isinstance(result, Answer):
                 return result
             if not isinstance(result, Setback):
@@ -223,6 +223,14 @@ class Serving:
         return setback or _nobody(Role.DECODE)
 
     # -- whom ----------------------------------------------------------------------------------------------------------
+
+    async def _choose_pushing(self, exchange: Exchange, wish: Wish) -> Instance | None:
+        """The next D if it pushes. One that does not keeps its turn, for when P is through."""
+        now = time.monotonic()
+        next_up = self.fleet.peek(Role.DECODE, wish, now, exchange.tried) or self.fleet.peek(Role.DECODE, wish, now)
+        if next_up is None or not await self.watch.pushes(next_up):
+            return None
+        return self._choose(Role.DECODE, exchange, wish)
 
     def _choose(self, role: Role, exchange: Exchange, wish: Wish) -> Instance | None:
         """One that has not failed this request, or, if all have, one of them again: only a new attempt asks for it."""
