@@ -133,7 +133,7 @@ def guarded(shared: Cluster, patient: Pair, tmp_path_factory: pytest.TempPathFac
     cert, key = make_certificate(folder)
     (folder / "keys").write_text(f"one {KEY}\n")
     flags = ["--api-key-file", str(folder / "keys"), "--ssl-certfile", str(cert), "--ssl-keyfile", str(key)]
-    router = shared.proxy([patient.p], [patient.d], flags=flags).ready()
+    router = shared.proxy([patient.p], [patient.d], *flags).ready()
     yield router, cert
     shared.dismiss(router.process)
 

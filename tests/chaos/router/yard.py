@@ -60,7 +60,7 @@ class RouterYard:
     def opened(cls, directory: Path, model: Path, size: int, mode: Mode) -> Iterator["RouterYard"]:
         (directory / "router.toml").write_text('[routing]\nwithout_prefill = "recompute"\n')
         with Cluster(directory, model) as cluster:
-            router = cluster.proxy([], [], flags=["--config", str(directory / "router.toml")]).ready()
+            router = cluster.proxy([], [], "--config", str(directory / "router.toml")).ready()
             connectors = {"prefill": mode.prefill_connectors(1)[0], "decode": mode.decode_connectors[0]}
             members = [
                 Member(f"{role}-{index}", role, index, connectors[role], index == size - 1) for role in connectors for index in range(size)
