@@ -47,8 +47,10 @@ def test_an_instance_is_named_by_a_url(url: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "http://", "ftp://a:1", "http://a:99999", "http://a:1/v1", "http://u@a:1", "http://a:x", "http://[::1"]
-    + ["http://a..b:1", "http://.:1", "http://a b:1", "http://a%00:1", "http://\x8c:1", f"http://{'a' * 64}:1"],
+    [
+        *("", "http://", "ftp://a:1", "http://a:99999", "http://a:1/v1", "http://u@a:1", "http://a:x", "http://[::1"),
+        *("http://a..b:1", "http://.:1", "http://a b:1", "http://a%00:1", "http://\x8c:1", f"http://{'a' * 64}:1"),
+    ],
 )
 def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="no address of a decode instance"):

@@ -70,7 +70,8 @@ def parse_instance(role: Role, url: str) -> Instance:
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:
         host, port, parts = None, 0, urlsplit("")
-    if not host or not _is_host(host) or parts.scheme not in ("http", "https") or parts.path not in ("", "/") or parts.query or parts.username:
+    is_plain = parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query and not parts.username
+    if not host or not _is_host(host) or not is_plain:
         raise ConfigError(f"{url!r:.200} is no address of a {role} instance; give http://HOST:PORT")
     return Instance(role, Address(host, port), parts.scheme == "https")
 
