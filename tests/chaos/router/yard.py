@@ -19,6 +19,7 @@ __all__ = ["Member", "RouterYard"]
 REUSE: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 10}
 DRAIN_S = 60.0
 BACK_S = 60.0
+STARTED_AT_ONCE = 2
 MOST_OUT = 2
 """Of a role at any time: one is always left alone."""
 
@@ -66,9 +67,10 @@ class RouterYard:
                 Member(f"{role}-{index}", role, index, connectors[role], index == size - 1) for role in connectors for index in range(size)
             ]
             yard = cls(cluster, router, members)
-            starting = [(member, yard._serve(member)) for member in members]
-            for member, process in starting:
-                member.engine = process.ready()
+            # A few at a time: all of them together would take longer than one may on a small machine.
+            for together in (members[i : i + STARTED_AT_ONCE] for i in range(0, len(members), STARTED_AT_ONCE)):
+                for member, process in [(member, yard._serve(member)) for member in together]:
+                    member.engine = process.ready()
             yield yard
 
     def names(self, role: str) -> list[str]:
