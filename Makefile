@@ -32,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm test-vllm-aside setup-browser screenshots chaos soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm test-vllm-aside setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -88,6 +88,9 @@ soak: $(STAMP)  ## 100,000 transfers on each plane between two engines; whether 
 
 chaos: $(STAMP)  ## kills, pauses, cut cables and leaving clients at random, under load: SEED=, DURATION_S=, MODE=
 	$(BIN)/python -m tests.chaos --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
+
+chaos-router: $(STAMP)  ## the same for a router's fleet of 3 + 3: kills, restarts, drains, additions under 50 streams: SEED=, DURATION_S=, MODE=
+	$(BIN)/python -m tests.chaos router --duration-s $(DURATION_S) $(if $(SEED),--seed $(SEED)) $(if $(MODE),--mode $(MODE))
 
 docs: $(STAMP)  ## write the generated tables in docs/ anew
 	$(BIN)/python scripts/generate_docs.py

@@ -1,4 +1,5 @@
-"""Engines are killed, stopped, cut off and left by their clients, at random and under load. Exit code 1 when a promise was broken."""
+"""Engines are killed, stopped, cut off and left by their clients, at random and under load. Exit code 1 when a promise was broken.
+`python -m tests.chaos router`: the members of a router's fleet, see tests/chaos/router."""
 
 import argparse
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from tests.chaos.mode import Mode
+from tests.chaos.router import main as router_chaos
 from tests.chaos.run import Report, Settings, run
 
 from kvferry.engine.make_model import make_model
@@ -61,4 +63,4 @@ def show(report: Report) -> None:
     console.print(f"{'clean' if report.is_clean else 'BROKEN'}; again: {again}", markup=False)
 
 
-sys.exit(main())
+sys.exit(router_chaos.main(sys.argv[2:]) if sys.argv[1:2] == ["router"] else main())

@@ -203,6 +203,8 @@ class Cluster(Household):
     def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine], *flags: str, port: int = 0, at: Host = HERE) -> "Starting":
         command = [sys.executable, "-m", "kvferry", "proxy", "--host", at.address, "--port", str(port), *flags]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
+            if not engines:  # they join later; `flags` name a configuration then
+                continue
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
         return self._start("router", command, {}, at)

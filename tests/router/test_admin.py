@@ -131,6 +131,9 @@ def test_an_instance_registers_itself_and_leaves() -> None:
             assert (await s.post(ONE))[0] == 200
             assert (await ask(s, "POST", "/admin/register", statement(new, is_leaving=True)))[0] == 200
             assert (await s.post(ONE))[0] == 503
+            # Its next life at the same address.
+            assert (await ask(s, "POST", "/admin/register", statement(new)))[0] == 200
+            assert (await s.post(ONE))[0] == 200
 
     uvloop.run(scene())
 

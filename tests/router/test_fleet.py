@@ -99,6 +99,20 @@ def test_renewing_does_not_undo_an_operators_word() -> None:
     assert get(fleet, A).state(101.0) is State.DRAINING
 
 
+def test_one_that_has_left_by_its_own_word_may_come_back_and_one_that_was_drained_may_not() -> None:
+    fleet = make_fleet("round_robin", 0)
+    fleet.renew(A, ttl_s=10, now=0.0)
+    assert fleet.leave(A)
+    assert get(fleet, A).state(1.0) is State.DRAINING
+    fleet.renew(A, ttl_s=10, now=2.0)
+    assert get(fleet, A).state(2.0) is State.HEALTHY
+    fleet.drain(A)
+    fleet.leave(A)
+    fleet.renew(A, ttl_s=10, now=3.0)
+    assert get(fleet, A).state(3.0) is State.DRAINING, "an operator has said so"
+    assert not fleet.leave(B)
+
+
 def test_adding_for_good_ends_a_lease() -> None:
     fleet = make_fleet("round_robin", 0)
     fleet.renew(A, ttl_s=10, now=0.0)

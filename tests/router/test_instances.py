@@ -37,6 +37,7 @@ def test_hosts_and_ports_that_make_no_address_are_refused_in_one_sentence(hosts:
         ("http://10.0.0.1:8000", "http://10.0.0.1:8000"),
         ("https://d.example:8443/", "https://d.example:8443"),
         ("d:81", "http://d:81"),
+        ("http://Node_1.prod.example.:81", "http://node_1.prod.example.:81"),
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
@@ -45,7 +46,11 @@ def test_an_instance_is_named_by_a_url(url: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "http://", "ftp://a:1", "http://a:99999", "http://a:1/v1", "http://u@a:1", "http://a:x", "http://[::1"]
+    "url",
+    [
+        *("", "http://", "ftp://a:1", "http://a:99999", "http://a:1/v1", "http://u@a:1", "http://a:x", "http://[::1"),
+        *("http://a..b:1", "http://.:1", "http://a b:1", "http://a%00:1", "http://\x8c:1", f"http://{'a' * 64}:1"),
+    ],
 )
 def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="no address of a decode instance"):

@@ -80,6 +80,22 @@ def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
             for _ in range(2):
                 assert (await s.post(STREAMED))[2] == b"".join(GOOD)
 
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
+    """Nothing was sent to them, so that nothing is repeated: more of them than there are tries fail nobody."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes, max_retries=1, failures_in_a_row=100) as s:
+            for _ in range(4):
+                new = {"role": role, "url": f"http://127.0.0.1:{free_port()}"}
+                async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
+                    assert answer.status == 201
+            for _ in range(10):
+                status, _, body = await s.post(ONE)
+                assert (status, body[:40]) == (200, b'{"id": "d", "choices": [{"text": "hello"')
+            assert await s.metric(f'kvferry:router_retries_total{{role="{role}"}}') > 4
+
     uvloop.run(scene())
 
 

@@ -75,7 +75,7 @@ class Calls:
 
     def failure(self, instance: Instance, error: Exception) -> Setback:
         self.metrics.failures.add(instance.role, instance.url)
-        return Setback(instance, f"{instance} failed: {described(error)}")
+        return Setback(instance, f"{instance} failed: {described(error)}", is_unsent=isinstance(error, NotReached))
 
     async def fault(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
         """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""

@@ -36,6 +36,8 @@ class Setback:
     """What the instance said, if it said anything."""
     is_refusal: bool = False
     """It takes no requests now (503): it has done nothing, and another may."""
+    is_unsent: bool = False
+    """It could not be reached: nobody has done anything yet, so that asking another costs none of the tries."""
     needs_prefill: bool = False
     """D could not use P's blocks, or had used them up: trying again begins with P."""
 

@@ -59,7 +59,7 @@ class Fleet:
         """For good, until it is removed. Ends the draining of one that is there."""
         member = self._admit(instance, now)
         member.lease_until = inf
-        member.is_draining = False
+        member.is_draining = member.has_left = False
         member.settle()
         return member
 
@@ -70,14 +70,25 @@ class Fleet:
         member = self._admit(instance, now)
         if not is_known or not member.is_static:
             member.lease_until = now + ttl_s
+        if member.has_left:
+            member.is_draining = member.has_left = False
+            member.settle()
         return member
 
     def drain(self, instance: Instance) -> bool:
         """No new legs; those under way go on. False when it is not here."""
         member = self._members.get(instance)
         if member is not None:
-            member.is_draining = True
+            member.is_draining, member.has_left = True, False
             member.settle()
+        return member is not None
+
+    def leave(self, instance: Instance) -> bool:
+        """As `drain`, by the instance's own word: its next life may register again, unless an operator has said otherwise."""
+        member = self._members.get(instance)
+        if member is not None and not member.is_draining:
+            self.drain(instance)
+            member.has_left = True
         return member is not None
 
     def is_drained(self, instance: Instance) -> bool:

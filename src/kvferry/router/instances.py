@@ -1,8 +1,10 @@
 """An instance: one engine in one role, and how it is named. Pure."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from ipaddress import AddressValueError, IPv6Address
 from urllib.parse import urlsplit
 
 from kvferry.errors import ConfigError
@@ -12,6 +14,9 @@ __all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance"]
 
 REST_S = 1.0
 """What an engine that drains says in `Retry-After`. Short, because one that was only full is missed meanwhile."""
+
+
+_HOST = re.compile(r"(?=.{1,253}\Z)[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 
 
 class Role(StrEnum):
@@ -65,6 +70,18 @@ def parse_instance(role: Role, url: str) -> Instance:
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:
         host, port, parts = None, 0, urlsplit("")
-    if not host or parts.scheme not in ("http", "https") or parts.path not in ("", "/") or parts.query or parts.username:
+    is_plain = parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query and not parts.username
+    if not host or not _is_host(host) or not is_plain:
         raise ConfigError(f"{url!r:.200} is no address of a {role} instance; give http://HOST:PORT")
     return Instance(role, Address(host, port), parts.scheme == "https")
+
+
+def _is_host(host: str) -> bool:
+    """A name or an address that can be looked up: what cannot would fail every request that comes to it."""
+    if ":" not in host:
+        return _HOST.fullmatch(host) is not None
+    try:
+        IPv6Address(host)
+    except AddressValueError:
+        return False
+    return True

@@ -70,6 +70,8 @@ class Member:
     lease_until: float = inf
     """A member that registered itself goes unless it renews. Others stay."""
     is_draining: bool = False
+    has_left: bool = False
+    """It drains by its own word, not an operator's: when it registers again, that is over."""
     ready_at: float = -inf
     """When it may be given a leg, as things stand: `settle` after any of them changed. Every choice reads it for every member."""
     load: int = 0

@@ -9,7 +9,7 @@ lost its connection. What P holds is given back unless D has taken over (`Held`)
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.router.calls import Calls
 from kvferry.router.conversations import Turn
@@ -87,9 +87,11 @@ class Serving:
         exchange.send(_last_word(setback))
 
     def _may_retry(self, exchange: Exchange, setback: Setback) -> bool:
-        if exchange.retries_left <= 0:
-            return False
-        exchange.retries_left -= 1
+        # What was not sent costs no try, as long as it finds others: it ends with the fleet.
+        if not setback.is_unsent or (setback.instance is not None and exchange.tried.count(setback.instance) > 1):
+            if exchange.retries_left <= 0:
+                return False
+            exchange.retries_left -= 1
         if setback.instance is not None:
             self.calls.metrics.retries.add(setback.instance.role)
         _log.info("tried again request=%s: %s", exchange.request_id, setback.sentence)
@@ -194,7 +196,7 @@ class Serving:
             return result
         if isinstance(result, Setback):
             exchange.tried.append(prefiller)
-            return Setback(result.instance, result.sentence, result.answer, result.is_refusal, needs_prefill=True)
+            return replace(result, needs_prefill=True)
         if result is not None:
             twins.held.receive(result)
         twins.is_computed.set()
@@ -216,7 +218,7 @@ class Serving:
             exchange.tried.append(instance)
             self.watch.forget(instance)
             if not setback.is_refusal:
-                return Setback(setback.instance, setback.sentence, setback.answer, needs_prefill=True)
+                return replace(setback, needs_prefill=True)
             instance = self.fleet.choose(Role.DECODE, wish, time.monotonic(), exchange.tried)
         return setback or _nobody(Role.DECODE)
 

@@ -1,0 +1,134 @@
+"""Clients of a router: single questions and conversations of several turns, streamed or whole; some leave early."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import aiohttp
+from tests.chaos.judge import Attempt
+from tests.chaos.load import Question, exchange
+from tests.chaos.router.verdict import FAULTS, Happened, Verdict, decide
+from tests.e2e.harness import Cluster, Engine, Prompt, ask, new_session
+
+__all__ = ["Clients", "Talk", "make_questions", "make_talks"]
+
+LEAVING = 0.1
+STREAMED = 0.7
+LONGEST_STAY_S = 1.5
+BREATH_S = 0.2
+
+Talk = Sequence[Question]
+"""One turn after the other."""
+
+
+@dataclass
+class Clients:
+    url: str
+    questions: Sequence[Question]
+    talks: Sequence[Talk]
+    seed: int
+    bound_s: float
+    happened: Happened
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    is_stopping: bool = False
+    _names: "count[int]" = field(default_factory=count)
+
+    async def run(self, streams: int) -> None:
+        """Every second client talks. Until `is_stopping`, and every request has ended."""
+        async with self._session() as session:
+            await asyncio.gather(*((self._talk if number % 2 else self._ask)(session, number) for number in range(streams)))
+
+    async def ask_all(self, questions: Sequence[Question]) -> list[Verdict]:
+        """At once, whole, and staying to the end."""
+        async with self._session() as session:
+            return list(await asyncio.gather(*(self._once(session, question) for question in questions)))
+
+    def _session(self) -> aiohttp.ClientSession:
+        timeout = aiohttp.ClientTimeout(total=self.bound_s)
+        return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+    async def _ask(self, session: aiohttp.ClientSession, number: int) -> None:
+        rng = random.Random(f"asks {self.seed} {number}")
+        while not self.is_stopping:
+            await self._once(session, rng.choice(self.questions), rng)
+
+    async def _talk(self, session: aiohttp.ClientSession, number: int) -> None:
+        rng = random.Random(f"talks {self.seed} {number}")
+        while not self.is_stopping:
+            name = f"talk {next(self._names)}"
+            for question in rng.choice(self.talks):
+                # Whatever came of the last turn, the next one says all that was said: the answer must be right.
+                await self._once(session, question, rng, name)
+
+    async def _once(
+        self, session: aiohttp.ClientSession, question: Question, rng: random.Random | None = None, conversation: str | None = None
+    ) -> Verdict:
+        body = {**question.prompt.body(), "stream": rng is not None and rng.random() < STREAMED}
+        if conversation is not None:
+            body["conversation_id"] = conversation
+        stay_s = rng.random() * LONGEST_STAY_S if rng is not None and rng.random() < LEAVING else None
+        attempt, began = Attempt(), time.monotonic()
+        asking = asyncio.create_task(exchange(session, self.url, body, attempt))
+        if (await asyncio.wait([asking], timeout=stay_s))[1]:
+            attempt.has_left = True
+            asking.cancel()
+            await asyncio.wait([asking])
+        else:
+            asking.result()
+        verdict = decide(attempt, question.right, began, time.monotonic(), self.happened)
+        self._note(verdict, attempt, began, body, question)
+        if verdict is not Verdict.RIGHT:
+            await asyncio.sleep(BREATH_S)
+        return verdict
+
+    def _note(self, verdict: Verdict, attempt: Attempt, began: float, body: dict[str, object], question: Question) -> None:
+        self.verdicts[verdict] += 1
+        if verdict in FAULTS:
+            took = time.monotonic() - began
+            said = {name: body.get(name) for name in ("stream", "conversation_id")}
+            self.faults.append(
+                f"{verdict}: {attempt} after {took:.1f} s, {said}, {len(question.prompt.token_ids)} tokens, {question.right}"
+            )
+
+
+# -- what is right -----------------------------------------------------------------------------------------------------
+
+
+def _says(rng: random.Random, longest: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(10, 500) for _ in range(rng.randrange(1, longest)))
+
+
+async def make_questions(engine: Engine, rng: random.Random, number: int) -> list[Question]:
+    prompts = [Prompt(_says(rng, 200), max_tokens=rng.randrange(2, 24)) for _ in range(number)]
+    async with new_session(300) as session:
+        answers = await asyncio.gather(*(ask(session, engine, prompt) for prompt in prompts))
+    return [Question(prompt, answer.token_ids[0]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+async def make_talks(engine: Engine, rng: random.Random, number: int, turns: int) -> list[Talk]:
+    plans = [[(_says(rng, 60), rng.randrange(2, 20)) for _ in range(turns)] for _ in range(number)]
+
+    async def one(session: aiohttp.ClientSession, plan: list[tuple[tuple[int, ...], int]]) -> Talk:
+        talk: list[Question] = []
+        said: tuple[int, ...] = ()
+        for words, max_tokens in plan:
+            prompt = Prompt(said + words, max_tokens=max_tokens)
+            right = (await ask(session, engine, prompt)).token_ids[0]
+            talk.append(Question(prompt, right))
+            said = prompt.token_ids + right
+        return talk
+
+    async with new_session(300) as session:
+        return list(await asyncio.gather(*(one(session, plan) for plan in plans)))
+
+
+async def make_right_answers(cluster: Cluster, seed: int, questions: int, talks: int) -> tuple[list[Question], list[Talk]]:
+    """By an engine that knows nothing of transfers."""
+    rng = random.Random(f"router prompts {seed}")
+    reference = cluster.serve("reference", is_plain=True).ready()
+    return await make_questions(reference, rng, questions), await make_talks(reference, rng, talks, 3)

@@ -1,0 +1,223 @@
+"""A chaos run of the router from beginning to end, and what must be true afterwards."""
+
+import asyncio
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.load import Question
+from tests.chaos.mode import Mode
+from tests.chaos.router.clients import Clients, Talk, make_right_answers
+from tests.chaos.router.plan import Act, Deed, make_plan
+from tests.chaos.router.verdict import FAULTS, Verdict
+from tests.chaos.router.yard import Member, RouterYard
+from tests.e2e.harness import QUIET, Cluster, is_alive, metrics, new_session, until
+
+from kvferry.errors import KVFerryError
+
+__all__ = ["Report", "Settings", "run"]
+
+SETTLE_S = 60.0
+PROGRESS_S = 5.0
+PROBES = 6
+"""Asked at once after a kill: with three instances in a role, some would have gone to the dead one."""
+LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls", "kvferry:num_registrations")
+SHOWN = ("retries", "fallbacks", "client_aborts", "releases", "turns")
+
+
+@dataclass(frozen=True)
+class Settings:
+    seed: int
+    duration_s: float = 120.0
+    streams: int = 50
+    size: int = 3
+    """Of either role."""
+    questions: int = 120
+    talks: int = 60
+    bound_s: float = 60.0
+    mode: Mode = Mode.PULL
+
+
+@dataclass
+class Report:
+    settings: Settings
+    done: Counter[str] = field(default_factory=Counter)
+    verdicts: Counter[str] = field(default_factory=Counter)
+    router: dict[str, float] = field(default_factory=dict)
+    undisturbed_s: float = 0.0
+    """How long as many requests take under the same load when nothing has happened."""
+    until_answered_elsewhere_s: list[float] = field(default_factory=list)
+    """From each kill until all of `PROBES` requests that were sent right then have been answered."""
+    until_serving_again_s: list[float] = field(default_factory=list)
+    """From the moment when a restarted instance listens until it has answered a leg."""
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.violations
+
+    def as_json(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in ("router", "undisturbed_s", "violations", "is_clean")}
+        counts = {name: {str(key): number for key, number in getattr(self, name).items()} for name in ("done", "verdicts")}
+        times = {name: spread(getattr(self, name)) for name in ("until_answered_elsewhere_s", "until_serving_again_s")}
+        return {"settings": asdict(self.settings), **counts, **times, **plain}
+
+    def line(self) -> str:
+        """For people."""
+        counts = ", ".join(f"{number} {name}" for name, number in self.verdicts.items())
+        away, back = spread(self.until_answered_elsewhere_s), spread(self.until_serving_again_s)
+        return (
+            f"router chaos, seed {self.settings.seed}, {self.settings.duration_s:g} s, {self.settings.streams} streams: "
+            f"{self.done.total()} injuries; {counts}; after a kill {PROBES} new requests answered elsewhere in "
+            f"{away['median']:.2f} s (at most {away['max']:.2f} s; undisturbed {self.undisturbed_s:.2f} s); "
+            f"a restarted instance served again after {back['median']:.2f} s (at most {back['max']:.2f} s); "
+            f"{'clean' if self.is_clean else f'BROKEN: {len(self.violations)} violations'}"
+        )
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    found = sorted(values) or [0.0]
+    return {"count": len(values), "median": round(statistics.median(found), 3), "max": round(found[-1], 3)}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(settings: Settings, directory: Path, model: Path) -> Report:
+    report = Report(settings)
+    for name in ("reference", "yard"):
+        (directory / name).mkdir()
+    say(f"seed {settings.seed}: computing right answers")
+    with Cluster(directory / "reference", model) as cluster:
+        questions, talks = asyncio.run(make_right_answers(cluster, settings.seed, settings.questions, settings.talks))
+    with RouterYard.opened(directory / "yard", model, settings.size, settings.mode) as yard:
+        say(f"{settings.size} prefill and {settings.size} decode engines and the router are up")
+        asyncio.run(_Run(settings, yard, questions, talks, report).whole())
+        family = [process for engine in (yard.router, *(m.live for m in yard.members.values())) for process in engine.family()]
+    report.violations += [f"process {process.pid} was left behind" for process in family if is_alive(process)]
+    return report
+
+
+class _Run:
+    def __init__(self, settings: Settings, yard: RouterYard, questions: list[Question], talks: list[Talk], report: Report) -> None:
+        self._settings = settings
+        self._yard = yard
+        self._report = report
+        self._probes = questions[:PROBES]
+        self._clients = Clients(yard.router.url, questions[PROBES:], talks, settings.seed, settings.bound_s, yard.happened)
+        self._began = time.monotonic()
+
+    async def whole(self) -> None:
+        yard, settings = self._yard, self._settings
+        await yard.join()
+        leased = [name for name, member in yard.members.items() if member.is_leased]
+        plan = make_plan(settings.seed, settings.duration_s, yard.names("prefill"), yard.names("decode"), leased)
+        self._began = time.monotonic()
+        load = asyncio.create_task(self._clients.run(settings.streams))
+        progress = asyncio.create_task(self._show_progress())
+        try:
+            self._report.undisturbed_s = await self._answered_after(time.monotonic())
+            await asyncio.gather(*(self._act(act) for act in plan), asyncio.sleep(settings.duration_s))
+            self._clients.is_stopping = True
+            await load
+        finally:
+            progress.cancel()
+            self._clients.is_stopping = True
+            load.cancel()
+            await asyncio.gather(load, progress, return_exceptions=True)
+        await self._check_end()
+        self._report.verdicts.update({str(verdict): number for verdict, number in self._clients.verdicts.items()})
+        self._report.violations += self._clients.faults
+
+    async def _act(self, act: Act) -> None:
+        await asyncio.sleep(act.at_s)
+        member = self._yard.members[act.target]
+        async with self._yard.taken(member):
+            if time.monotonic() - self._began > self._settings.duration_s:
+                return
+            try:
+                await self._do(act, member)
+            except (AssertionError, KVFerryError) as error:
+                self._report.violations.append(f"{act.deed} {act.target}: {error}")
+            self._report.done[act.deed] += 1
+
+    async def _do(self, act: Act, member: Member) -> None:
+        yard = self._yard
+        match act.deed:
+            case Deed.KILL_PREFILL | Deed.KILL_DECODE:
+                killed_at = await asyncio.to_thread(yard.kill, member)
+                self._report.until_answered_elsewhere_s.append(await self._answered_after(killed_at))
+                await asyncio.to_thread(yard.restart, member)
+                await self._serves_again(member)
+            case Deed.PAUSE:
+                await yard.pause(member, act.length_s)
+            case Deed.DRAIN:
+                await yard.drain(member)
+                await yard.add(member)
+                await yard.wait_until_it_serves(member)
+            case Deed.REPLACE:
+                await yard.drain(member)
+                await asyncio.to_thread(yard.replace, member)
+                await yard.add(member)
+                await yard.wait_until_it_serves(member)
+
+    async def _answered_after(self, since: float) -> float:
+        await self._clients.ask_all(self._probes)
+        return time.monotonic() - since
+
+    async def _serves_again(self, member: Member) -> None:
+        since = time.monotonic()
+        await self._yard.wait_until_it_serves(member)
+        self._report.until_serving_again_s.append(time.monotonic() - since)
+
+    async def _check_end(self) -> None:
+        """All blocks come back, everybody is alive and in the fleet, the router has nothing under way, and a good request is served."""
+        say("load and injuries are over; waiting until every block is free")
+        for name, engine in [("router", self._yard.router), *((m.name, m.live) for m in self._yard.members.values())]:
+            try:
+                engine.process.check_alive()
+            except KVFerryError as error:
+                self._report.violations.append(f"{error}, by itself: {engine.process.tail(40)}")
+            if any("Traceback" in line for line in engine.process.tail(10_000)):
+                self._report.violations.append(f"{name} has a traceback in its log: {engine.process.tail(60)}")
+        await self._expect("all blocks free, no lease, nothing waiting", self._is_quiet)
+        if await self._clients.ask_all(self._probes) != [Verdict.RIGHT] * PROBES:
+            self._report.violations.append("after all is over, good requests are not served")
+        await self._expect("all blocks free once more", self._is_quiet)
+        async with new_session() as session:
+            found = await metrics(session, self._yard.router)
+        self._report.router = {name: found.get(f"kvferry:router_{name}_total", 0.0) for name in SHOWN}
+
+    async def _expect(self, what: str, condition: Any) -> None:
+        try:
+            await until(what, condition, SETTLE_S)
+        except AssertionError as error:
+            self._report.violations.append(f"{error}: {await self._state()}")
+
+    async def _state(self) -> dict[str, dict[str, float]]:
+        async with new_session() as session:
+            states = {
+                member.name: {k: v for k, v in (await metrics(session, member.live)).items() if k in (*QUIET, *LEVELS) and v}
+                for member in self._yard.members.values()
+            }
+            router = await metrics(session, self._yard.router)
+        names = ("kvferry:router_queued_requests", "kvferry:router_instance_legs")
+        return {**states, "router": {name: router[name] for name in names if router.get(name)}}
+
+    async def _is_quiet(self) -> bool:
+        return not any((await self._state()).values())
+
+    async def _show_progress(self) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            counts = self._clients.verdicts
+            say(
+                f"{time.monotonic() - self._began:5.0f} s  {counts.total()} requests: {counts[Verdict.RIGHT]} right, "
+                f"{counts[Verdict.BROKEN]} broken off, {counts[Verdict.LEFT]} left, {sum(counts[each] for each in FAULTS)} faults; "
+                f"{self._report.done.total()} injuries"
+            )

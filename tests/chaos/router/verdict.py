@@ -1,0 +1,67 @@
+"""Whether a request could have been saved. Pure.
+
+A request may fail for two reasons alone:
+
+- its client had got tokens of a decode instance that was then killed: they cannot be taken back;
+- it was refused with 429 or 503 while a role had nobody who could be used.
+
+Whatever else fails, a retry could have saved it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tests.chaos.judge import Attempt, Outcome, judge
+
+__all__ = ["FAULTS", "Happened", "Verdict", "decide"]
+
+SLACK_S = 2.0
+"""Between a kill and the client's hearing of it, on a busy machine."""
+
+
+class Verdict(StrEnum):
+    RIGHT = "a single engine's tokens"
+    BROKEN = "broken off by the death of its decode instance, right so far"
+    DESERTED = "refused while a role had nobody"
+    LEFT = "client left, right so far"
+    WRONG = "WRONG TOKENS"
+    HUNG = "NO END"
+    SILENT = "ENDED WITHOUT A WORD"
+    LOST = "FAILED, AND A RETRY COULD HAVE SAVED IT"
+
+
+FAULTS = (Verdict.WRONG, Verdict.HUNG, Verdict.SILENT, Verdict.LOST)
+_PLAIN = {
+    Outcome.RIGHT: Verdict.RIGHT,
+    Outcome.LEFT: Verdict.LEFT,
+    Outcome.WRONG: Verdict.WRONG,
+    Outcome.HUNG: Verdict.HUNG,
+    Outcome.SILENT: Verdict.SILENT,
+}
+
+
+@dataclass
+class Happened:
+    """What was done to the fleet, by one clock."""
+
+    kills: list[tuple[float, str]] = field(default_factory=list)
+    """When, and the URL of whom; only decode instances."""
+    deserted: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when a role had nobody."""
+
+
+def decide(attempt: Attempt, right: Sequence[int], began: float, ended: float, happened: Happened) -> Verdict:
+    plain = _PLAIN.get(judge(attempt, right))
+    if plain is not None:
+        return plain
+    if attempt.status == 200 and attempt.tokens and _was_killed(attempt.error, began, ended, happened):
+        return Verdict.BROKEN
+    if attempt.status in (429, 503) and any(start < ended and began < end for start, end in happened.deserted):
+        return Verdict.DESERTED
+    return Verdict.LOST
+
+
+def _was_killed(error: str, began: float, ended: float, happened: Happened) -> bool:
+    """The error names whoever broke off."""
+    return any(began - SLACK_S <= at <= ended and f"{url} " in f"{error} " for at, url in happened.kills)

@@ -1,0 +1,177 @@
+"""A router, its fleet, and what is done to members. They are added by the admin API; the last of each role registers itself."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from tests.chaos.mode import Mode
+from tests.chaos.router.verdict import Happened
+from tests.chaos.yard import CHUNKED, EXTRA
+from tests.e2e.harness import Cluster, Engine, Starting, new_session, until
+
+__all__ = ["Member", "RouterYard"]
+
+REUSE: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 10}
+DRAIN_S = 60.0
+BACK_S = 60.0
+STARTED_AT_ONCE = 2
+MOST_OUT = 2
+"""Of a role at any time: one is always left alone."""
+
+
+@dataclass
+class Member:
+    """One engine through all its lives."""
+
+    name: str
+    role: str
+    index: int
+    connector: str
+    is_leased: bool
+    engine: Engine | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_lives: int = 0
+
+    @property
+    def live(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def named(self) -> dict[str, str]:
+        """For the admin API."""
+        return {"role": self.role, "url": self.live.url}
+
+
+class RouterYard:
+    def __init__(self, cluster: Cluster, router: Engine, members: list[Member]) -> None:
+        self.cluster = cluster
+        self.router = router
+        self.members = {member.name: member for member in members}
+        self.happened = Happened()
+        self._out = {role: asyncio.Semaphore(MOST_OUT) for role in ("prefill", "decode")}
+
+    @classmethod
+    @contextmanager
+    def opened(cls, directory: Path, model: Path, size: int, mode: Mode) -> Iterator["RouterYard"]:
+        (directory / "router.toml").write_text('[routing]\nwithout_prefill = "recompute"\n')
+        with Cluster(directory, model) as cluster:
+            router = cluster.proxy([], [], "--config", str(directory / "router.toml")).ready()
+            connectors = {"prefill": mode.prefill_connectors(1)[0], "decode": mode.decode_connectors[0]}
+            members = [
+                Member(f"{role}-{index}", role, index, connectors[role], index == size - 1) for role in connectors for index in range(size)
+            ]
+            yard = cls(cluster, router, members)
+            # A few at a time: all of them together would take longer than one may on a small machine.
+            for together in (members[i : i + STARTED_AT_ONCE] for i in range(0, len(members), STARTED_AT_ONCE)):
+                for member, process in [(member, yard._serve(member)) for member in together]:
+                    member.engine = process.ready()
+            yield yard
+
+    def names(self, role: str) -> list[str]:
+        return [name for name, member in self.members.items() if member.role == role]
+
+    async def join(self) -> None:
+        """Everybody is in the fleet."""
+        for member in self.members.values():
+            if not member.is_leased:
+                await self.admin("POST", "/admin/instances", member.named)
+
+        async def is_full() -> bool:
+            return len((await self.admin("GET", "/admin/instances"))["instances"]) == len(self.members)
+
+        await until("everybody is in the fleet", is_full)
+
+    # -- deeds ---------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def taken(self, member: Member) -> AsyncIterator[None]:
+        """Nobody else hurts it, and enough of its role are left alone."""
+        async with member.lock, self._out[member.role]:
+            yield
+
+    def kill(self, member: Member) -> float:
+        """With -9. When."""
+        killed_at = time.monotonic()
+        if member.role == "decode":
+            self.happened.kills.append((killed_at, member.live.url))
+        member.live.kill()
+        return killed_at
+
+    def restart(self, member: Member) -> None:
+        """Another life at the same address, with the same engine id. Blocking."""
+        self.cluster.dismiss(member.live.process)
+        member.engine = self._serve(member, member.live.address.port).ready()
+
+    async def pause(self, member: Member, length_s: float) -> None:
+        member.live.pause()
+        try:
+            await asyncio.sleep(length_s)
+        finally:
+            member.live.resume()
+
+    async def drain(self, member: Member) -> None:
+        """It gets nothing new, and what is under way ends. Then it is out of the fleet."""
+        await self.admin("POST", "/admin/instances/drain", member.named)
+
+        async def is_drained() -> bool:
+            seen = await self.view(member)
+            return seen is not None and seen["running"] == 0
+
+        await until(f"{member.name} is drained", is_drained, DRAIN_S)
+        await self.admin("DELETE", "/admin/instances", member.named)
+
+    async def add(self, member: Member) -> None:
+        await self.admin("POST", "/admin/instances", member.named)
+
+    def replace(self, member: Member) -> None:
+        """One that has been drained. Blocking."""
+        self.cluster.dismiss(member.live.process)
+        member.engine = self._serve(member).ready()
+
+    # -- the router's word ---------------------------------------------------------------------------------------------
+
+    async def admin(self, method: str, path: str, body: object = None) -> Any:
+        async with new_session() as session, session.request(method, f"{self.router.url}{path}", json=body) as answer:
+            found = await answer.json()
+            assert answer.status < 300, found
+            return found
+
+    async def view(self, member: Member) -> dict[str, Any] | None:
+        instances = (await self.admin("GET", "/admin/instances"))["instances"]
+        return next((seen for seen in instances if (seen["role"], seen["url"]) == (member.role, member.live.url)), None)
+
+    async def answered_legs(self, member: Member) -> float:
+        async with new_session() as session:
+            return await self._answered_legs(session, member)
+
+    async def wait_until_it_serves(self, member: Member) -> None:
+        before = await self.answered_legs(member)
+        async with new_session() as session:
+
+            async def serves() -> bool:
+                return await self._answered_legs(session, member) > before
+
+            await until(f"{member.name} is given requests again and answers", serves, BACK_S)
+
+    async def _answered_legs(self, session: aiohttp.ClientSession, member: Member) -> float:
+        async with session.get(f"{self.router.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        words = ("kvferry:router_legs_total{", f'instance="{member.live.url}"', f'role="{member.role}"', 'outcome="answered"')
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(word in line for word in words))
+
+    def _serve(self, member: Member, port: int = 0) -> Starting:
+        member.num_lives += 1
+        flags = CHUNKED if member.role == "prefill" else ("--no-enable-prefix-caching",) if member.index % 2 == 0 else ()
+        if member.is_leased:
+            flags = (*flags, "--router", self.router.url, "--router-role", member.role)
+        extra = {**EXTRA, **REUSE, **({"planes": ["tcp"]} if member.role == "prefill" and member.index % 2 == 0 else {})}
+        policy = "fail" if member.index % 2 == 0 else "recompute"
+        return self.cluster.serve(
+            member.name, *flags, extra=extra, policy=policy, port=port, engine_id=member.name, connector=member.connector
+        )
