@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
@@ -507,13 +507,16 @@ class ConsumerMachine(RuleBasedStateMachine):
                 case OpenPeer():
                     self.opening = True
         for event in self.consumer.take_events():
-            if isinstance(event, HandshakeFailed | PullGivenUp):
+            if self.is_by_the_way(event):
                 continue
             assert isinstance(event, PullFinished | PullFailed)
             assert event.request in self.started
             assert event.request not in self.ended
             assert event.request not in self.reads | self.places
             self.ended.add(event.request)
+
+    def is_by_the_way(self, event: Event) -> bool:
+        return isinstance(event, HandshakeFailed | PullGivenUp)
 
     def finish(self) -> None:
         """Let what is still under way come to its end."""

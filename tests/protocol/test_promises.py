@@ -1,13 +1,16 @@
 """A consumer that can do without hears whether it can have it before it has blocks, and fails nothing until then."""
 
 import pytest
-from tests.protocol.test_consumer import CONTROL, PEER, R1, connect, make_consumer, of, sent, ticket
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from tests.protocol.test_consumer import CONTROL, PEER, R1, ConsumerMachine, connect, make_consumer, of, sent, ticket
 
-from kvferry.events import HandshakeFailed, KeptBlocksFetched, PullFailed, PullFinished, PullPromised, PullRefused
+from kvferry.events import Event, HandshakeFailed, KeptBlocksFetched, PullFailed, PullFinished, PullPromised, PullRefused
 from kvferry.protocol.actions import StartRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
 from kvferry.protocol.tickets import Ticket
+from kvferry.types import RequestId
 
 READY = Ready("a", "d/r1/0")
 
@@ -107,3 +110,62 @@ def test_who_needs_it_no_more_says_so(consumer: object) -> None:
     made.settle(R1, now=2)
     assert sent(made.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
     assert made.take_events() == []
+
+
+class PromiseMachine(ConsumerMachine):
+    """Engines that can do without some: they hear yes, then perhaps no, or no at once, and never wait for either without end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsure: set[RequestId] = set()
+        self.promised: set[RequestId] = set()
+
+    @rule()
+    def try_to_track(self) -> None:
+        self.count += 1
+        self.unsure.add(RequestId(f"r{self.count}"))
+        self.consumer.try_to_track(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
+
+    @rule(request=ConsumerMachine.requests)
+    def start(self, request: RequestId) -> None:
+        """Not before the promise."""
+        if request not in self.unsure:
+            super().start(request)
+
+    @rule(request=ConsumerMachine.requests)
+    def abort(self, request: RequestId) -> None:
+        self.unsure.discard(request)
+        super().abort(request)
+
+    @rule(request=ConsumerMachine.requests)
+    def promise(self, request: RequestId) -> None:
+        self.consumer.receive(CONTROL, Ready(f"a{request[1:]}", f"d/{request}/0"), self.now)
+
+    @rule(seconds=st.floats(5, 6))
+    def wait_for_answers(self, seconds: float) -> None:
+        """Long enough for a handshake, and long enough for an answer."""
+        for _ in range(2):
+            self.now += seconds
+            self.consumer.advance(self.now)
+            self.every_request_with_blocks_ends_once()
+        if not self.opening:
+            assert not self.unsure, "nobody waits for an answer for ever"
+
+    def is_by_the_way(self, event: Event) -> bool:
+        match event:
+            case PullPromised(request):
+                assert request in self.unsure
+                self.unsure.discard(request)
+                self.promised.add(request)
+            case PullRefused(request):
+                assert request in self.unsure | self.promised
+                self.unsure.discard(request)
+                self.promised.discard(request)
+            case KeptBlocksFetched(request):
+                assert request in self.promised
+            case _:
+                return super().is_by_the_way(event)
+        return True
+
+
+TestPromiseMachine = PromiseMachine.TestCase

@@ -132,6 +132,31 @@ def test_kv_transfer_params_go_in_untouched_and_come_out_at_the_end(model: Path)
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
+def test_what_was_kept_of_a_turn_is_told_in_one_more_event_to_who_asked(model: Path, options: dict[str, Any]) -> None:
+    made = {"do_remote_decode": True, "ticket": "t"}
+    leg = {"do_remote_prefill": True, "ticket": "p"}
+
+    async def scene() -> None:
+        engine = ScriptedEngine(lambda request: outputs_of(request, [40, 41], kv_transfer_params=made))
+        async with stage(engine, model) as s:
+            whole = await s.complete(prompt=[5], kv_transfer_params=leg)
+            asked = [
+                await s.stream(COMPLETIONS, prompt=[5], kv_transfer_params={**leg, "conversation": "w"}, **options),
+                await s.stream(CHAT, messages=HELLO, kv_transfer_params={**leg, "conversation": "w"}, **options),
+            ]
+            silent = await s.stream(COMPLETIONS, prompt=[5], kv_transfer_params=leg, **options)
+            declined = await s.stream(COMPLETIONS, prompt=[5], kv_transfer_params={**leg, "conversation": None}, **options)
+        assert whole["kv_transfer_params"] == made
+        for chunks in asked:
+            assert [chunk.get("kv_transfer_params") for chunk in chunks] == [None] * (len(chunks) - 1) + [made]
+            assert chunks[-1]["choices"] == []
+            assert "usage" not in chunks[-1]
+        assert not any("kv_transfer_params" in chunk for chunk in [*silent, *declined])
+
+    asyncio.run(scene())
+
+
 def test_a_prefill_for_a_peer_is_not_cut_by_stop_strings(model: Path) -> None:
     made = {"do_remote_prefill": True}
 

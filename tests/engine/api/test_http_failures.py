@@ -205,10 +205,11 @@ def test_a_client_that_leaves_while_waiting_aborts_all_its_samples(model: Path, 
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("params", [{"do_remote_decode": True}, {"do_remote_prefill": True, "conversation": "w"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prefill_whose_ticket_reaches_nobody_is_given_up(model: Path, stream: bool) -> None:
+def test_a_request_whose_ticket_reaches_nobody_is_given_up(model: Path, stream: bool, params: dict[str, Any]) -> None:
     """Also when the engine has finished it: then its blocks wait for a peer that will never hear of them."""
-    body = {"prompt": [5], "max_tokens": 1, "stream": stream, "kv_transfer_params": {"do_remote_decode": True}}
+    body = {"prompt": [5], "max_tokens": 1, "stream": stream, "kv_transfer_params": params}
 
     async def scene() -> None:
         engine = ScriptedEngine(silent)

@@ -30,3 +30,9 @@ def test_routers_read_the_mode_from_the_page_also_when_the_core_does_not_answer(
     assert read_metrics(ApiMetrics('a ", mode', transfer_mode="push").render(Status(nonce=1))).is_push
     assert not read_metrics(ApiMetrics('mode="push"', transfer_mode="pull").render(Status(nonce=1))).is_push
     assert "transfer_mode" not in ApiMetrics("tiny").render(Status(nonce=1)).decode()
+
+
+def test_routers_find_the_side_channel_on_the_page() -> None:
+    page = ApiMetrics("tiny").render(Status(nonce=1, connector_stats={"side_channel": "10.0.0.7:5600"})).decode()
+    assert 'kvferry:side_channel{address="10.0.0.7:5600",model_name="tiny"} 1.0' in page
+    assert "side_channel" not in ApiMetrics("tiny").render(Status(nonce=1, connector_stats={"transfers": 1})).decode()
