@@ -1,0 +1,85 @@
+"""Who in vLLM lacks how many blocks, so that turns of conversations are let go for them. Runs on the scheduler's thread.
+
+vLLM does not say that it had no blocks for a waiting request. But it asks a connector for each one that it is about to give blocks to, in
+the order of its queue, tells it of each one that got some, and stops at the first that got none. One whose load has ended it does not ask
+for again: that one is told by its state.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+__all__ = ["BlockNeeds"]
+
+_IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+@dataclass(slots=True)
+class BlockNeeds:
+    block_size: int
+    num_groups: int
+    watermark: int = 0
+    """Blocks that vLLM leaves free when it takes a request from its queue."""
+    _known: dict[str, Any] = field(default_factory=dict)
+    """vLLM's requests that have not ended."""
+    _asked: Any = None
+    _num_local_tokens: int = 0
+    """That it has of the request in its own cache."""
+    _largest: int = 1
+    """Tokens of one request in the last step."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, request: Any) -> None:
+        self._known[request.request_id] = request
+
+    def end(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def note_asked(self, request: Any, num_local_tokens: int) -> None:
+        self._asked, self._num_local_tokens = request, num_local_tokens
+
+    def note_passed_over(self) -> None:
+        """The one last asked for is not to get blocks now."""
+        self._asked = None
+
+    def note_planned(self, scheduler_output: Any) -> None:
+        self._largest = max(scheduler_output.num_scheduled_tokens.values(), default=1)
+
+    def to_run(self, num_free: int) -> int:
+        """How many blocks a running request lacks, of which nothing is known but that it got none: at least one."""
+        return max(1, self._blocks(self._largest) - num_free)
+
+    def to_start(self, num_free: int) -> int:
+        """How many blocks were lacking for the request at which the step that is being planned has stopped; 0: it stopped at none, or not for
+        want of blocks."""
+        request, num_had = self._stopped_at()
+        self._asked = None
+        if request is None:
+            return 0
+        reserved = self.watermark + sum(self._left(other) for other in self._known.values() if other is not request and _is_prefill(other))
+        # What it has in the cache takes blocks from the free ones, too, unless somebody else holds them: who knows.
+        most = self._blocks(request.num_tokens + 1) + reserved
+        return 0 if num_free >= most else max(1, most - self._blocks(num_had) - num_free)
+
+    def _stopped_at(self) -> tuple[Any, int]:
+        for request in self._loaded():
+            return request, request.num_computed_tokens
+        return self._asked, self._num_local_tokens
+
+    def _loaded(self) -> Iterator[Any]:
+        """Those whose load has ended. Each holds blocks, and is in the queue for those it lacks."""
+        return (request for request in self._known.values() if request.status in _IN_QUEUE and request.num_computed_tokens > 0)
+
+    def _left(self, request: Any) -> int:
+        return max(0, self._blocks(request.num_tokens) - self._blocks(request.num_computed_tokens))
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+
+def _is_prefill(request: Any) -> bool:
+    return 0 < request.num_computed_tokens < request.num_prompt_tokens
