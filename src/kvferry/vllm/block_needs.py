@@ -5,7 +5,6 @@ the order of its queue, tells it of each one that got some, and stops at the fir
 for again: that one is told by its state.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,10 @@ class BlockNeeds:
     num_groups: int
     watermark: int = 0
     """Blocks that vLLM leaves free when it takes a request from its queue."""
-    _known: dict[str, Any] = field(default_factory=dict)
-    """vLLM's requests that have not ended."""
+    _admitted: dict[str, Any] = field(default_factory=dict)
+    """vLLM's requests that have had blocks and have not ended."""
+    _loading: dict[str, Any] = field(default_factory=dict)
+    """Of these, those that were given blocks to load into, and not yet those to compute in."""
     _asked: Any = None
     _num_local_tokens: int = 0
     """That it has of the request in its own cache."""
@@ -31,20 +32,26 @@ class BlockNeeds:
     """Tokens of one request in the last step."""
 
     def __len__(self) -> int:
-        return len(self._known)
-
-    def add(self, request: Any) -> None:
-        self._known[request.request_id] = request
-
-    def end(self, request_id: str) -> None:
-        self._known.pop(request_id, None)
+        return len(self._admitted) + len(self._loading)
 
     def note_asked(self, request: Any, num_local_tokens: int) -> None:
         self._asked, self._num_local_tokens = request, num_local_tokens
 
     def note_passed_over(self) -> None:
-        """The one last asked for is not to get blocks now."""
+        """The one asked for last is not to get blocks now."""
         self._asked = None
+
+    def note_admitted(self, request: Any, num_external_tokens: int) -> None:
+        self._asked = None
+        self._admitted[request.request_id] = request
+        if num_external_tokens:
+            self._loading[request.request_id] = request
+        else:
+            self._loading.pop(request.request_id, None)
+
+    def end(self, request_id: str) -> None:
+        self._admitted.pop(request_id, None)
+        self._loading.pop(request_id, None)
 
     def note_planned(self, scheduler_output: Any) -> None:
         self._largest = max(scheduler_output.num_scheduled_tokens.values(), default=1)
@@ -54,25 +61,21 @@ class BlockNeeds:
         return max(1, self._blocks(self._largest) - num_free)
 
     def to_start(self, num_free: int) -> int:
-        """How many blocks were lacking for the request at which the step that is being planned has stopped; 0: it stopped at none, or not for
-        want of blocks."""
+        """How many blocks were lacking for the request at which this plan stopped; 0: it stopped at none, or for another reason."""
         request, num_had = self._stopped_at()
         self._asked = None
         if request is None:
             return 0
-        reserved = self.watermark + sum(self._left(other) for other in self._known.values() if other is not request and _is_prefill(other))
+        others = (other for other in self._admitted.values() if other is not request and _is_prefill(other))
         # What it has in the cache takes blocks from the free ones, too, unless somebody else holds them: who knows.
-        most = self._blocks(request.num_tokens + 1) + reserved
+        most = self._blocks(request.num_tokens + 1) + self.watermark + sum(self._left(other) for other in others)
         return 0 if num_free >= most else max(1, most - self._blocks(num_had) - num_free)
 
     def _stopped_at(self) -> tuple[Any, int]:
-        for request in self._loaded():
-            return request, request.num_computed_tokens
+        for request in self._loading.values():
+            if request.status in _IN_QUEUE and request.num_computed_tokens > 0:
+                return request, request.num_computed_tokens
         return self._asked, self._num_local_tokens
-
-    def _loaded(self) -> Iterator[Any]:
-        """Those whose load has ended. Each holds blocks, and is in the queue for those it lacks."""
-        return (request for request in self._known.values() if request.status in _IN_QUEUE and request.num_computed_tokens > 0)
 
     def _left(self, request: Any) -> int:
         return max(0, self._blocks(request.num_tokens) - self._blocks(request.num_computed_tokens))
@@ -82,4 +85,4 @@ class BlockNeeds:
 
 
 def _is_prefill(request: Any) -> bool:
-    return 0 < request.num_computed_tokens < request.num_prompt_tokens
+    return bool(0 < request.num_computed_tokens < request.num_prompt_tokens)

@@ -142,7 +142,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._needs.watermark = kv_cache_manager.watermark_blocks
 
     def on_new_request(self, request: Any) -> None:
-        self._needs.add(request)
         self._inner.on_new_request(self._view(request))
         keep_from_workers(request)
 
@@ -155,7 +154,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return count, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._needs.note_passed_over()
+        self._needs.note_admitted(request, num_external_tokens)
         self._inner.update_state_after_alloc(self._view(request), BlocksView(blocks), num_external_tokens)
         if num_external_tokens and self._inner.is_load_optional(str(request.request_id)):
             self._loads.begin(request)
@@ -268,7 +267,6 @@ class KVFerryPushConnector(KVFerryConnector):
         self._prefills = Prefills()
 
     def on_new_request(self, request: Any) -> None:
-        self._needs.add(request)
         is_for_peer = isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
         self._inner.on_new_request(RequestView(request, self._generation, self._prefills.add(request) if is_for_peer else None))
         keep_from_workers(request)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -26,8 +25,6 @@ from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
 
 __all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "has_token_rows", "keep_from_workers", "without_null"]
-
-_log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
