@@ -15,6 +15,14 @@ __all__ = ["BlockNeeds"]
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request: Any
+    num_tokens: int
+    """That it has already."""
+    will_load: bool
+
+
 @dataclass(slots=True)
 class BlockNeeds:
     block_size: int
@@ -25,17 +33,15 @@ class BlockNeeds:
     """vLLM's requests that have had blocks and have not ended."""
     _loading: dict[str, Any] = field(default_factory=dict)
     """Of these, those that were given blocks to load into, and not yet those to compute in."""
-    _asked: Any = None
-    _num_local_tokens: int = 0
-    """That it has of the request in its own cache."""
+    _asked: "_Asked | None" = None
     _largest: int = 1
     """Tokens of one request in the last step."""
 
     def __len__(self) -> int:
         return len(self._admitted) + len(self._loading)
 
-    def note_asked(self, request: Any, num_local_tokens: int) -> None:
-        self._asked, self._num_local_tokens = request, num_local_tokens
+    def note_asked(self, request: Any, num_local_tokens: int, *, will_load: bool) -> None:
+        self._asked = _Asked(request, num_local_tokens, will_load)
 
     def note_passed_over(self) -> None:
         """The one asked for last is not to get blocks now."""
@@ -62,27 +68,28 @@ class BlockNeeds:
 
     def to_start(self, num_free: int) -> int:
         """How many blocks were lacking for the request at which this plan stopped; 0: it stopped at none, or for another reason."""
-        request, num_had = self._stopped_at()
-        self._asked = None
-        if request is None:
+        stopped_at, self._asked = self._stopped_at(), None
+        if stopped_at is None:
             return 0
-        others = (other for other in self._admitted.values() if other is not request and _is_prefill(other))
-        # What it has in the cache takes blocks from the free ones, too, unless somebody else holds them: who knows.
-        most = self._blocks(request.num_tokens + 1) + self.watermark + sum(self._left(other) for other in others)
-        return 0 if num_free >= most else max(1, most - self._blocks(num_had) - num_free)
+        request = stopped_at.request
+        # vLLM lets no load take what prefills under way are going to need.
+        others = [other for other in self._admitted.values() if other is not request] if stopped_at.will_load else []
+        need = self._blocks(request.num_tokens) + self.watermark
+        reserved = sum(self._left(other) for other in others if other.num_computed_tokens > 0)
+        # At most: what it has in the cache may lie in free blocks, those admitted in this very step may still want all of theirs, and
+        # speculated tokens take a block or two.
+        new = sum(self._left(other) for other in others if other.status == RequestStatus.RUNNING and other.num_computed_tokens == 0)
+        most = need + reserved + new + self.num_groups * (1 + len(others))
+        return 0 if num_free >= most else max(1, need + reserved - self._blocks(stopped_at.num_tokens) - num_free)
 
-    def _stopped_at(self) -> tuple[Any, int]:
+    def _stopped_at(self) -> "_Asked | None":
         for request in self._loading.values():
             if request.status in _IN_QUEUE and request.num_computed_tokens > 0:
-                return request, request.num_computed_tokens
-        return self._asked, self._num_local_tokens
+                return _Asked(request, request.num_computed_tokens, will_load=False)
+        return self._asked
 
     def _left(self, request: Any) -> int:
         return max(0, self._blocks(request.num_tokens) - self._blocks(request.num_computed_tokens))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size) * self.num_groups
-
-
-def _is_prefill(request: Any) -> bool:
-    return bool(0 < request.num_computed_tokens < request.num_prompt_tokens)

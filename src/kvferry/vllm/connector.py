@@ -150,7 +150,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if count is None:
             self._needs.note_passed_over()
         else:
-            self._needs.note_asked(request, num_computed_tokens)
+            self._needs.note_asked(request, num_computed_tokens, will_load=is_async)
         return count, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
