@@ -16,6 +16,9 @@ from kvferry.cli.main import make_parser
 from kvferry.config import KVTransferConfig, NixlExtraConfig
 from kvferry.config.fields import described
 from kvferry.protocol.transfers import TRANSITIONS
+from kvferry.router.admission import AdmissionOptions
+from kvferry.router.health import HealthOptions
+from kvferry.router.options import ConversationOptions, Limits, RouterOptions, Routing, Timeouts
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvferry"
@@ -38,9 +41,10 @@ def generated_pages() -> dict[Path, str]:
         "configuration.md": {
             "transfer": settings_table(KVTransferConfig),
             "nixl": settings_table(NixlExtraConfig),
-            **{name: flag_table(name) for name in ("serve", "proxy", "up")},
+            **{name: flag_table(name) for name in ("serve", "proxy", "register", "up")},
         },
     }
+    tables["router.md"] = {"router": router_table()}
     return {ROOT / "docs" / name: fill(ROOT / "docs" / name, parts) for name, parts in tables.items()}
 
 
@@ -53,6 +57,21 @@ def fill(page: Path, parts: dict[str, str]) -> str:
             raise SystemExit(f"{page.name} has no place for the table {name}")
         text = f"{before}{begin}\n{table}\n{end}{after}"
     return text
+
+
+def router_table() -> str:
+    """The tables of the router's configuration file."""
+    rows = ["| table | key | default | meaning |", "|---|---|---|---|"]
+    for table in (Timeouts, Limits, AdmissionOptions, Routing, HealthOptions, ConversationOptions):
+        name = next(field.name for field in dataclasses.fields(RouterOptions) if field.default_factory is table)
+        meanings = dict(fields(next(classes(Path(inspect.getfile(table)), table.__name__))))
+        for field in dataclasses.fields(table):
+            rows.append(f"| `{name}` | `{field.name}` | {shown_default(field.default)} | {meanings[field.name]} |")
+    return "\n".join(rows)
+
+
+def shown_default(value: object) -> str:
+    return "" if value is None else f"`{value}`"
 
 
 def message_table() -> str:

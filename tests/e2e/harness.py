@@ -200,8 +200,8 @@ class Cluster(Household):
             command += ["--kv-transfer-config", json.dumps(transfer)]
         return self._start(name, command, environment or {}, at)
 
-    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine], port: int = 0, at: Host = HERE) -> "Starting":
-        command = [sys.executable, "-m", "kvferry", "proxy", "--host", at.address, "--port", str(port)]
+    def proxy(self, prefill: Sequence[Engine], decode: Sequence[Engine], *flags: str, port: int = 0, at: Host = HERE) -> "Starting":
+        command = [sys.executable, "-m", "kvferry", "proxy", "--host", at.address, "--port", str(port), *flags]
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.e2e.harness import START_S, Engine, Prompt, ask, assert_quiescent, metrics, new_session
+from tests.e2e.harness import START_S, Engine, Prompt, ask, assert_quiescent, metrics, new_session, until
 
 from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.types import Address
@@ -73,6 +73,14 @@ async def check(engines: list[Engine], model: Path) -> None:
     p, d, router = engines
     prompt = Prompt(tuple(range(20, 120)))
     async with new_session() as session:
+
+        async def has_noticed() -> bool:
+            """A router that was started before its engines looks for them again every second."""
+            async with session.get(f"{router.url}/readyz") as response:
+                state = await response.json()
+            return bool(state["prefill_usable"] and state["decode_usable"])
+
+        await until("the router has noticed its engines", has_noticed)
         answer = await ask(session, router, prompt, model=str(model))
         assert answer == await ask(session, p, prompt, model=str(model))
         assert answer.is_ok

@@ -11,8 +11,21 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.conftest import PATIENT, SHORT
-from tests.e2e.conversations import BLOCK, Talk, Told, ask_side_channel, blocks, kept_turns, says, side_channel_of, stream, take_turn
+from tests.e2e.conversations import (
+    BLOCK,
+    PULLED,
+    Talk,
+    Told,
+    ask_side_channel,
+    blocks,
+    kept_turns,
+    says,
+    side_channel_of,
+    stream,
+    take_turn,
+)
 from tests.e2e.harness import Cluster, Engine, Prompt, ask, metrics, new_session, prefill, until
+from tests.e2e.push_legs import Legs, Shape
 from tests.e2e.test_bytes_moved import token_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -163,6 +176,31 @@ def test_engines_of_every_shape_go_on_from_each_other(cluster: Cluster, plain: E
                 before = told
             assert await count(session, p, "kvferry:failed_pulls_total") == 0
             await kept_turns(session, d, 1)
+
+    asyncio.run(check())
+
+
+def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, plain: Engine) -> None:
+    """P fetches from D while D waits for P, and hands over what it fetched with what it computed."""
+    legs = Legs.start(cluster, Shape({**PATIENT, **REUSE}, p_flags=(UNCACHED,)))
+    decoders = [legs.decoders["fail"], legs.decoders["recompute"]]
+
+    async def check() -> None:
+        async with new_session() as session:
+            prompt, kept, num_kept = says(100), dict[str, Any](), 0
+            for number in range(4):
+                asked, ticket, before = Prompt(prompt, max_tokens=24), legs.ticket(), await count(session, legs.p, PULLED)
+                p_leg = {**kept, "do_remote_decode": True, "do_remote_prefill": False, "push_ticket": ticket}
+                d_leg = {"do_remote_prefill": True, "push_ticket": ticket, "conversation": "w"}
+                first, answer = await asyncio.gather(
+                    ask(session, legs.p, asked, max_tokens=1, kv_transfer_params=p_leg),
+                    ask(session, decoders[number % 2], asked, kv_transfer_params=d_leg),
+                )
+                assert first.is_ok, first.body
+                assert answer == await ask(session, plain, asked)
+                assert await count(session, legs.p, PULLED) - before == num_kept
+                kept, num_kept = answer.body["kv_transfer_params"], len(prompt) + 23
+                prompt += answer.token_ids[0] + says()
 
     asyncio.run(check())
 

@@ -1,6 +1,7 @@
 """Who runs, who waits and who is sent away: stories, a state machine over the pure queue, and the shell's coroutines."""
 
 import asyncio
+import gc
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine
@@ -300,6 +301,22 @@ def test_a_cancel_in_the_moment_of_admission_hands_the_place_on(events: list[tup
         assert (admission.queue.num_running, admission.queue.num_waiting) == (0, 0)
 
     run(story())
+
+
+def test_nothing_is_kept_of_those_who_are_gone() -> None:
+    async def story() -> int:
+        admission = make_admission(max_running=1)
+        for _ in range(20):
+            first, second = await enter(admission), asyncio.create_task(enter(admission))
+            await settle()
+            admission.leave(first)
+            admission.leave(await second)
+        del first, second
+        gc.collect()
+        return sum(isinstance(thing, Pass) for thing in gc.get_objects())
+
+    before = sum(isinstance(thing, Pass) for thing in gc.get_objects())
+    assert run(story()) - before < 5
 
 
 def test_who_closes_serves_those_who_wait_and_nobody_new() -> None:

@@ -1,6 +1,7 @@
 """The registry: who is a member, who may be chosen, and that load adds up, whatever happens in whatever order."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -160,6 +161,21 @@ def test_who_begins_a_leg_may_say_what_it_weighs() -> None:
     assert get(fleet, A).load == 7
     fleet.end(leg, Outcome.ANSWERED, 0.0)
     assert get(fleet, A).load == 0
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_load", "prefix_affinity"])
+def test_requests_that_come_at_once_are_spread_before_any_has_begun(policy: str) -> None:
+    fleet = make_fleet(policy, 4)
+    chosen = Counter(fleet.choose(Role.PREFILL, Wish(bytes([number]) * 600), 0.0) for number in range(16))
+    assert sorted(chosen.values()) == [4, 4, 4, 4]
+
+
+def test_a_look_at_who_is_next_takes_nothing() -> None:
+    fleet = make_fleet("round_robin", 3)
+    assert {fleet.peek(Role.PREFILL, Wish(), 0.0) for _ in range(5)} == {A}
+    assert fleet.choose(Role.PREFILL, Wish(), 0.0) == A
+    assert (fleet.peek(Role.PREFILL, Wish(), 0.0), fleet.reasons(Role.PREFILL)) == (B, {"turn": 1})
+    assert fleet.peek(Role.DECODE, Wish(), 0.0) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)

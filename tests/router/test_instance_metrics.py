@@ -95,15 +95,15 @@ def page(tokens: int, moved: int) -> InstanceReading:
 def test_growth_between_two_readings_and_its_rate() -> None:
     watch = MetricsWatch()
     assert watch.note(page(100, 1000), now=10.0) == Growth()
-    assert watch.note(page(140, 3000), now=12.0) == Growth(40, 2000)
+    assert watch.note(page(140, 3000), now=12.0) == Growth(40, 2000, over_s=2.0)
     assert (watch.tokens_per_s, watch.moved_bytes_per_s) == (20.0, 1000.0)
 
 
 def test_counters_of_another_life_have_grown_by_nothing() -> None:
     watch = MetricsWatch()
     watch.note(page(1000, 1000), now=10.0)
-    assert watch.note(page(5, 7), now=12.0) == Growth()
-    assert watch.note(page(6, 9), now=14.0) == Growth(1, 2)
+    assert watch.note(page(5, 7), now=12.0) == Growth(0, 0, over_s=2.0)
+    assert watch.note(page(6, 9), now=14.0) == Growth(1, 2, over_s=2.0)
 
 
 def test_an_instance_that_does_not_answer_has_no_figures() -> None:

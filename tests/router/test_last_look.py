@@ -1,85 +1,84 @@
 """A ticket that comes just after the client has left is handed back; a leg that takes longer is cancelled."""
 
 import asyncio
-from dataclasses import dataclass, field
+from typing import Any
 
-import msgspec
 import pytest
+import uvloop
+from aiohttp import web
+from tests.router.stubs import Behaviour, Stage, completes, drops_connection, hangs, prefills, prefills_without_blocks, stage
+from tests.router.test_proxy import ONE
 
-from kvferry.errors import TransportError
-from kvferry.router.last_look import LastLook
-from kvferry.router.legs import Handover
-from kvferry.types import Address
-
-HANDOVER = Handover(msgspec.Raw(b"{}"), "ticket", Address("127.0.0.1", 5600))
-
-
-@dataclass
-class Recorded:
-    handed_back: list[Handover] = field(default_factory=list)
-
-    def release(self, handover: Handover) -> None:
-        self.handed_back.append(handover)
+from kvferry.router import last_look
 
 
-async def leave(last_look: LastLook, leg: "asyncio.Future[Handover | None]") -> None:
-    """A handler whose client leaves while P works."""
+def once(gone: asyncio.Event, then: Behaviour) -> Behaviour:
+    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await gone.wait()
+        return await then(request, body)
 
-    async def wait_for_leg() -> Handover | None:
-        return await leg
-
-    handler = asyncio.create_task(last_look.run(wait_for_leg()))
-    await asyncio.sleep(0)
-    handler.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await handler
+    return behave
 
 
+async def leave(s: Stage) -> None:
+    """A client that leaves while P works; returns when the router has noticed."""
+    request = asyncio.create_task(s.post(ONE))
+    await s.p.entered.wait()
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    for _ in range(500):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes, comes in time."""
+    monkeypatch.setattr(last_look, "GRACE_S", 60.0)
+
+
+@pytest.mark.usefixtures("_patient")
 def test_a_ticket_on_its_way_is_handed_back() -> None:
     async def scene() -> None:
-        releases = Recorded()
-        last_look = LastLook(releases)
-        leg: asyncio.Future[Handover | None] = asyncio.get_running_loop().create_future()
-        await leave(last_look, leg)
-        leg.set_result(HANDOVER)
-        await last_look.close()
-        assert releases.handed_back == [HANDOVER]
+        gone = asyncio.Event()
+        async with stage(once(gone, prefills), completes) as s:
+            await leave(s)
+            assert s.releases.handovers == []
+            gone.set()
+            await s.releases.happened.wait()
+            assert (s.releases.tickets, s.d.calls) == (["ticket-1"], [])
 
-    asyncio.run(scene())
+    uvloop.run(scene())
 
 
 def test_a_leg_that_takes_longer_is_cancelled() -> None:
     async def scene() -> None:
-        releases = Recorded()
-        last_look = LastLook(releases)
-        leg: asyncio.Future[Handover | None] = asyncio.get_running_loop().create_future()
-        await leave(last_look, leg)
-        await last_look.close()
-        assert leg.cancelled()
-        assert releases.handed_back == []
+        async with stage(hangs, completes) as s:
+            await leave(s)
+            await s.p.cancelled.wait()
+            assert (s.releases.handovers, s.d.calls) == ([], [])
 
-    asyncio.run(scene())
+    uvloop.run(scene())
 
 
-@pytest.mark.parametrize("outcome", [None, TransportError("P is gone")])
-def test_a_leg_without_a_ticket_hands_nothing_back(outcome: TransportError | None) -> None:
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize("then", [prefills_without_blocks, drops_connection])
+def test_a_leg_without_a_ticket_hands_nothing_back_and_is_not_tried_again(then: Behaviour) -> None:
     async def scene() -> None:
-        releases = Recorded()
-        last_look = LastLook(releases)
-        leg: asyncio.Future[Handover | None] = asyncio.get_running_loop().create_future()
-        await leave(last_look, leg)
-        leg.set_exception(outcome) if outcome else leg.set_result(None)
-        await last_look.close()
-        assert releases.handed_back == []
+        gone = asyncio.Event()
+        async with stage([once(gone, then), completes], completes, max_retries=2) as s:
+            await leave(s)
+            gone.set()
+            while await s.metric("kvferry:router_client_aborts_total") < 1:
+                await asyncio.sleep(0)
+            assert (s.releases.handovers, s.d.calls, s.prefillers[1].calls) == ([], [], [])
 
-    asyncio.run(scene())
+    uvloop.run(scene())
 
 
 def test_what_the_leg_brings_reaches_a_client_that_stays() -> None:
     async def scene() -> None:
-        async def leg() -> Handover:
-            return HANDOVER
+        async with stage(prefills, completes) as s:
+            assert (await s.post(ONE))[0] == 200
+            assert (len(s.d.calls), s.releases.handovers) == (1, [])
 
-        assert await LastLook(Recorded()).run(leg()) == HANDOVER
-
-    asyncio.run(scene())
+    uvloop.run(scene())

@@ -25,6 +25,25 @@ def test_what_happens_in_a_second_is_shown_once_it_is_over() -> None:
     assert (second.tokens, second.moved_bytes) == (7, 4096)
 
 
+def test_what_an_instance_did_between_two_looks_is_spread_over_that_time() -> None:
+    signs = VitalSigns()
+    for second in range(5):
+        signs.note_end(100.0 + second, relayed_bytes=0)
+    signs.note_engines(tokens=10, moved_bytes=3, now=104.9, over_s=2.5)
+    seconds = signs.seconds(105.0)
+    assert [second.tokens for second in seconds] == [0, 0, 3, 3, 4]
+    assert [second.moved_bytes for second in seconds] == [0, 0, 1, 1, 1]
+    assert signs.num_told(seconds) == 2
+
+
+@given(st.integers(0, 10**12), st.floats(0.001, 10**6), st.integers(0, 50))
+def test_what_is_spread_is_neither_more_nor_less(tokens: int, over_s: float, age_s: int) -> None:
+    signs = VitalSigns()
+    signs.note_end(0.0, relayed_bytes=0)
+    signs.note_engines(tokens, 0, now=float(age_s), over_s=over_s)
+    assert sum(second.tokens for second in signs.seconds(age_s + 1.0)) == tokens
+
+
 def test_idle_seconds_are_there_and_empty() -> None:
     signs = VitalSigns()
     signs.note_ttft(0.25, now=10.0)

@@ -126,7 +126,8 @@ def _show_sample(cluster: LocalCluster, router: Address, options: UpOptions, con
 
 
 def _show_address(router: Address, options: UpOptions, console: Console) -> None:
-    _say(console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}\nCtrl-C stops everything.")
+    _say(console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
+    _say(console, f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
 
 
 def _serve_until_stopped(cluster: LocalCluster) -> int:

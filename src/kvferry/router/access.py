@@ -13,9 +13,9 @@ __all__ = ["Gate"]
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz", "/metrics"})
 _ADMIN_PREFIXES = ("/admin", "/dashboard")
-# The page itself holds nothing; what it shows is asked for with a key.
+# The page itself holds nothing; what it shows is asked for with a key. Its files lie right below it: deeper down, names are requests'.
 _PAGE = ("/dashboard", "/dashboard/")
-_PAGE_FILES = (".js", ".css", ".svg", ".png", ".html")
+_PAGE_FILES = (".js", ".css")
 _PREFLIGHT_AGE_S = 600
 
 
@@ -39,7 +39,8 @@ class Gate:
         return bool(self.keys) and path not in _OPEN_PATHS and not path.startswith(_ADMIN_PREFIXES)
 
     def is_admin_path(self, path: str) -> bool:
-        return path.startswith(_ADMIN_PREFIXES) and path not in _PAGE and not path.endswith(_PAGE_FILES)
+        is_file = path.rpartition("/")[0] == "/dashboard" and path.endswith(_PAGE_FILES)
+        return path.startswith(_ADMIN_PREFIXES) and path not in _PAGE and not is_file
 
     def is_admin(self, headers: Headers, peer: str) -> bool:
         """With a key, whoever has it; without one, whoever is on this machine and is no page of another site."""

@@ -85,7 +85,10 @@ class Admin:
             return error_answer(403, str(error))
         now = time.monotonic()
         if statement.is_leaving:
-            self.fleet.drain(instance)
+            member = self.fleet.get(instance)
+            # Who was added by an operator stays: it is the operator's to remove.
+            if member is not None and not member.is_static:
+                self._remove(instance)
         else:
             self.fleet.renew(instance, statement.ttl_s, now)
         self.on_change()

@@ -23,10 +23,13 @@ _RETRY_BOUNDS_S = (1, 60)
 @dataclass(frozen=True, slots=True)
 class AdmissionOptions:
     max_running: int = 1024
+    """Requests that instances work on."""
     max_waiting: int = 1024
+    """Requests that wait for one of those to end. Beyond it: 503."""
     tenant_running: int | None = None
-    """None: as many as there is room for."""
+    """The same for one tenant; without it, as many as there is room for."""
     tenant_waiting: int | None = None
+    """Likewise. Beyond it: 429."""
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.max_waiting < 0:

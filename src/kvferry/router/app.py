@@ -9,11 +9,12 @@ import random
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.access import Gate
 from kvferry.router.admin import Admin
-from kvferry.router.admission import Admission
+from kvferry.router.admission import Admission, AdmissionOptions
 from kvferry.router.calls import Calls
 from kvferry.router.conversations import Conversations
 from kvferry.router.exchange import Answer
@@ -65,13 +66,13 @@ class RouterApp:
         self.metrics = RouterMetrics(f"{options.routing.prefill_policy}, {options.routing.decode_policy}")
         self.gate = Gate.of(options.access)
         self.fleet = _make_fleet(options, now)
-        self.admission = Admission(options.admission, time.monotonic)
+        self.admission = Admission(_admission(options), time.monotonic)
         self._upstreams = Upstreams()
         self._recent = RecentRequests()
         signs = VitalSigns()
         conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
         calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs, _client_tls(options))
-        self.watch = Watch(calls, conversations.forget)
+        self.watch = Watch(calls, conversations.forget, tidy=conversations.expire)
         ask = make_ask(self.watch) if make_ask is not None else None
         self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
         self._last_look = LastLook(_Counted(releases, self.metrics))
@@ -121,14 +122,14 @@ class RouterApp:
         return None
 
     async def handle(self, request: ServerRequest, reply: Reply) -> None:
-        self.metrics.active.inc()
+        self.metrics.active.value += 1
         try:
             if request.path in _GENERATING:
                 await self._front.generate(request, reply)
             else:
                 await self._show(request, reply)
         finally:
-            self.metrics.active.dec()
+            self.metrics.active.value -= 1
             self._count(request, reply.status)
 
     async def _show(self, request: ServerRequest, reply: Reply) -> None:
@@ -152,12 +153,20 @@ class RouterApp:
     def _count(self, request: ServerRequest, status: int) -> None:
         route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
         if status:
-            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.requests.add(route, str(status))
 
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
     """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
     return ssl.create_default_context(cafile=options.access.instance_ca_file or None)
+
+
+def _admission(options: RouterOptions) -> AdmissionOptions:
+    """Where there are tenants, none of them may have the queue for itself, unless the operator says how much of it."""
+    asked = options.admission
+    if not options.access.api_keys or asked.tenant_waiting is not None:
+        return asked
+    return replace(asked, tenant_waiting=max(1, asked.max_waiting // 2))
 
 
 def _make_fleet(options: RouterOptions, now: float) -> Fleet:
@@ -195,5 +204,5 @@ class _Counted:
         self._metrics = metrics
 
     def release(self, handover: Handover) -> None:
-        self._metrics.releases.inc()
+        self._metrics.releases.add()
         self._releases.release(handover)

@@ -2,9 +2,10 @@
 
 import ssl
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
@@ -23,15 +24,6 @@ _EXCERPT_CHARS = 300
 
 
 @dataclass(slots=True)
-class Call:
-    """What a leg came to, as far as its instance is to blame or to praise."""
-
-    leg: Leg
-    outcome: Outcome = Outcome.FAILED
-    error: str = ""
-
-
-@dataclass(slots=True)
 class Calls:
     """Makes calls on behalf of requests."""
 
@@ -46,23 +38,11 @@ class Calls:
     def target(self, instance: Instance) -> Target:
         return Target(instance.address, self.tls if instance.tls else None)
 
-    @contextmanager
-    def counted(self, instance: Instance, wish: Wish) -> Iterator[Call]:
-        """Around one leg: the instance's load and health. A leg that is cancelled says nothing about its instance."""
+    def counted(self, instance: Instance, wish: Wish) -> "Call":
+        """Around one leg: the instance's load and health."""
         if self.fleet.get(instance) is None:
             raise NotReached("it has left the fleet")
-        call = Call(self.fleet.begin(instance, time.monotonic(), wish))
-        try:
-            yield call
-        except (UpstreamError, RemoteProtocolError) as error:
-            call.error = described(error)
-            raise
-        except BaseException:
-            call.outcome = Outcome.ABANDONED
-            raise
-        finally:
-            self.fleet.end(call.leg, call.outcome, time.monotonic(), call.error)
-            self.metrics.leg(instance, call.outcome)
+        return Call(self, self.fleet.begin(instance, time.monotonic(), wish))
 
     async def post(self, exchange: Exchange, instance: Instance, body: bytes) -> UpstreamAnswer:
         timeouts = self.options.timeouts
@@ -86,24 +66,49 @@ class Calls:
     async def read(self, answer: UpstreamAnswer) -> bytes:
         return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
-    async def refusal(self, answer: UpstreamAnswer, instance: Instance, call: Call) -> Setback:
+    async def refusal(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
         """It answered 503."""
         body = await self.read(answer)
         call.outcome = Outcome.REFUSED
-        self.metrics.refusals.labels(instance.role, instance.url).inc()
+        self.metrics.refusals.add(instance.role, instance.url)
         return Setback(instance, f"{instance} takes no requests now", Answer(answer.status, passed_headers(answer.headers), body), True)
 
     def failure(self, instance: Instance, error: Exception) -> Setback:
-        self.metrics.failures.labels(instance.role, instance.url).inc()
+        self.metrics.failures.add(instance.role, instance.url)
         return Setback(instance, f"{instance} failed: {described(error)}")
 
-    async def fault(self, answer: UpstreamAnswer, instance: Instance, call: Call) -> Setback:
+    async def fault(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
         """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""
         body = await self.read(answer)
         call.error = f"it answered with status {answer.status}"
-        self.metrics.failures.labels(instance.role, instance.url).inc()
+        self.metrics.failures.add(instance.role, instance.url)
         said = Answer(answer.status, passed_headers(answer.headers), body) if instance.role is Role.DECODE else None
         return Setback(instance, f"{instance} failed: {call.error}: {excerpt(body)}", said, needs_prefill=True)
+
+
+class Call:
+    """One leg, from its beginning to its end. `outcome` and `error`: what it came to, as far as its instance is to blame or to praise.
+
+    One that is cancelled says nothing about its instance."""
+
+    __slots__ = ("_calls", "error", "leg", "outcome")
+
+    def __init__(self, calls: Calls, leg: Leg) -> None:
+        self._calls = calls
+        self.leg = leg
+        self.outcome = Outcome.FAILED
+        self.error = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, UpstreamError | RemoteProtocolError):
+            self.error = described(error)
+        elif error is not None:
+            self.outcome = Outcome.ABANDONED
+        self._calls.fleet.end(self.leg, self.outcome, time.monotonic(), self.error)
+        self._calls.metrics.leg(self.leg.instance, self.outcome)
 
 
 def described(error: Exception) -> str:

@@ -115,8 +115,9 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     requests: list[int]
     errors: list[int]
     relayed_bytes: list[int]
-    tokens: list[int]
-    moved_bytes: list[int]
+    tokens: list[int | None]
+    """None: instances have not spoken of this second yet."""
+    moved_bytes: list[int | None]
     ttft_p50: list[float | None]
     ttft_p99: list[float | None]
     handover_p50: list[float | None]
@@ -180,7 +181,7 @@ def build_state(
         recent=_rows(recent.newest_first(), SHOWN_RECENT, now, shown),
         failed=_rows(recent.failed_newest_first(), SHOWN_FAILED, now, shown),
         errors=[_error(tally, now) for tally in islice(recent.errors.newest_first(), SHOWN_ERRORS)],
-        series=_series(seconds),
+        series=_series(seconds, signs.num_told(seconds)),
     )
 
 
@@ -266,15 +267,16 @@ def _error(tally: ErrorTally, now: float) -> ErrorRow:
     )
 
 
-def _series(seconds: Sequence[Second]) -> Series:
+def _series(seconds: Sequence[Second], num_told: int) -> Series:
+    untold = [None] * (len(seconds) - num_told)
     quantiles = [second.quantiles or (None, None, None, None) for second in seconds]
     return Series(
         last_index=seconds[-1].index if seconds else None,
         requests=[second.requests for second in seconds],
         errors=[second.errors for second in seconds],
         relayed_bytes=[second.relayed_bytes for second in seconds],
-        tokens=[second.tokens for second in seconds],
-        moved_bytes=[second.moved_bytes for second in seconds],
+        tokens=[*(second.tokens for second in seconds[:num_told]), *untold],
+        moved_bytes=[*(second.moved_bytes for second in seconds[:num_told]), *untold],
         ttft_p50=[row[0] for row in quantiles],
         ttft_p99=[row[1] for row in quantiles],
         handover_p50=[row[2] for row in quantiles],

@@ -63,7 +63,7 @@ class DecodeLeg:
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
             start = await self._read_start(answer, is_stream)
             if is_stream and _SAYS_ERROR.match(start):
-                self.calls.metrics.failures.labels(instance.role, instance.url).inc()
+                self.calls.metrics.failures.add(instance.role, instance.url)
                 said = Answer(answer.status, passed_headers(answer.headers), start + await self.calls.read(answer))
                 return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
             call.outcome = Outcome.ANSWERED
@@ -79,11 +79,11 @@ class DecodeLeg:
         """The body up to the first piece that says something: an engine may open its answer long before it has anything to say, and
         comments in a stream of events say nothing."""
         timeout_s = self.calls.options.timeouts.idle if is_stream else self.calls.options.timeouts.answer
-        start = b""
-        while piece := await answer.read_some(timeout_s):
+        start = await answer.read_some(timeout_s)
+        if not is_stream or start.startswith(b"data:"):
+            return start
+        while piece := await answer.read_some(timeout_s) if not _says_something(start) else b"":
             start += piece
-            if not is_stream or any(line and not line.startswith(b":") for line in start.splitlines()):
-                break
         return start
 
     def _note_first(self, exchange: Exchange, call: Call) -> None:
@@ -107,7 +107,7 @@ class DecodeLeg:
             # It holds D's word for the router, which no client gets.
             rest = await answer.read(self.calls.options.limits.max_body_bytes, self.calls.options.timeouts.answer)
             params, body = take_from_answer(start + rest)
-            self.turns.keep(exchange, instance, params)
+            self.turns.keep(exchange, call.leg, params)
             exchange.reply.send(200, headers, body)
             return
         look = EventFilter() if exchange.turn_word is not None and is_stream else None
@@ -125,11 +125,11 @@ class DecodeLeg:
             await self._break_off(exchange, instance, is_stream, described(error))
             return
         if look is not None:
-            self.turns.keep(exchange, instance, look.params)
+            self.turns.keep(exchange, call.leg, look.params)
 
     async def _break_off(self, exchange: Exchange, instance: Instance, is_stream: bool, what: str) -> None:
         """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
-        self.calls.metrics.failures.labels(instance.role, instance.url).inc()
+        self.calls.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} broke off its answer: {what}"
         exchange.broken_off = message
         _log.warning("stream broken request=%s: %s", exchange.request_id, message)
@@ -138,3 +138,7 @@ class DecodeLeg:
             return
         await exchange.reply.write(error_event(502, message))
         await exchange.reply.finish()
+
+
+def _says_something(events: bytes) -> bool:
+    return any(line and not line.startswith(b":") for line in events.splitlines())

@@ -121,7 +121,22 @@ class Fleet:
     # -- who is next -----------------------------------------------------------------------------------------------------
 
     def choose(self, role: Role, wish: Wish, now: float, tried: Collection[Instance] = ()) -> Instance | None:
-        """Who to give a leg to, among those not tried yet; None when there is none. Nothing is taken until `begin`."""
+        """Who to give a leg to, among those not tried yet; None when there is none. Its turn is taken: requests that come at once are
+        spread though none of them has begun."""
+        chosen = self._find(role, wish, now, tried)
+        if chosen is None:
+            return None
+        member, reason = chosen
+        self._take_turn(member)
+        self._squads[role].reasons[reason] += 1
+        return member.instance
+
+    def peek(self, role: Role, wish: Wish, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+        """Who would be chosen, though nothing is taken."""
+        chosen = self._find(role, wish, now, tried)
+        return None if chosen is None else chosen[0].instance
+
+    def _find(self, role: Role, wish: Wish, now: float, tried: Collection[Instance]) -> tuple[Member, str] | None:
         squad = self._squads[role]
         left = [member for member in squad.members if member.instance not in tried] if tried else squad.members
         candidates = [member for member in left if member.ready_at <= now]
@@ -130,9 +145,12 @@ class Fleet:
             candidates, tier = self._fall_back(role, left, candidates, now)
         if not candidates:
             return None
-        member, why = squad.policy.choose(candidates, wish)
-        squad.reasons[tier or why] += 1
-        return member.instance
+        member, reason = squad.policy.choose(candidates, wish)
+        return member, tier or reason
+
+    def _take_turn(self, member: Member) -> None:
+        self._turn += 1
+        member.turn = self._turn
 
     def reasons(self, role: Role) -> Mapping[str, int]:
         """Why members were chosen, and how often."""
@@ -156,8 +174,7 @@ class Fleet:
             raise LocalProtocolError(f"a leg was given to {instance}, which is not in the fleet")
         if weight is None:
             weight = leg_weight(instance.role, 0 if wish is None else len(wish.prompt))
-        self._turn += 1
-        member.turn = self._turn
+        self._take_turn(member)
         member.load += weight
         member.num_running += 1
         if wish is not None:

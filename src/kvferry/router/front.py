@@ -59,6 +59,7 @@ class Front:
         try:
             entry = await self.admission.enter(exchange.tenant, self.options.timeouts.queue)
             if isinstance(entry, Refused):
+                exchange.error = _SENTENCES[entry.why]
                 exchange.send(error_answer(entry.status, _SENTENCES[entry.why], entry.retry_after_s))
             else:
                 try:
@@ -95,6 +96,7 @@ class Front:
         message = f"the request took longer than {self.options.timeouts.request:g} s"
         reply = exchange.reply
         if not reply.is_started:
+            exchange.error = message
             exchange.send(error_answer(504, message))
             return
         exchange.broken_off = message
@@ -112,11 +114,12 @@ class Front:
 
     def _note_end(self, exchange: Exchange, ending: Ending) -> None:
         now, timeline, status = time.monotonic(), exchange.timeline, exchange.reply.status
+        timeline.relayed_bytes = exchange.reply.num_sent
         self.recent.end(timeline, ending, status, now, exchange.broken_off or exchange.error)
         self.signs.note_end(now, timeline.relayed_bytes, ending.is_error)
         self.serving.calls.metrics.outcome(ending)
         if ending is Ending.ABANDONED:
-            self.serving.calls.metrics.aborts.inc()
+            self.serving.calls.metrics.aborts.add()
         if self.options.access_log:
             _access_log.info(
                 "request",

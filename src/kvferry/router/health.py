@@ -33,11 +33,15 @@ class HealthOptions:
     failures_in_a_row: int = 3
     """As many legs that failed one after the other open the breaker."""
     failure_share: float = 0.5
+    """Of the legs of a while; see `window_s`."""
     window_s: float = 10.0
     """So does this share of the legs of about this time, once there are `window_legs`: an instance that answers every other request."""
     window_legs: int = 10
+    """Fewer say nothing."""
     first_ejection_s: float = 2.0
+    """How long an instance is left out the first time; twice as long each further time."""
     longest_ejection_s: float = 60.0
+    """At most."""
     jitter: float = 0.2
     """An ejection is shorter by up to this share, so that instances that failed together do not come back together."""
     forgive_s: float = 60.0
@@ -45,7 +49,9 @@ class HealthOptions:
     probe_interval_s: float = 5.0
     """0: no probes."""
     probe_ejected_s: float = 1.0
+    """Between two looks at an instance that is left out."""
     ill_probes: int = 2
+    """As many in a row leave it out."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

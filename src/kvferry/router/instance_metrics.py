@@ -134,6 +134,7 @@ class Growth:
 
     tokens: int = 0
     moved_bytes: int = 0
+    over_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -154,7 +155,9 @@ class MetricsWatch:
             return Growth()
         then, earlier = before
         growth = Growth(
-            _grown(earlier.load.generated_tokens, reading.load.generated_tokens), _grown(earlier.kv.moved_bytes, reading.kv.moved_bytes)
+            _grown(earlier.load.generated_tokens, reading.load.generated_tokens),
+            _grown(earlier.kv.moved_bytes, reading.kv.moved_bytes),
+            now - then,
         )
         if now > then:
             self.tokens_per_s = None if reading.load.generated_tokens is None else growth.tokens / (now - then)

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from kvferry.router.http1.server import Reply
 from kvferry.router.legs import Handover
 from kvferry.router.release import Releases
 
@@ -23,14 +24,18 @@ class LastLook:
         self._releases = releases
         self._looking: set[asyncio.Task[None]] = set()
 
-    async def run(self, leg: Coroutine[Any, Any, T]) -> T:
-        """The leg's result. When we are cancelled, the leg is looked after in the background."""
-        task = asyncio.create_task(leg)
+    async def run(self, leg: Coroutine[Any, Any, T], reply: Reply) -> T:
+        """The leg's result. For a client that has left it is handed back, and the rest of its request is not for anybody."""
+        reply.grace_s = GRACE_S
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self.look_after(task)
-            raise
+            result = await leg
+        finally:
+            reply.grace_s = 0.0
+        if reply.is_gone:
+            if isinstance(result, Handover):
+                self._releases.release(result)
+            raise asyncio.CancelledError
+        return result
 
     def look_after(self, task: "asyncio.Task[Any]") -> None:
         looking = asyncio.create_task(self._look_after(task))

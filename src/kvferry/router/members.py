@@ -75,7 +75,7 @@ class Member:
     load: int = 0
     num_running: int = 0
     turn: int = 0
-    """When it was last given a leg, in legs of the whole fleet."""
+    """When it was last chosen or given a leg, counted over the whole fleet."""
     life: int = 0
     """Grows when it restarts: what it had cached is gone."""
     probe_at: float = -inf

@@ -2,94 +2,80 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from kvferry.router.instances import Instance, Outcome
+from kvferry.router.tallies import Tallies
 
 __all__ = ["RouterMetrics"]
 
-_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class RouterMetrics:
     def __init__(self, policies: str = "") -> None:
         """`policies`: that choose instances, for a label."""
-        self.policies = policies
-        self._registry = registry = CollectorRegistry()
-        by_instance = ["role", "instance"]
-        self.requests = Counter(
-            "kvferry:router_requests", "Requests answered, by route and HTTP status.", ["route", "status"], registry=registry
+        self._policies = policies
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        tallies = Tallies(self._registry)
+        self.requests = tallies.count("kvferry:router_requests", "Requests answered, by route and HTTP status.", "route", "status")
+        self.outcomes = tallies.count(
+            "kvferry:router_outcomes", "Generations, by how they ended and by the policies that chose.", "outcome", "policies"
         )
-        self.outcomes = Counter(
-            "kvferry:router_outcomes",
-            "Generations, by how they ended and by the policies that chose.",
-            ["outcome", "policies"],
-            registry=registry,
+        self.active = tallies.level("kvferry:router_active_requests", "Requests being served.")
+        self.queued = tallies.level("kvferry:router_queued_requests", "Requests that wait for their turn.")
+        self.failures = tallies.count("kvferry:router_instance_failures", "Legs that failed, by role and instance.", "role", "instance")
+        self.refusals = tallies.count(
+            "kvferry:router_instance_refusals", "Legs answered with 503, by role and instance.", "role", "instance"
         )
-        self.active = Gauge("kvferry:router_active_requests", "Requests being served.", registry=registry)
-        self.queued = Gauge("kvferry:router_queued_requests", "Requests that wait for their turn.", registry=registry)
-        self.failures = Counter(
-            "kvferry:router_instance_failures", "Legs that failed, by role and instance.", by_instance, registry=registry
+        self.legs = tallies.count("kvferry:router_legs", "Legs that ended.", "role", "instance", "outcome")
+        self.retries = tallies.count("kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", "role")
+        self.fallbacks = tallies.count(
+            "kvferry:router_fallbacks", "Prompts that a decode instance computed for want of a prefill instance."
         )
-        self.refusals = Counter(
-            "kvferry:router_instance_refusals", "Legs answered with 503, by role and instance.", by_instance, registry=registry
+        self.aborts = tallies.count("kvferry:router_client_aborts", "Requests whose client left early.")
+        self.releases = tallies.count("kvferry:router_releases", "Prefills whose blocks were given back unread.")
+        self.without_blocks = tallies.count(
+            "kvferry:router_prefills_without_blocks", "Prefill answers that offered no blocks, so that D computed."
         )
-        self.legs = Counter(
-            "kvferry:router_legs", "Legs that ended, by role, instance and outcome.", [*by_instance, "outcome"], registry=registry
+        self.at_once = tallies.count("kvferry:router_legs_at_once", "Requests whose two legs were started together (push).")
+        self.turns = tallies.count(
+            "kvferry:router_turns", "Turns of conversations, by whether the last turn's blocks were offered to P.", "found"
         )
-        self.retries = Counter(
-            "kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", ["role"], registry=registry
+        self.ttft = tallies.spread(
+            "kvferry:router_time_to_first_token_seconds", "From a request's arrival to the first bytes of its answer.", _BOUNDS
         )
-        self.fallbacks = Counter(
-            "kvferry:router_fallbacks", "Prompts that a decode instance computed for want of a prefill instance.", registry=registry
-        )
-        self.aborts = Counter("kvferry:router_client_aborts", "Requests whose client left early.", registry=registry)
-        self.releases = Counter("kvferry:router_releases", "Prefills whose blocks were given back unread.", registry=registry)
-        self.without_blocks = Counter(
-            "kvferry:router_prefills_without_blocks", "Prefill answers that offered no blocks, so that D computed.", registry=registry
-        )
-        self.at_once = Counter("kvferry:router_legs_at_once", "Requests whose two legs were started together (push).", registry=registry)
-        self.turns = Counter(
-            "kvferry:router_turns",
-            "Turns of conversations, by whether the last turn's blocks were offered to P.",
-            ["found"],
-            registry=registry,
-        )
-        self.ttft = Histogram(
-            "kvferry:router_time_to_first_token_seconds",
-            "From a request's arrival to the first bytes of its answer.",
-            buckets=_BUCKETS,
-            registry=registry,
-        )
-        self.handover = Histogram(
-            "kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", buckets=_BUCKETS, registry=registry
-        )
-        self.instances = Gauge("kvferry:router_instance", "1 for each instance and its state.", [*by_instance, "state"], registry=registry)
-        self.running = Gauge("kvferry:router_instance_legs", "Legs that an instance works on.", by_instance, registry=registry)
-        self._legs: dict[tuple[Instance, Outcome], Counter] = {}
-        self._outcomes: dict[str, Counter] = {}
+        self.handover = tallies.spread("kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS)
+        self.instances = tallies.level("kvferry:router_instance", "1 for each instance and its state.", "role", "instance", "state")
+        self.running = tallies.level("kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance")
+        self._urls: dict[Instance, str] = {}
 
     def leg(self, instance: Instance, outcome: Outcome) -> None:
         """One leg has ended."""
-        counter = self._legs.get((instance, outcome))
-        if counter is None:
-            counter = self._legs[instance, outcome] = self.legs.labels(instance.role, instance.url, outcome)
-        counter.inc()
+        url = self._urls.get(instance)
+        if url is None:
+            url = self._urls[instance] = instance.url
+        self.legs.add(instance.role, url, outcome)
 
     def outcome(self, ending: str) -> None:
         """One generation has ended."""
-        counter = self._outcomes.get(ending)
-        if counter is None:
-            counter = self._outcomes[ending] = self.outcomes.labels(ending, self.policies)
-        counter.inc()
+        self.outcomes.add(ending, self._policies)
 
     def show_fleet(self, members: Iterable[tuple[Instance, str, int]]) -> None:
         """Instance, state and legs under way of everybody there is now."""
-        self.instances.clear()
-        self.running.clear()
+        self.instances.values.clear()
+        self.running.values.clear()
         for instance, state, num_running in members:
-            self.instances.labels(instance.role, instance.url, state).set(1)
-            self.running.labels(instance.role, instance.url).set(num_running)
+            self.instances.values[instance.role, instance.url, state] = 1.0
+            self.running.values[instance.role, instance.url] = num_running
+
+    def forget(self, instance: Instance) -> None:
+        """It has left for good: nobody wants to see it for ever."""
+        self._urls.pop(instance, None)
+        for tally in (self.failures, self.refusals, self.legs):
+            for labels in [labels for labels in tally.values if labels[:2] == (instance.role, instance.url)]:
+                del tally.values[labels]
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

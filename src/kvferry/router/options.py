@@ -17,6 +17,7 @@ class Timeouts:
     """All in seconds."""
 
     connect: float = 5.0
+    """For a connection to an instance."""
     answer: float = 600.0
     """How long an instance may take over an answer that is not streamed: every prefill leg, and decode legs without `stream`."""
     idle: float = 300.0
@@ -37,7 +38,9 @@ class Timeouts:
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_body_bytes: int = 64 * 1024 * 1024
+    """Of a request (beyond it: 413), and of an answer that is read whole."""
     max_connections: int = 10_000
+    """Of clients."""
 
     def __post_init__(self) -> None:
         _check_positive(self, "limits")
@@ -46,7 +49,9 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Routing:
     prefill_policy: str = "prefix_affinity"
+    """How P is chosen."""
     decode_policy: str = "conversation_affinity"
+    """How D is chosen."""
     without_prefill: FailurePolicy = FailurePolicy.RECOMPUTE
     """When no prefill instance can be had: `recompute` lets a decode instance compute the prompt, `fail` answers with 503."""
     max_retries: int = 2
@@ -60,7 +65,9 @@ class Routing:
 @dataclass(frozen=True, slots=True)
 class ConversationOptions:
     max_count: int = 10_000
+    """Kept at once; the least recently written go first."""
     max_bytes: int = 256 * 1024 * 1024
+    """Likewise."""
     ttl: float = 480.0
     """Seconds, at most: what the decode instance says of its own blocks counts if it is less."""
 

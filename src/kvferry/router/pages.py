@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
+from urllib.parse import unquote
 
 import msgspec
 
@@ -11,6 +11,7 @@ import kvferry
 from kvferry.router.admission import Admission
 from kvferry.router.calls import UNAVAILABLE, Calls, described
 from kvferry.router.conversations import Conversations
+from kvferry.router.dashboard_files import DATA_HEADERS, DashboardFiles
 from kvferry.router.dashboard_state import InstanceFacts, RouterFacts, build_state, encode_state
 from kvferry.router.exchange import Answer, passed_headers
 from kvferry.router.failures import error_answer
@@ -30,17 +31,6 @@ from kvferry.web.handover_records import HandoverRecord, read_records
 __all__ = ["Pages"]
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "dashboard.js": "text/javascript; charset=utf-8",
-}
-_PAGE_HEADERS = [
-    ("Cache-Control", "no-cache"),
-    ("Content-Security-Policy", "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"),
-    ("X-Content-Type-Options", "nosniff"),
-    ("Referrer-Policy", "no-referrer"),
-]
 _READY_STATES = (State.HEALTHY, State.SUSPECT, State.RESTING, State.HALF_OPEN)
 
 Page = Callable[[ServerRequest], Awaitable[Answer]]
@@ -57,6 +47,7 @@ class Pages:
     signs: VitalSigns
     calls: Calls
     since: float = field(default_factory=time.monotonic)
+    files: DashboardFiles = field(default_factory=DashboardFiles.load)
 
     def routes(self) -> Mapping[str, Page]:
         """A path that ends with a slash stands for those one step below it, too."""
@@ -67,7 +58,7 @@ class Pages:
             "/readyz": self.ready,
             "/metrics": self.show_metrics,
             "/v1/models": self.models,
-            "/dashboard": self.to_dashboard,
+            "/dashboard": self.show_file,
             "/dashboard/": self.show_file,
             "/dashboard/state": self.show_state,
             "/dashboard/requests/": self.show_request,
@@ -92,7 +83,7 @@ class Pages:
 
     async def show_metrics(self, _: ServerRequest) -> Answer:
         now, metrics = time.monotonic(), self.calls.metrics
-        metrics.queued.set(self.admission.queue.num_waiting)
+        metrics.queued.value = self.admission.queue.num_waiting
         metrics.show_fleet((member.instance, member.state(now), member.num_running) for member in self.fleet.members())
         return Answer(200, [("Content-Type", _METRICS_TYPE)], metrics.text())
 
@@ -108,7 +99,7 @@ class Pages:
                     call.outcome = Outcome.ANSWERED if said.status < 500 else Outcome.FAILED
                     if said.status == UNAVAILABLE:
                         call.outcome = Outcome.REFUSED
-                        self.calls.metrics.refusals.labels(instance.role, instance.url).inc()
+                        self.calls.metrics.refusals.add(instance.role, instance.url)
             except UpstreamError as error:
                 said = said or error_answer(502, f"{instance} failed: {described(error)}")
                 continue
@@ -118,15 +109,15 @@ class Pages:
 
     # -- the dashboard -------------------------------------------------------------------------------------------------
 
-    async def to_dashboard(self, _: ServerRequest) -> Answer:
-        return Answer(307, [("Location", "/dashboard/")], b"")
-
     async def show_file(self, request: ServerRequest) -> Answer:
-        name = request.path.removeprefix("/dashboard/") or "index.html"
-        if name not in _FILES:
+        if request.path == "/dashboard/":
+            return Answer(307, [("Location", "../dashboard")], b"")
+        found = self.files.find(request.path)
+        if found is None:
             return error_answer(404, "there is no such file in the dashboard")
-        body = resources.files("kvferry.router").joinpath("dashboard", name).read_bytes()
-        return Answer(200, [("Content-Type", _FILES[name]), *_PAGE_HEADERS], body)
+        if request.headers.get("if-none-match") == found.etag:
+            return Answer(304, list(found.headers), b"")
+        return Answer(200, list(found.headers), found.body)
 
     async def show_state(self, _: ServerRequest) -> Answer:
         now, queue = time.monotonic(), self.admission.queue
@@ -143,16 +134,16 @@ class Pages:
         )
         members = [self._facts(member, now) for member in self.fleet.members()]
         state = build_state(facts, members, self.signs, self.recent, now, _shown)
-        return Answer(200, [("Content-Type", "application/json"), ("Cache-Control", "no-store")], encode_state(state))
+        return Answer(200, list(DATA_HEADERS), encode_state(state))
 
     async def show_request(self, request: ServerRequest) -> Answer:
-        request_id = request.path.rpartition("/")[2]
+        request_id = unquote(request.path.rpartition("/")[2])
         timeline = self.recent.find(request_id)
         if timeline is None:
             return error_answer(404, "this request is not among the recent ones")
         records = await self._ask_records(timeline)
         view = view_request(timeline, records, time.monotonic(), _shown)
-        return Answer(200, [("Content-Type", "application/json"), ("Cache-Control", "no-store")], msgspec.json.encode(view))
+        return Answer(200, list(DATA_HEADERS), msgspec.json.encode(view))
 
     async def _ask_records(self, timeline: Timeline) -> list[HandoverRecord]:
         """When KV moved, as D tells it. Nothing where it does not."""

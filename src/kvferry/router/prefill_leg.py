@@ -57,5 +57,5 @@ class PrefillLeg:
             call.outcome = Outcome.ANSWERED
         self.push_sources.learn(instance, handover)
         if handover is None:
-            self.calls.metrics.without_blocks.inc()
+            self.calls.metrics.without_blocks.add()
         return handover

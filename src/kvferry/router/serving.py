@@ -91,7 +91,7 @@ class Serving:
             return False
         exchange.retries_left -= 1
         if setback.instance is not None:
-            self.calls.metrics.retries.labels(setback.instance.role).inc()
+            self.calls.metrics.retries.add(setback.instance.role)
         _log.info("tried again request=%s: %s", exchange.request_id, setback.sentence)
         return True
 
@@ -102,8 +102,8 @@ class Serving:
         if prefiller is not None:
             promise = self.push_sources.invite(prefiller)
             if promise is not None:
-                decoder = self._choose(Role.DECODE, exchange, _where_d_was(exchange, last_turn))
-                if decoder is not None and await self.watch.pushes(decoder):
+                decoder = await self._choose_pushing(exchange, _where_d_was(exchange, last_turn))
+                if decoder is not None:
                     return await self._serve_at_once(exchange, (prefiller, decoder), promise, last_turn)
         prefilled = await self._prefill_somewhere(exchange, prefiller, wish, last_turn)
         if isinstance(prefilled, Setback):
@@ -124,7 +124,7 @@ class Serving:
         failure: Setback | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params))
+            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params), exchange.reply)
             if isinstance(result, Answer):
                 return result
             if not isinstance(result, Setback):
@@ -142,7 +142,7 @@ class Serving:
             return refusal
         if self.calls.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
             exchange.timeline.fallback = failure.sentence if failure is not None else "no prefill instance can be had"
-            self.calls.metrics.fallbacks.inc()
+            self.calls.metrics.fallbacks.add()
             return _Prefilled(None, None)
         return failure or _nobody(Role.PREFILL)
 
@@ -166,7 +166,7 @@ class Serving:
         self, exchange: Exchange, pair: tuple[Instance, Instance], promise: Handover, last_turn: Turn | None
     ) -> Setback | None:
         prefiller, decoder = pair
-        self.calls.metrics.at_once.inc()
+        self.calls.metrics.at_once.add()
         exchange.prefiller = prefiller
         with Held(self.releases, None) as held:
             twins = _Twins(promise, held)
@@ -221,6 +221,14 @@ class Serving:
         return setback or _nobody(Role.DECODE)
 
     # -- whom ----------------------------------------------------------------------------------------------------------
+
+    async def _choose_pushing(self, exchange: Exchange, wish: Wish) -> Instance | None:
+        """The next D if it pushes. One that does not keeps its turn, for when P is through."""
+        now = time.monotonic()
+        next_up = self.fleet.peek(Role.DECODE, wish, now, exchange.tried) or self.fleet.peek(Role.DECODE, wish, now)
+        if next_up is None or not await self.watch.pushes(next_up):
+            return None
+        return self._choose(Role.DECODE, exchange, wish)
 
     def _choose(self, role: Role, exchange: Exchange, wish: Wish) -> Instance | None:
         """One that has not failed this request, or, if all have, one of them again: only a new attempt asks for it."""

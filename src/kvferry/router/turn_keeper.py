@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.router.conversations import Conversations, Turn
 from kvferry.router.exchange import Exchange
-from kvferry.router.fleet import Fleet
+from kvferry.router.fleet import Fleet, Leg
 from kvferry.router.instances import Instance
 from kvferry.router.metrics import RouterMetrics
 
@@ -52,19 +52,19 @@ class TurnKeeper:
         if asking is not None:
             await asyncio.wait([asking], timeout=PATIENCE_S)
         turn = self.conversations.take(exchange.tenant, name, time.monotonic())
-        self.metrics.turns.labels("yes" if turn is not None and turn.params else "no").inc()
+        self.metrics.turns.add("yes" if turn is not None and turn.params else "no")
         return turn
 
-    def keep(self, exchange: Exchange, decoder: Instance, params: bytes | None) -> None:
-        """The turn is over. `params`: what D's answer said of its blocks."""
+    def keep(self, exchange: Exchange, leg: Leg, params: bytes | None) -> None:
+        """The turn is over. `leg`: D's. `params`: what its answer said of its blocks."""
         name, word = exchange.client.conversation_id, exchange.turn_word
         if name is None or word is None:
             return
         key = (exchange.tenant, name)
         if params is not None or self.ask is None or not exchange.client.is_streamed:
-            self._put(key, Turn(params or b"", decoder, exchange.prefiller))
+            self._put(key, leg, params, exchange.prefiller)
             return
-        task = asyncio.create_task(self._ask(key, Turn(b"", decoder, exchange.prefiller), word))
+        task = asyncio.create_task(self._ask(key, leg, word, exchange.prefiller))
         self._asking[key] = task
         task.add_done_callback(lambda done: self._asking.pop(key) if self._asking.get(key) is done else None)
 
@@ -74,21 +74,19 @@ class TurnKeeper:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
 
-    async def _ask(self, key: tuple[str, str], turn: Turn, word: str) -> None:
+    async def _ask(self, key: tuple[str, str], leg: Leg, word: str, prefiller: Instance | None) -> None:
         assert self.ask is not None
-        params = await self.ask(turn.decoder, word)
-        self._put(key, Turn(params or b"", turn.decoder, turn.prefiller))
+        self._put(key, leg, await self.ask(leg.instance, word), prefiller)
 
-    def _put(self, key: tuple[str, str], turn: Turn) -> None:
-        ttl_s = self.ttl_s
-        if turn.params:
-            said = _read(turn.params)
-            if said is None or said.ticket is None:
-                turn = Turn(b"", turn.decoder, turn.prefiller)
-            elif said.ttl_s is not None:
-                ttl_s = min(ttl_s, said.ttl_s)
-        if self.fleet.get(turn.decoder) is not None:
-            self.conversations.put(*key, turn, ttl_s, time.monotonic())
+    def _put(self, key: tuple[str, str], leg: Leg, params: bytes | None, prefiller: Instance | None) -> None:
+        """Also where D keeps nothing: whom the conversation was with is worth knowing."""
+        ttl_s, said = self.ttl_s, _read(params) if params else None
+        if said is None or said.ticket is None:
+            params = b""
+        elif said.ttl_s is not None:
+            ttl_s = min(ttl_s, said.ttl_s)
+        if self.fleet.is_current(leg):
+            self.conversations.put(*key, Turn(params or b"", leg.instance, prefiller), ttl_s, time.monotonic())
 
 
 def _read(params: bytes) -> _Said | None:

@@ -8,10 +8,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 __all__ = ["LatencyHistogram", "Second", "VitalSigns", "quantile"]
 
 KEPT_S = 300
+MAX_SPREAD_S = 30
 SMALLEST_S = 1e-4
 GROWTH = 1.2
 """From one bucket to the next: what is read off a histogram is at most this factor too high."""
@@ -48,6 +50,7 @@ class VitalSigns:
         self._kept_s = kept_s
         self._over: deque[Second] = deque(maxlen=kept_s)
         self._current: Second | None = None
+        self._told_after_s = 0
 
     def note_end(self, now: float, relayed_bytes: int, is_error: object = False) -> None:
         """A request ended."""
@@ -67,11 +70,19 @@ class VitalSigns:
         counts, bucket = self._at(now).handover, _bucket(seconds)
         counts[bucket] = counts.get(bucket, 0) + 1
 
-    def note_engines(self, tokens: int, moved_bytes: int, now: float) -> None:
-        """What instances did since they were last asked."""
-        second = self._at(now)
-        second.tokens += tokens
-        second.moved_bytes += moved_bytes
+    def note_engines(self, tokens: int, moved_bytes: int, now: float, over_s: float = 1.0) -> None:
+        """What an instance did since it was last asked, so long ago: spread over that time, because it did not happen all at once."""
+        current = self._at(now)
+        length = min(max(1, math.ceil(over_s)), 1 + len(self._over), MAX_SPREAD_S)
+        seconds = [current, *islice(reversed(self._over), length - 1)]
+        for place, second in enumerate(seconds):
+            second.tokens += _share(tokens, place, length)
+            second.moved_bytes += _share(moved_bytes, place, length)
+        self._told_after_s = length
+
+    def num_told(self, seconds: list[Second]) -> int:
+        """How many of these all instances have spoken of; the last few await their next word."""
+        return max(0, len(seconds) - self._told_after_s)
 
     def seconds(self, now: float) -> list[Second]:
         """Those that are over, oldest first; without gaps, and as many as are kept once there are that many."""
@@ -95,6 +106,11 @@ class VitalSigns:
                 self._over.append(Second(missed, quantiles=(None, None, None, None)))
         self._current = Second(index)
         return self._current
+
+
+def _share(total: int, place: int, length: int) -> int:
+    """Of the parts, as equal as they can be, that make the total."""
+    return total // length + (place < total % length)
 
 
 def quantile(histogram: Mapping[int, int], part: float) -> float | None:

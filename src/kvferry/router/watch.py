@@ -21,6 +21,7 @@ __all__ = ["Watch"]
 _log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
+_TIDY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -30,6 +31,9 @@ class Watch:
     """It has left the fleet, or is another life of itself: what it had is gone."""
     seen: dict[Instance, MetricsWatch] = field(default_factory=dict)
     """What each said last."""
+    tidy: Callable[[float], object] = lambda now: None
+    """Whatever wants to be looked through now and then."""
+    _tidy_at: float = 0.0
     _lives: dict[Instance, float] = field(default_factory=dict)
     _looking: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -41,6 +45,9 @@ class Watch:
             for instance in self.calls.fleet.expire(now):
                 _log.info("instance has not renewed its registration instance=%s", instance.url)
                 self.gone(instance)
+            if now >= self._tidy_at:
+                self._tidy_at = now + _TIDY_S
+                self.tidy(now)
             for instance in self.calls.fleet.take_probes(now):
                 self._look(instance)
             due = self.calls.fleet.next_deadline()
@@ -68,7 +75,10 @@ class Watch:
         self.seen.pop(instance, None)
 
     def gone(self, instance: Instance) -> None:
+        """It has left the fleet."""
         self.forget(instance)
+        self._lives.pop(instance, None)
+        self.calls.metrics.forget(instance)
         self.on_gone(instance)
 
     def side_channel(self, instance: Instance) -> Address | None:
@@ -112,7 +122,7 @@ class Watch:
         reading = read_metrics(page if page_status == 200 else b"")
         self._note_life(instance, reading, now)
         growth = watch.note(reading, now)
-        self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now)
+        self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now, growth.over_s)
 
     def _note_life(self, instance: Instance, reading: InstanceReading, now: float) -> None:
         if reading.started_at is None:

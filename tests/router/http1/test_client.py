@@ -2,11 +2,14 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.router.http1.kit import answering, ask, chunked, instance, read_request, run, upstreams
 
-from kvferry.router.http1.client import Target
+from kvferry.router.http1.client import Target, Upstreams
 from kvferry.router.http1.errors import BrokenOff, NotHttp, NotReached, TimedOut, UpstreamError
 from kvferry.types import Address
 
@@ -212,6 +215,7 @@ def test_a_body_that_ends_too_early_is_broken_off(raw: bytes) -> None:
         b"\x15\x03\x03\x00\x02\x02\x0a",
         b"SSH-2.0-OpenSSH\r\n",
         b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n",
         b"HTTP/1.1 200 OK\nContent-Length: 0\n\n\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000,
@@ -386,6 +390,65 @@ def test_an_answer_that_comes_before_the_body_was_sent_is_read(is_reset: bool) -
                 with await ask(made, target, body=b"x" * 20_000_000) as answer:
                     assert (answer.status, await answer.read(100, 5)) == (413, b"big")
             assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+ANSWERS = [OK, CHUNKED, b"HTTP/1.1 200 OK\r\n\r\nhello", b"HTTP/1.1 100 Continue\r\n\r\n" + OK, b"HTTP/1.1 204 No Content\r\n\r\n"]
+
+
+@st.composite
+def spoilt(draw: st.DrawFn) -> bytes:
+    """Valid answers with some bytes replaced, removed or put in, or plain noise."""
+    if draw(st.integers(0, 4)) == 0:
+        return draw(st.binary(max_size=200))
+    data = bytearray(draw(st.sampled_from(ANSWERS)))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        data[at : at + draw(st.integers(0, 3))] = draw(
+            st.one_of(st.binary(max_size=4), st.sampled_from([b"\r\n", b"\n", b"\0", b":", b"0"]))
+        )
+    return bytes(data)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(spoilt(), min_size=1, max_size=15))
+def test_whatever_bytes_an_instance_sends_are_an_answer_or_an_error_of_the_instance(sent: list[bytes]) -> None:
+    async def read(made: Upstreams, raw: bytes) -> None:
+        async with instance(answering(raw)) as target:
+            with suppress(UpstreamError), await ask(made, target) as answer:
+                await answer.read(1000, 5)
+
+    async def story() -> None:
+        async with upstreams() as made:
+            await asyncio.gather(*(read(made, raw) for raw in sent))
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_an_answer_that_nobody_reads_is_not_taken_from_the_instance() -> None:
+    num_sent = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000000\r\n\r\n")
+        while num_sent < 100:
+            writer.write(b"x" * 1_000_000)
+            await writer.drain()
+            num_sent += 1
+        await reader.read()
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+            with await ask(made, target) as answer:
+                before = -1
+                while num_sent != before or not before:
+                    before = num_sent
+                    await asyncio.sleep(0.1)
+                assert num_sent < 40
+                assert len(await answer.read(100_000_000, 10)) == 100_000_000
 
     run(story())
 

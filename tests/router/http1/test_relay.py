@@ -1,7 +1,7 @@
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.http1.kit import Served, Talk, answering, ask, chunked, instance, post, read_request, run, serving, upstreams
 
-from kvferry.router.http1.client import Target, Upstreams
+from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
 from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut, UpstreamError
 from kvferry.router.http1.framing import ChunkedBody
 from kvferry.router.http1.messages import ServerRequest
@@ -17,6 +17,7 @@ from kvferry.router.http1.server import Reply
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+FIRST = b"9\r\ndata: a\n\n\r\n"
 GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
@@ -228,6 +229,48 @@ def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
     run(story())
 
 
+def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_another_by_now() -> None:
+    """The connection went back to the pool with the last byte that was read; the next request's answer is on it."""
+    half = asyncio.Event()
+    seconds: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(STREAM + chunked(EVENTS))
+        await read_request(reader)
+        writer.write(STREAM + FIRST)
+        await half.wait()
+        writer.write(b"0\r\n\r\n")
+        await reader.read()
+
+    async def story() -> None:
+        async with instance(talk) as target, upstreams() as made:
+
+            async def handler(request: ServerRequest, reply: Reply) -> None:
+                with await ask(made, target) as first:
+                    start = b"".join([piece async for piece in pieces(first)])
+                    with await ask(made, target) as second:
+                        await asyncio.sleep(0.05)
+                        assert made.num_connections == 1
+                        await first.relay(reply, [], idle_timeout_s=5, start=start)
+                        half.set()
+                        seconds.put_nowait(b"".join([piece async for piece in pieces(second)]))
+
+            async with serving(handler) as served:
+                client = await served.connect()
+                client.send(GET)
+                assert decoded((await client.answer())[2]) == b"".join(EVENTS)
+                assert await seconds.get() == b"data: a\n\n"
+                client.close()
+
+    run(story())
+
+
+async def pieces(answer: UpstreamAnswer) -> AsyncIterator[bytes]:
+    while piece := await answer.read_some(5):
+        yield piece
+
+
 # -- instances that fail -----------------------------------------------------------------------------------------------
 
 
@@ -242,9 +285,6 @@ def breaking(raw: bytes, then: str = "close") -> Talk:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     return talk
-
-
-FIRST = b"9\r\ndata: a\n\n\r\n"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tests.router.http1.kit import RawClient, Served, chunked, echo, post, run, serving
 
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Reply, WholeAnswer
+from kvferry.router.http1.server import Admit, Reply, WholeAnswer
 
 
 def test_a_connection_is_kept_for_request_after_request() -> None:
@@ -45,6 +45,55 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
 
     run(story())
     assert most == 1
+
+
+def test_a_client_that_asks_and_asks_without_reading_is_answered_only_as_far_as_it_reads() -> None:
+    """Otherwise its answers would pile up here without bound."""
+    num_served = 0
+
+    async def handler(request: ServerRequest, reply: Reply) -> None:
+        nonlocal num_served
+        num_served += 1
+        reply.send(200, [], b"x" * 10_000)
+
+    async def story() -> None:
+        async with serving(handler, admit=None) as served:
+            client = await served.connect()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n" * 5000)
+            before = -1
+            while num_served != before or not before:
+                before = num_served
+                await asyncio.sleep(0.1)
+            assert num_served < 2500
+            client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            for _ in range(5000):
+                assert len((await client.answer())[2]) == 10_000
+            client.close()
+
+    run(story())
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_client_that_reads_slowly_gets_its_last_answer_whole(is_refused: bool) -> None:
+    """What is written last is not cut off by the short time for which a refused client is listened to."""
+    size = 30_000_000
+
+    async def handler(request: ServerRequest, reply: Reply) -> None:
+        reply.send(200, [], b"x" * size)
+
+    async def story() -> None:
+        admit: Admit | None = (lambda request: (403, [], b"x" * size)) if is_refused else None
+        async with serving(handler, admit=admit, linger_s=0.1) as served:
+            client = await served.connect()
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            client.send(post(b"", "/", b"Connection: close"))
+            await asyncio.sleep(0.5)
+            client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert len((await client.rest()).partition(b"\r\n\r\n")[2]) == size
+            client.close()
+
+    run(story())
 
 
 def test_a_request_in_chunks_is_one_body() -> None:
@@ -204,6 +253,19 @@ def test_a_handler_that_fails_is_a_500_with_the_reason_in_the_log_only(caplog: p
     caplog.clear()
 
 
+def test_an_admit_that_fails_is_a_500_too(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(request: ServerRequest) -> None:
+        raise ZeroDivisionError
+
+    async def story() -> None:
+        async with serving(echo, admit=fails) as served:
+            assert (await served.say(post(b""))).startswith(b"HTTP/1.1 500 ")
+
+    run(story())
+    assert "ZeroDivisionError" in caplog.text
+    caplog.clear()
+
+
 def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_whole(caplog: pytest.LogCaptureFixture) -> None:
     async def handler(request: ServerRequest, reply: Reply) -> None:
         reply.start(200, [])
@@ -271,6 +333,18 @@ def test_an_answer_without_a_body_has_none(status: int) -> None:
 
 async def two_at_once(served: Served) -> list[RawClient]:
     return [await served.connect(), await served.connect()]
+
+
+def test_far_too_many_connections_are_closed_without_a_word() -> None:
+    async def story() -> None:
+        async with serving(echo, num_connections=0) as served:
+            clients = [await served.connect() for _ in range(300)]
+            received = [await client.rest() for client in clients]
+            assert {answer[:12] for answer in received} == {b"HTTP/1.1 503", b""}
+            for client in clients:
+                client.close()
+
+    run(story())
 
 
 def test_one_connection_too_many_is_told_to_come_back() -> None:

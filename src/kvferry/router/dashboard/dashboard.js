@@ -8,7 +8,7 @@ import { showNoTimeline, showTimeline } from "./timeline.js";
 
 const POLL_MS = 1000;
 const TIMEOUT_MS = 5000;
-const KEY = "kvferry.api-key";
+const KEY = "kvferry.key";
 
 const latency = (column, colours) => [
   { label: "p50", colour: colours[0], column: `${column}_p50` },
@@ -37,12 +37,21 @@ let opened = { id: "", isOver: false };
 
 class KeyWanted extends Error {}
 
+// What the router says against us, in its own words.
+async function objection(answer) {
+  try {
+    return String((await answer.json()).error.message).slice(0, 300);
+  } catch {
+    return "";
+  }
+}
+
 async function ask(path) {
   const headers = apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
   const answer = await fetch(new URL(path, document.baseURI), {
     headers, cache: "no-store", credentials: "omit", redirect: "error", signal: AbortSignal.timeout(TIMEOUT_MS),
   });
-  if (answer.status === 401 || answer.status === 403) throw new KeyWanted();
+  if (answer.status === 401 || answer.status === 403) throw new KeyWanted(await objection(answer));
   return answer;
 }
 
@@ -56,7 +65,7 @@ async function poll() {
     show(await answer.json());
     await refreshTimeline();
   } catch (error) {
-    if (error instanceof KeyWanted) askForKey();
+    if (error instanceof KeyWanted) askForKey(error.message);
     else showLoss(error);
   } finally {
     isAsking = false;
@@ -142,15 +151,15 @@ function readKey() {
   }
 }
 
-function askForKey() {
-  setText(byId("key-refused"), apiKey ? "The router refuses this key." : "");
+function askForKey(words) {
+  setText(byId("key-refused"), [apiKey ? "This key was refused." : "", words && `It says: ${words}.`].filter(Boolean).join(" "));
   if (byId("key-form").hidden) {
     byId("key-form").hidden = false;
     byId("key").focus();
   }
   byId("lost").hidden = true;
   byId("page").classList.add("is-stale");
-  setConnection("locked", "API key needed");
+  setConnection("locked", "key needed");
 }
 
 function useKey(event) {
@@ -201,7 +210,7 @@ async function refreshTimeline() {
     else showNoTimeline(id, answer.status === 404 ? "The router does not know this request, or no longer." : `The router answers with status ${answer.status}.`);
     opened.isOver = view !== null && view.duration_s !== null;
   } catch (error) {
-    if (opened.id === id && answer === undefined) showNoTimeline(id, error instanceof KeyWanted ? "An API key is needed." : "The router does not answer.");
+    if (opened.id === id && answer === undefined) showNoTimeline(id, error instanceof KeyWanted ? "A key is needed." : "The router does not answer.");
   }
 }
 

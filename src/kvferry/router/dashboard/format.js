@@ -27,12 +27,15 @@ export const bytesPerSecond = (value) => (isNumber(value) ? `${bytes(value)}/s` 
 
 export const percent = (part) => (isNumber(part) ? `${(100 * part).toFixed(0)} %` : DASH);
 
+const minutes = (seconds) => `${Math.floor(seconds / 60)} min${seconds % 60 ? ` ${seconds % 60} s` : ""}`;
+
 export function duration(seconds) {
   if (!isNumber(seconds)) return DASH;
   if (seconds < 0.0000005) return "0 s";
-  if (seconds < 0.001) return `${(seconds * 1e6).toFixed(0)} µs`;
-  if (seconds < 1) return `${rounded(seconds * 1e3)} ms`;
-  if (seconds < 100) return `${rounded(seconds)} s`;
+  if (seconds < 0.0009995) return `${(seconds * 1e6).toFixed(0)} µs`;
+  if (seconds < 0.9995) return `${rounded(seconds * 1e3)} ms`;
+  if (seconds < 60) return `${rounded(seconds)} s`;
+  if (seconds < 600) return minutes(Math.round(seconds));
   if (seconds < 6000) return `${(seconds / 60).toFixed(0)} min`;
   return seconds < 360000 ? `${(seconds / 3600).toFixed(0)} h` : `${(seconds / 86400).toFixed(0)} d`;
 }

@@ -1,9 +1,9 @@
-// Lines over the last five minutes, drawn as SVG. One point per second, the newest at the right edge.
+// Lines over the last five minutes, or over one while there is no more, drawn as SVG. One point per second, the newest at the right edge.
 
 import { element, setText, svgElement } from "./dom.js";
 import { bytesPerSecond, duration, roundUp, roundUpBytes } from "./format.js";
 
-const WIDTH = 300;
+const WIDTHS = [60, 300];
 const HEIGHT = 100;
 
 export class Plot {
@@ -13,13 +13,14 @@ export class Plot {
     this.format = format;
     this.cursor = null;
     this.top = 1;
+    this.width = WIDTHS[0];
     this.caption = element("figcaption", {}, element("b", { text: title }));
     for (const line of this.lines) {
       line.output = element("span", { className: "value" });
       this.caption.append(element("span", { className: `key ${line.colour}` }, `${line.label} `, line.output));
     }
-    this.svg = svgElement("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", tabindex: "0" });
-    for (const y of [0, 50]) this.svg.append(svgElement("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y }));
+    this.svg = svgElement("svg", { preserveAspectRatio: "none", role: "img", tabindex: "0" });
+    for (const y of [0, 50]) this.svg.append(svgElement("line", { class: "grid", x1: 0, x2: WIDTHS.at(-1), y1: y, y2: y }));
     for (const line of this.lines) {
       line.area = svgElement("path", { class: `area ${line.colour}` });
       line.path = svgElement("path", { class: `series ${line.colour}`, "data-column": line.column });
@@ -29,7 +30,7 @@ export class Plot {
     this.svg.append(this.mark);
     this.scaleTop = element("span");
     this.scaleMiddle = element("span");
-    this.ages = element("div", { className: "ages" }, element("span", { text: "5 min ago" }), element("span", { text: "now" }));
+    this.ages = element("div", { className: "ages" }, element("span"), element("span", { text: "now" }));
     const scale = element("div", { className: "scale" }, this.scaleTop, this.scaleMiddle, element("span", { text: "0" }));
     this.node = element("figure", {}, this.caption, element("div", { className: "frame" }, this.svg, scale, this.ages));
     this.title = title;
@@ -37,7 +38,10 @@ export class Plot {
   }
 
   update(series) {
-    for (const line of this.lines) line.values = series[line.column].slice(-WIDTH);
+    for (const line of this.lines) line.values = series[line.column].slice(-WIDTHS.at(-1));
+    this.width = WIDTHS.find((width) => width >= this.lines[0].values.length);
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    setText(this.ages.firstElementChild, `${duration(this.width)} ago`);
     const largest = Math.max(0, ...this.lines.flatMap((line) => line.values).filter((value) => value !== null));
     this.top = this.format === bytesPerSecond ? roundUpBytes(largest) : roundUp(largest);
     setText(this.scaleTop, this.format(this.top));
@@ -52,14 +56,14 @@ export class Plot {
   }
 
   #points(values) {
-    const first = WIDTH - values.length;
+    const first = this.width - values.length;
     return values.map((value, index) => (value === null ? null : [first + index + 0.5, HEIGHT * (1 - value / this.top)]));
   }
 
   // Of the second under the cursor, else of the newest that has a value.
   #tell() {
     const length = this.lines[0].values.length;
-    const at = this.cursor === null ? null : this.cursor - (WIDTH - length);
+    const at = this.cursor === null ? null : this.cursor - (this.width - length);
     const words = [];
     for (const line of this.lines) {
       const newest = line.values.findLast((value) => value !== null);
@@ -78,14 +82,14 @@ export class Plot {
   }
 
   #moveTo(place) {
-    this.cursor = place === null ? null : Math.min(WIDTH - 1, Math.max(0, Math.floor(place)));
+    this.cursor = place === null ? null : Math.min(this.width - 1, Math.max(0, Math.floor(place)));
     this.#tell();
   }
 
   #listen() {
     this.svg.addEventListener("pointermove", (event) => {
       const box = this.svg.getBoundingClientRect();
-      this.#moveTo((WIDTH * (event.clientX - box.left)) / box.width);
+      this.#moveTo((this.width * (event.clientX - box.left)) / box.width);
     });
     this.svg.addEventListener("pointerleave", () => this.#moveTo(null));
     this.svg.addEventListener("blur", () => this.#moveTo(null));
@@ -93,7 +97,7 @@ export class Plot {
       const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -30, PageDown: 30 }[event.key];
       if (step === undefined && event.key !== "Escape") return;
       event.preventDefault();
-      this.#moveTo(step === undefined ? null : (this.cursor ?? WIDTH) + step);
+      this.#moveTo(step === undefined ? null : (this.cursor ?? this.width) + step);
     });
   }
 }

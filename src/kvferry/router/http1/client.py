@@ -52,9 +52,10 @@ class Upstreams:
         """
         site = self._sites.get(target) or self._add_site(target)
         if isinstance(body, bytes):
-            data: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
+            pieces: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
         else:
-            data = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
+            pieces = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
+        data = b"".join(pieces)
         connection = site.take(self._loop.time())
         if connection is not None:
             try:
@@ -108,7 +109,11 @@ class Upstreams:
                     ssl=target.tls,
                     server_hostname=address.host if target.tls is not None else None,
                 )
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
         except TimeoutError:
+            connection.abort()
             raise NotReached(f"no connection within {timeout_s:g} s") from None
         except ssl.SSLError as error:
             raise NotReached(f"no connection by TLS ({error.reason or error})") from None

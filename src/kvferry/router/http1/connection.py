@@ -29,6 +29,9 @@ Handler = Callable[[ServerRequest, Reply], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 _MAX_PIPELINED = 64 * 1024
+_MAX_TURNED_AWAY = 256
+"""So many connections too many get an answer that says so; it takes a moment each. More are just closed."""
+_OUR_FAULT = "the server failed to serve this request; its log says why"
 _JSON = ("Content-Type", "application/json")
 
 
@@ -65,14 +68,18 @@ class ServerConnection(asyncio.Protocol):
         address = transport.get_extra_info("peername")
         self._peer = str(address[0]) if isinstance(address, tuple) and address else ""
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
-        if not self._server.add(self):
+        num_over = self._server.add(self)
+        if num_over > _MAX_TURNED_AWAY:
+            self._state = _LEAVING
+            self.out.abort()
+        elif num_over > 0:
             self._refuse(RequestRefused("the server has as many connections as it takes", status=503, retry_after_s=1))
 
     def data_received(self, data: bytes) -> None:
         if self._state == _LEAVING:
             return
         self._reader.add(data)
-        if self._state != _BUSY:
+        if self._state != _BUSY and not self.out.is_paused:
             self._advance()
         elif self._reader.num_waiting > _MAX_PIPELINED:
             self.out.pause_reading()
@@ -83,7 +90,10 @@ class ServerConnection(asyncio.Protocol):
         if self._task is None:
             self._server.remove(self)
         elif self._state == _BUSY and not (self._reply is not None and self._reply.is_finished):
-            self._task.cancel()
+            if self._reply is not None and self._reply.grace_s:
+                self._server.loop.call_later(self._reply.grace_s, self._task.cancel)
+            else:
+                self._task.cancel()
 
     def pause_writing(self) -> None:
         self.out.pause()
@@ -94,6 +104,8 @@ class ServerConnection(asyncio.Protocol):
         if self._state == _BUSY:
             self.deadline = NEVER
         self.out.resume()
+        if self._state < _BUSY:
+            self._go_on()
 
     def run_out(self, now: float) -> None:
         """The deadline has passed."""
@@ -103,8 +115,8 @@ class ServerConnection(asyncio.Protocol):
             self._refuse(RequestRefused("the request's head did not come in time", status=408))
         elif self._state == _BODY:
             self._refuse(RequestRefused("the request's body did not come in time", status=408))
-        elif self._state == _BUSY and self.out.has_progressed():
-            self.deadline = now + self._server.limits.stall_timeout_s
+        elif self.out.has_progressed():
+            self.deadline = now + self._patience()
         else:
             if self.out.fail(ConnectionAbortedError("the client has not read for too long")):
                 self._state = _LEAVING
@@ -115,7 +127,7 @@ class ServerConnection(asyncio.Protocol):
     def _advance(self) -> None:
         """Go on with what the client has sent, up to a request that is whole."""
         try:
-            while self._state < _BODY:
+            while self._state < _BODY and not self.out.is_paused:
                 head = self._reader.take_head()
                 if head is None:
                     self._await_head()
@@ -124,6 +136,10 @@ class ServerConnection(asyncio.Protocol):
             body = self._reader.take_body() if self._state == _BODY else None
         except RequestRefused as refusal:
             self._refuse(refusal)
+            return
+        except Exception:  # of `admit`: the top of a request
+            logger.exception("a request was not admitted")
+            self._refuse(RequestRefused(_OUR_FAULT, status=500))
             return
         if self._state != _BODY:
             return
@@ -175,13 +191,20 @@ class ServerConnection(asyncio.Protocol):
         if self.out.transport is None:
             self._server.remove(self)
             return
-        if not reply.is_started:
-            refusal = RequestRefused("the server failed to serve this request; its log says why", status=500)
-            reply.send(500, (_JSON,), error_body(refusal))
+        if not reply.is_started and not self.out.is_closing:
+            reply.send(500, (_JSON,), error_body(RequestRefused(_OUR_FAULT, status=500)))
         if not reply.is_finished:
             reply.abort()
         self._end()
-        if self._reader.num_waiting and self._state == _IDLE:
+        if self._state == _IDLE:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """With what the client has sent meanwhile; but one that does not read its answers gets no more of them."""
+        if self.out.is_paused:
+            return
+        self.out.resume_reading()
+        if self._reader.num_waiting:
             self._advance()
 
     def _end(self) -> None:
@@ -192,15 +215,19 @@ class ServerConnection(asyncio.Protocol):
             return
         self._state = _IDLE
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
-        self.out.resume_reading()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """What was written still goes out, if the client reads it."""
         self._state = _LEAVING
-        self.deadline = self._server.loop.time() + self._server.limits.stall_timeout_s
+        self.out.has_progressed()
+        self.deadline = self._server.loop.time() + self._patience()
         self.out.close()
+
+    def _patience(self) -> float:
+        """How long to wait for a client that has, or has not, everything it was sent."""
+        return self._server.limits.stall_timeout_s if self.out.num_unread else self._server.limits.linger_s
 
     def abort(self) -> None:
         """Now, whatever is under way; the handler's task is cancelled."""
@@ -216,7 +243,7 @@ class ServerConnection(asyncio.Protocol):
         """Answer what is no request, and close: where the next one would begin is not known."""
         self._server.on_malformed(refusal)
         self.out.keeps_alive = False
-        reply = self._reply or Reply(self.out, None)
+        reply = self._reply if self._reply is not None and not self._reply.is_started else Reply(self.out, None)
         retry = () if refusal.retry_after_s is None else (("Retry-After", str(refusal.retry_after_s)),)
         if not self.out.is_closing:
             reply.send(refusal.status, (_JSON, *retry), error_body(refusal))
@@ -224,8 +251,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _leave(self) -> None:
         """Closing while the client still sends would reset the connection and destroy our last words: say that we end, drop the rest."""
-        self._state = _LEAVING
         if self.out.end_writing():
-            self.deadline = self._server.loop.time() + self._server.limits.linger_s
+            self._state = _LEAVING
+            self.out.has_progressed()
+            self.deadline = self._server.loop.time() + self._patience()
         else:
             self.close()

@@ -22,12 +22,15 @@ class Flow(Protocol):
 class Outflow:
     """All of its methods may be called when the client is gone; `put` then says so."""
 
-    __slots__ = ("_num_unread", "_room", "_server", "flow", "is_paused", "keeps_alive", "transport")
+    __slots__ = ("_room", "_server", "flow", "is_paused", "keeps_alive", "num_sent", "num_unread", "transport")
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
         self._room: asyncio.Future[None] | None = None
-        self._num_unread = 0
+        self.num_unread = 0
+        """Bytes that the client's kernel had not taken, when that was looked at last."""
+        self.num_sent = 0
+        """Bytes, over all answers of this connection."""
         self.transport: asyncio.Transport | None = None
         self.flow: Flow | None = None
         self.is_paused = False
@@ -47,6 +50,7 @@ class Outflow:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         transport.write(data)
+        self.num_sent += len(data)
 
     async def wait_for_room(self) -> None:
         """ConnectionError when the client reads nothing for too long."""
@@ -57,7 +61,7 @@ class Outflow:
 
     def pause(self) -> None:
         self.is_paused = True
-        self._num_unread = self.transport.get_write_buffer_size() if self.transport is not None else 0
+        self.num_unread = self.transport.get_write_buffer_size() if self.transport is not None else 0
         if self.flow is not None:
             self.flow.pause()
 
@@ -71,7 +75,7 @@ class Outflow:
     def has_progressed(self) -> bool:
         """Whether the client has read anything since it was asked last."""
         size = self.transport.get_write_buffer_size() if self.transport is not None else 0
-        before, self._num_unread = self._num_unread, size
+        before, self.num_unread = self.num_unread, size
         return size < before
 
     def fail(self, error: Exception) -> bool:

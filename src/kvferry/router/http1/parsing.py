@@ -96,6 +96,8 @@ def read_answer_head(data: bytes, method: str) -> AnswerHead:
         raise NotHttp("a header of its answer is not valid HTTP")
     minor, digits = line.groups()
     status = int(digits)
+    if status == 101:
+        raise NotHttp("it wants to speak another protocol, which nobody asked for")
     keeps_alive = _keeps_alive(values["connection"], minor == "1") if "connection" in values else minor == "1"
     coding, length = values.get("transfer-encoding"), values.get("content-length")
     if coding is not None and (length is not None or coding.lower() != "chunked" or minor == "0"):

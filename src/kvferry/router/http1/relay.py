@@ -67,13 +67,14 @@ class Relay:
         else:
             self._on_first = on_first
         try:
-            if self._body.is_ended:
+            if self._body.is_ended:  # all of it was read before, and the connection may serve somebody else by now
                 self._end()
-            data = connection.take()
-            if data and not self._done.done():
-                self.receive(data)
-            if not self._done.done():
-                await self._pass_on()
+            else:
+                data = connection.take()
+                if data:
+                    self.receive(data)
+                if not self._done.done():
+                    await self._pass_on()
             self._done.result()
         finally:
             self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_between)
@@ -100,10 +101,10 @@ class Relay:
     def receive(self, data: bytes) -> None:
         if self._done.done():
             return
-        if self._on_first is not None:
-            on_first, self._on_first = self._on_first, None
-            on_first()
         try:
+            if self._on_first is not None:
+                on_first, self._on_first = self._on_first, None
+                on_first()
             if self._is_raw:
                 used = self._body.advance(data, None)
                 self._out.put(data if used == len(data) else data[:used])

@@ -18,7 +18,6 @@ WholeAnswer = tuple[int, Iterable[tuple[str, str]], bytes]
 Admit = Callable[[ServerRequest], WholeAnswer | None]
 
 _BACKLOG = 1024
-_TLS_SHUTDOWN_S = 2.0
 
 
 class HttpServer:
@@ -59,7 +58,7 @@ class HttpServer:
             ssl=tls,
             backlog=_BACKLOG,
             ssl_handshake_timeout=self.limits.head_timeout_s if tls is not None else None,
-            ssl_shutdown_timeout=_TLS_SHUTDOWN_S if tls is not None else None,
+            ssl_shutdown_timeout=self.limits.stall_timeout_s if tls is not None else None,
         )
         self._servers.append(server)
 
@@ -90,11 +89,11 @@ class HttpServer:
 
     # -- what connections tell -----------------------------------------------------------------------------------------
 
-    def add(self, connection: ServerConnection) -> bool:
-        """Whether there is room for it; one that is turned away is ours too until it is gone."""
+    def add(self, connection: ServerConnection) -> int:
+        """By how many there are too many now. One that is turned away is ours too until it is gone."""
         self._connections.add(connection)
         self._sweep.add(connection)
-        return len(self._connections) <= self.limits.num_connections
+        return len(self._connections) - self.limits.num_connections
 
     def remove(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)

@@ -44,7 +44,7 @@ class Sweep:
             self._timer = None
 
     def _look(self) -> None:
+        self._timer = self._loop.call_later(PERIOD_S, self._look) if self._members else None
         now = self._loop.time()
         for member in [member for member in self._members if member.deadline <= now]:
             member.run_out(now)
-        self._timer = self._loop.call_later(PERIOD_S, self._look) if self._members else None

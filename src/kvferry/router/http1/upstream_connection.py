@@ -5,7 +5,7 @@ answer is there before the failed write ends the connection.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
@@ -80,7 +80,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, data: Iterable[bytes], timeout_s: float) -> "asyncio.Future[AnswerHead]":
+    def ask(self, method: str, data: bytes, timeout_s: float) -> "asyncio.Future[AnswerHead]":
         """Send a request; the head of its answer comes by the future."""
         self._method = method
         self._phase = _HEAD
@@ -91,7 +91,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.has_answered = True
             self._read_head()
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.writelines(data)
+            self.transport.write(data)
         elif not waiter.done():
             waiter.set_exception(BrokenOff("it closed the connection before it had answered", self.has_answered))
         return waiter
@@ -198,7 +198,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self.abort()
                 return
             data = data[end + 4 :]
-            if head.status >= 200 or head.status == 101:
+            if head.status >= 200:
                 break
         self._phase = _BODY
         self.deadline = NEVER
