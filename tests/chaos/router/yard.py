@@ -22,8 +22,6 @@ DRAIN_S = 60.0
 BACK_S = 60.0
 BURIED_S = 20.0
 STARTED_AT_ONCE = 2
-MOST_OUT = 2
-"""Of a role at any time: one is always left alone."""
 
 
 @dataclass
@@ -56,7 +54,8 @@ class RouterYard:
         self.router = router
         self.members = {member.name: member for member in members}
         self.happened = Happened()
-        self._out = {role: asyncio.Semaphore(MOST_OUT) for role in ("prefill", "decode")}
+        # Of each role one is always left alone.
+        self._out = {role: asyncio.Semaphore(len(self.names(role)) - 1) for role in ("prefill", "decode")}
 
     @classmethod
     @contextmanager
