@@ -61,6 +61,26 @@ def test_a_stream_that_begins_with_an_error_is_tried_on_another() -> None:
     uvloop.run(scene())
 
 
+def test_an_answer_that_is_no_stream_and_breaks_off_is_tried_on_another() -> None:
+    async def scene() -> None:
+        part = streams([b'{"text":'], then="drop", content_type="application/json")
+        async with stage(prefills, [part, completes], **PERSISTENT) as s:
+            for _ in range(4):
+                status, _, body = await s.post(ONE)
+                assert (status, json.loads(body)["choices"]) == (200, [{"text": "hello"}])
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("cut", range(1, len(SPEAKS_OF_FAILURE[0])))
+def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
+    async def scene() -> None:
+        event = SPEAKS_OF_FAILURE[0]
+        async with stage(prefills, [streams([b": hello\n\n", event[:cut], event[cut:]]), streams(GOOD)], **PERSISTENT) as s:
+            for _ in range(2):
+                assert (await s.post(STREAMED))[2] == b"".join(GOOD)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
     """Nothing was sent to them, so that nothing is repeated: more of them than there are tries fail nobody."""

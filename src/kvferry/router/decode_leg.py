@@ -27,7 +27,9 @@ __all__ = ["DecodeLeg"]
 _log = logging.getLogger(__name__)
 
 _EVENTS = "text/event-stream"
-_SAYS_ERROR = re.compile(rb'\s*data:\s*\{\s*"error"\s*:')
+# The first event of a stream, and whether it is an error.
+_EVENT = re.compile(rb'(?:^|\n)data:[ \t]*(\{\s*"error"\s*:)?[^\n]*\n')
+_MAX_START = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -61,10 +63,10 @@ class DecodeLeg:
             if answer.status >= 500:
                 return await self.calls.fault(answer, instance, call)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
-            start = await self._read_start(answer, is_stream)
-            if is_stream and _SAYS_ERROR.match(start):
+            whole = None if is_stream else await self.calls.read(answer)
+            if is_stream and await self._begins_with_error(answer):
                 self.calls.metrics.failures.add(instance.role, instance.url)
-                said = Answer(answer.status, passed_headers(answer.headers), start + await self.calls.read(answer))
+                said = Answer(answer.status, passed_headers(answer.headers), await self.calls.read(answer))
                 return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
@@ -72,19 +74,18 @@ class DecodeLeg:
             if answer.status == 200:
                 held.hand_over()
             self._note_first(exchange, call)
-            await self._pass_on(exchange, held, instance, answer, start, is_stream, call)
+            headers = [*passed_headers(answer.headers), ("X-Request-Id", exchange.request_id), *exchange.cors]
+            if whole is not None:
+                self._send(exchange, call, Answer(answer.status, headers, whole))
+            else:
+                await self._pass_on(exchange, held, instance, answer, headers, call)
         return None
 
-    async def _read_start(self, answer: UpstreamAnswer, is_stream: bool) -> bytes:
-        """The body up to the first piece that says something: an engine may open its answer long before it has anything to say, and
-        comments in a stream of events say nothing."""
-        timeout_s = self.calls.options.timeouts.idle if is_stream else self.calls.options.timeouts.answer
-        start = await answer.read_some(timeout_s)
-        if not is_stream or start.startswith(b"data:"):
-            return start
-        while piece := await answer.read_some(timeout_s) if not _says_something(start) else b"":
-            start += piece
-        return start
+    async def _begins_with_error(self, answer: UpstreamAnswer) -> bool:
+        """Waits for the first event: an engine may open its answer long before it has anything to say. Comments say nothing."""
+        start = await answer.peek(_says_something, self.calls.options.timeouts.idle)
+        event = _EVENT.search(start)
+        return event is not None and event[1] is not None
 
     def _note_first(self, exchange: Exchange, call: Call) -> None:
         now = time.monotonic()
@@ -99,46 +100,45 @@ class DecodeLeg:
             metrics.handover.observe(now - prefilled)
             signs.note_handover(now - prefilled, now)
 
-    async def _pass_on(
-        self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, start: bytes, is_stream: bool, call: Call
-    ) -> None:
-        headers = [*passed_headers(answer.headers), ("X-Request-Id", exchange.request_id), *exchange.cors]
-        if exchange.turn_word is not None and answer.status == 200 and not is_stream:
-            # It holds D's word for the router, which no client gets.
-            rest = await answer.read(self.calls.options.limits.max_body_bytes, self.calls.options.timeouts.answer)
-            params, body = take_from_answer(start + rest)
+    def _send(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+        """A whole answer, which holds D's word for the router where it was asked for one."""
+        body = answer.body
+        if exchange.turn_word is not None and answer.status == 200:
+            params, body = take_from_answer(body)
             self.turns.keep(exchange, call.leg, params)
-            exchange.reply.send(200, headers, body)
-            return
-        look = EventFilter() if exchange.turn_word is not None and is_stream else None
+        exchange.reply.send(answer.status, answer.headers, body)
+
+    async def _pass_on(
+        self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, headers: list[tuple[str, str]], call: Call
+    ) -> None:
+        look = EventFilter() if exchange.turn_word is not None else None
         try:
             await answer.relay(
                 exchange.reply,
                 headers,
                 idle_timeout_s=self.calls.options.timeouts.idle,
-                start=start,
                 filter=look.pass_on if look is not None else None,
             )
         except UpstreamError as error:
             call.outcome = Outcome.FAILED
             held.take_back()
-            await self._break_off(exchange, instance, is_stream, described(error))
+            await self._break_off(exchange, instance, described(error))
             return
         if look is not None:
             self.turns.keep(exchange, call.leg, look.params)
 
-    async def _break_off(self, exchange: Exchange, instance: Instance, is_stream: bool, what: str) -> None:
+    async def _break_off(self, exchange: Exchange, instance: Instance, what: str) -> None:
         """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
         self.calls.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} broke off its answer: {what}"
         exchange.broken_off = message
         _log.warning("stream broken request=%s: %s", exchange.request_id, message)
-        if not is_stream or not exchange.reply.can_write:
+        if not exchange.reply.can_write:
             exchange.reply.abort()
             return
         await exchange.reply.write(error_event(502, message))
         await exchange.reply.finish()
 
 
-def _says_something(events: bytes) -> bool:
-    return any(line and not line.startswith(b":") for line in events.splitlines())
+def _says_something(start: bytes) -> bool:
+    return _EVENT.search(start) is not None or len(start) > _MAX_START

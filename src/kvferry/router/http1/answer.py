@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp
-from kvferry.router.http1.framing import NotFramed, make_body
+from kvferry.router.http1.framing import NotFramed, first_chunk, make_body
 from kvferry.router.http1.parsing import AnswerHead, BodyKind
 from kvferry.router.http1.pool import Site
 from kvferry.router.http1.relay import Relay
@@ -69,6 +69,30 @@ class UpstreamAnswer:
         """The next piece of the body, decoded; b"" at its end. UpstreamError."""
         return await self._next(asyncio.get_running_loop().time() + timeout_s)
 
+    async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
+        """The beginning of the body, decoded, as soon as there is enough of it, or it has ended; nothing is taken by that. UpstreamError.
+
+        What is enough is asked of the first chunk and of all that is there."""
+        connection, deadline = self._connection, asyncio.get_running_loop().time() + timeout_s
+        num_seen = 0
+        while not self._body.is_ended:
+            data = connection.peek()
+            if len(data) > num_seen:
+                num_seen = len(data)
+                first = first_chunk(data) if self.is_chunked else data
+                if first is not None and is_enough(first):
+                    return first
+                decoded, is_ended = self._look_through(data)
+                if is_ended or is_enough(decoded):
+                    return decoded
+            if connection.is_lost:
+                if self._body.is_whole_at_close and connection.error is None:
+                    return data
+                self._is_over = True
+                raise BrokenOff("it closed the connection in the middle of its answer", has_answered=True)
+            await self._wait(deadline)
+        return b""
+
     async def relay(
         self,
         reply: Reply,
@@ -88,10 +112,11 @@ class UpstreamAnswer:
         chunks) or only aborted. ConnectionError when the client does not read.
         """
         relay = Relay(self._connection, self._body, reply, filter)
-        relay.begin(self._head, headers, start)
         try:
+            relay.begin(self._head, headers, start)
             await relay.run(idle_timeout_s, on_first, bool(start))
         except BaseException:
+            reply.out.let_go()
             self.close()
             raise
         self._has_rest = relay.has_rest
@@ -115,6 +140,16 @@ class UpstreamAnswer:
             else:
                 await self._wait(deadline)
         return b""
+
+    def _look_through(self, data: bytes) -> tuple[bytes, bool]:
+        """What these raw bytes hold, from the beginning of the body, and whether that is all of it."""
+        body, decoded = make_body(self._head.body, self._head.length), list[bytes]()
+        try:
+            body.advance(data, decoded)
+        except NotFramed as error:
+            self.close()
+            raise NotHttp(f"its answer is not chunked as it says: {error}") from None
+        return b"".join(decoded), body.is_ended
 
     async def _wait(self, deadline: float) -> None:
         try:

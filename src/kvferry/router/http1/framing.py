@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from kvferry.router.http1.parsing import BodyKind, is_field_line
 
-__all__ = ["Body", "ChunkedBody", "Framing", "LengthBody", "NotFramed", "OpenBody", "chunk", "make_body"]
+__all__ = ["Body", "ChunkedBody", "Framing", "LengthBody", "NotFramed", "OpenBody", "chunk", "first_chunk", "make_body"]
 
 _MAX_LINE = 4096
 _MAX_TRAILERS = 16 * 1024
@@ -229,6 +229,13 @@ _MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
 
 def make_body(kind: BodyKind, length: int) -> Body:
     return _MAKERS[kind](length)
+
+
+def first_chunk(data: bytes) -> bytes | None:
+    """The data of the chunk that these bytes begin with, if its size was seen before and all of it is there."""
+    start = data.find(b"\n") + 1
+    size = _known_sizes.get(data[:start])
+    return data[start : start + size] if size is not None and len(data) >= start + size else None
 
 
 def chunk(data: bytes) -> bytes:

@@ -22,11 +22,12 @@ class Flow(Protocol):
 class Outflow:
     """All of its methods may be called when the client is gone; `put` then says so."""
 
-    __slots__ = ("_room", "_server", "flow", "is_paused", "keeps_alive", "num_sent", "num_unread", "transport")
+    __slots__ = ("_held", "_room", "_server", "flow", "is_paused", "keeps_alive", "num_sent", "num_unread", "transport")
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
         self._room: asyncio.Future[None] | None = None
+        self._held: list[bytes] | None = None
         self.num_unread = 0
         """Bytes that the client's kernel had not taken, when that was looked at last."""
         self.num_sent = 0
@@ -49,8 +50,21 @@ class Outflow:
         transport = self.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        transport.write(data)
         self.num_sent += len(data)
+        if self._held is None:
+            transport.write(data)
+        else:
+            self._held.append(data)
+
+    def hold(self) -> None:
+        """Gather what is put until `let_go`, which sends it by one call: a loop writes each piece by a call of its own."""
+        if self._held is None:
+            self._held = []
+
+    def let_go(self) -> None:
+        held, self._held = self._held, None
+        if held and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(held[0] if len(held) == 1 else b"".join(held))
 
     async def wait_for_room(self) -> None:
         """ConnectionError when the client reads nothing for too long."""

@@ -42,6 +42,7 @@ class Relay:
     def begin(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
         """The head, and what was read of the body already."""
         reply, body = self._reply, self._body
+        self._out.hold()
         if self._filter is None and head.body <= _LENGTH:
             reply.start_framed(head.status, headers, _BY_LENGTH, head.length)
             reply.put_raw(start)
@@ -59,7 +60,7 @@ class Relay:
         reply.put(self._filter(start) if self._filter is not None and start else start)
 
     async def run(self, idle_timeout_s: float, on_first: Callable[[], None] | None, has_started: bool) -> None:
-        """Until the end of the body."""
+        """Until the end of the body. What is there already goes out together with the head."""
         connection = self._connection
         self._idle_s = idle_timeout_s
         if has_started and on_first is not None:
@@ -73,10 +74,12 @@ class Relay:
                 data = connection.take()
                 if data:
                     self.receive(data)
-                if not self._done.done():
-                    await self._pass_on()
+            self._out.let_go()
+            if not self._done.done():
+                await self._pass_on()
             self._done.result()
         finally:
+            self._out.let_go()
             self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_between)
 
     async def _pass_on(self) -> None:

@@ -108,6 +108,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._size = 0
         return data
 
+    def peek(self) -> bytes:
+        """The same, and they stay."""
+        pieces = self._pieces
+        if len(pieces) > 1:
+            pieces[:] = [b"".join(pieces)]
+        return pieces[0] if pieces else b""
+
     async def more(self, deadline: float) -> None:
         """Until there is something to take, or the connection is lost. TimedOut, and then it is closed."""
         self.deadline = deadline
