@@ -99,6 +99,26 @@ def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
     uvloop.run(scene())
 
 
+def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_can_be_reached() -> None:
+    async def scene() -> None:
+        is_first = True
+
+        async def could_not_get_the_blocks_at_first(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            nonlocal is_first
+            was_first, is_first = is_first, False
+            return await (FAILING["502"] if was_first else completes)(request, body)
+
+        async with stage(prefills, could_not_get_the_blocks_at_first, max_retries=2, failures_in_a_row=100) as s:
+            new = {"role": "decode", "url": f"http://127.0.0.1:{free_port()}"}
+            async with s.session.post(f"{s.url}/admin/instances", json=new) as answer:
+                assert answer.status == 201
+            assert (await s.post(ONE))[0] == 200
+            assert [len(s.p.calls), len(s.d.calls)] == [2, 2]
+            assert await s.metric("kvferry:router_instance_failures_total") == 2, "the other was tried in between"
+
+    uvloop.run(scene())
+
+
 def test_without_retries_the_client_hears_the_error_itself() -> None:
     async def scene() -> None:
         async with stage(prefills, streams(SPEAKS_OF_FAILURE)) as s:

@@ -151,15 +151,15 @@ class Serving:
     async def _decode_somewhere(self, exchange: Exchange, held: Held, handover: Handover | None, last_turn: Turn | None) -> Setback | None:
         wish = _where_d_was(exchange, last_turn)
         setback: Setback | None = None
-        instance = self._choose(Role.DECODE, exchange, wish)
-        while instance is not None:
+        asked: list[Instance] = []
+        while (instance := self._next_decoder(exchange, wish, asked)) is not None:
             setback = await self.decode.run(exchange, held, instance, handover)
             if setback is None or exchange.reply.is_started:
                 return setback
             exchange.tried.append(instance)
+            asked.append(instance)
             if setback.needs_prefill or not (setback.is_refusal or self._may_retry(exchange, setback)):
                 return setback
-            instance = self.fleet.choose(Role.DECODE, wish, time.monotonic(), exchange.tried)
         return setback or _nobody(Role.DECODE)
 
     # -- at once -------------------------------------------------------------------------------------------------------
@@ -206,6 +206,7 @@ class Serving:
         """One that pushes is asked at once. Where it has refused, the next may pull: that one waits for P's own ticket."""
         wish = _where_d_was(exchange, last_turn)
         setback: Setback | None = None
+        asked: list[Instance] = []
         instance: Instance | None = decoder
         while instance is not None:
             is_push = await self.watch.pushes(instance)
@@ -216,10 +217,11 @@ class Serving:
             if setback is None or exchange.reply.is_started:
                 return setback
             exchange.tried.append(instance)
+            asked.append(instance)
             self.watch.forget(instance)
             if not setback.is_refusal:
                 return replace(setback, needs_prefill=True)
-            instance = self.fleet.choose(Role.DECODE, wish, time.monotonic(), exchange.tried)
+            instance = self._next_decoder(exchange, wish, asked)
         return setback or _nobody(Role.DECODE)
 
     # -- whom ----------------------------------------------------------------------------------------------------------
@@ -237,6 +239,12 @@ class Serving:
         now = time.monotonic()
         chosen = self.fleet.choose(role, wish, now, exchange.tried)
         return chosen if chosen is not None or not exchange.tried else self.fleet.choose(role, wish, now)
+
+    def _next_decoder(self, exchange: Exchange, wish: Wish, asked: list[Instance]) -> Instance | None:
+        """One that has not failed this request, or one that has failed it with other blocks than these: that may have been P's fault."""
+        now = time.monotonic()
+        chosen = self.fleet.choose(Role.DECODE, wish, now, exchange.tried)
+        return chosen if chosen is not None or not exchange.tried else self.fleet.choose(Role.DECODE, wish, now, asked)
 
 
 def _where_d_was(exchange: Exchange, last_turn: Turn | None) -> Wish:

@@ -150,9 +150,10 @@ class _Run:
         yard = self._yard
         match act.deed:
             case Deed.KILL_PREFILL | Deed.KILL_DECODE:
-                killed_at = await asyncio.to_thread(yard.kill, member)
+                killed_at = time.monotonic()
+                family = yard.kill(member)
                 self._report.until_answered_elsewhere_s.append(await self._answered_after(killed_at))
-                await asyncio.to_thread(yard.restart, member)
+                await asyncio.to_thread(yard.restart, member, family)
                 await self._serves_again(member)
             case Deed.PAUSE:
                 await yard.pause(member, act.length_s)

@@ -75,7 +75,7 @@ def test_a_report_is_one_line_for_people_and_json_for_others() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_chaos_run_of_a_router_is_clean(tmp_path: Path) -> None:
-    words = ["--seed", "7", "--duration-s", "15", "--streams", "20", "--questions", "30", "--talks", "12"]
+    words = ["--seed", "7", "--duration-s", "12", "--size", "2", "--streams", "20", "--questions", "30", "--talks", "12"]
     command = [sys.executable, "-m", "tests.chaos", "router", *words, "--json", str(tmp_path / "report.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     print(done.stderr)

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 from tests.chaos.mode import Mode
 from tests.chaos.router.verdict import Happened
 from tests.chaos.yard import CHUNKED, EXTRA
-from tests.e2e.harness import Cluster, Engine, Starting, new_session, until
+from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, until
 
 __all__ = ["Member", "RouterYard"]
 
 REUSE: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 10}
 DRAIN_S = 60.0
 BACK_S = 60.0
+BURIED_S = 20.0
 STARTED_AT_ONCE = 2
-MOST_OUT = 2
-"""Of a role at any time: one is always left alone."""
 
 
 @dataclass
@@ -54,7 +54,8 @@ class RouterYard:
         self.router = router
         self.members = {member.name: member for member in members}
         self.happened = Happened()
-        self._out = {role: asyncio.Semaphore(MOST_OUT) for role in ("prefill", "decode")}
+        # Of each role one is always left alone.
+        self._out = {role: asyncio.Semaphore(len(self.names(role)) - 1) for role in ("prefill", "decode")}
 
     @classmethod
     @contextmanager
@@ -95,16 +96,18 @@ class RouterYard:
         async with member.lock, self._out[member.role]:
             yield
 
-    def kill(self, member: Member) -> float:
-        """With -9. When."""
-        killed_at = time.monotonic()
+    def kill(self, member: Member) -> list[psutil.Process]:
+        """With -9, at once. Its family, which `restart` sees buried."""
+        family = member.live.family()
         if member.role == "decode":
-            self.happened.kills.append((killed_at, member.live.url))
-        member.live.kill()
-        return killed_at
+            self.happened.kills.append((time.monotonic(), member.live.url))
+        family[0].kill()
+        return family
 
-    def restart(self, member: Member) -> None:
+    def restart(self, member: Member, family: list[psutil.Process]) -> None:
         """Another life at the same address, with the same engine id. Blocking."""
+        _, left = psutil.wait_procs(family, timeout=BURIED_S)
+        assert not any(map(is_alive, left)), f"left behind by {member.name}: {left}"
         self.cluster.dismiss(member.live.process)
         member.engine = self._serve(member, member.live.address.port).ready()
 

@@ -243,12 +243,13 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_its_request(model
     asyncio.run(scene())
 
 
-def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path) -> None:
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, {"do_remote_prefill": True, "conversation": "w"}])
+def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path, params: dict[str, Any] | None) -> None:
     async def scene() -> None:
         engine = ScriptedEngine(silent)
         async with stage(engine, model, ApiSettings(stall_timeout_s=0.2)) as s:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]), limit=1)
-            body = json.dumps({"prompt": [5], "stream": True, "return_token_ids": True}).encode()
+            body = json.dumps({"prompt": [5], "stream": True, "return_token_ids": True, "kv_transfer_params": params}).encode()
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             await until(lambda: bool(engine.live))
             (request_id,) = engine.live
@@ -260,6 +261,8 @@ def test_a_client_that_does_not_read_is_given_up_and_holds_up_nobody(model: Path
             engine.script = lambda request: outputs_of(request, [40])
             await s.complete(prompt=[6])
             await until(lambda: not engine.live)
+            # Nobody will come for what it was to hand over.
+            await until(lambda: engine.abandoned == ([request_id] if params is not None else []))
             assert engine.aborted == [request_id]
             writer.close()
             assert reader

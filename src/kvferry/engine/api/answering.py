@@ -55,6 +55,7 @@ class Answering:
         self._context = context_of(http)
         self._request = request
         self._timer = self._context.metrics.timer()
+        self._is_client_gone = False
         self.request_id = f"{prefix}-{REQUEST_ID.get()}"
         tokenizer = self._context.tokenizer
         self.names = TokenNames.as_ids(tokenizer) if request.return_tokens_as_token_ids else TokenNames(tokenizer)
@@ -91,13 +92,28 @@ class Answering:
         try:
             response = await answering
             if not response.prepared:
-                await response.prepare(self._http)
-                await response.write_eof()
-        except (asyncio.CancelledError, ConnectionError):
-            for request in asked.requests:
-                self._context.engine.abandon(request.request_id)
+                await self._write(response)
+        except asyncio.CancelledError:
+            self._abandon(asked)
             raise
+        if self._is_client_gone:
+            self._abandon(asked)
         return response
+
+    async def _write(self, response: web.StreamResponse) -> None:
+        try:
+            await response.prepare(self._http)
+            await response.write_eof()
+        except ConnectionError as error:
+            self._note_client_gone(error)
+
+    def _abandon(self, asked: Asked) -> None:
+        for request in asked.requests:
+            self._context.engine.abandon(request.request_id)
+
+    def _note_client_gone(self, error: ConnectionError) -> None:
+        self._is_client_gone = True
+        _log.info("client gone request=%s: %s", self.request_id, error)
 
     def _assembler(self, index: int, openings: Sequence[str]) -> TextAssembler:
         request = self._request
@@ -132,9 +148,7 @@ class Answering:
             await self._send_all(events, generation, replies, tally)
             await events.finish()
         except ConnectionResetError as error:
-            _log.info("client gone request=%s: %s", self.request_id, error)
-            if self._request.is_prefill_for_peer or self._request.is_turn:
-                raise
+            self._note_client_gone(error)
         except RequestRefused as refusal:
             await self._fail(events, refusal)
         except asyncio.CancelledError:
@@ -182,4 +196,4 @@ class Answering:
             await events.send(error_body(refusal))
             await events.finish()
         except ConnectionResetError as error:
-            _log.info("client gone request=%s: %s", self.request_id, error)
+            self._note_client_gone(error)
