@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,24 +13,32 @@ from kvferry.bench.multiturn_fleet import Arrangement, Counted
 from kvferry.errors import ConfigError
 
 CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)
+BLOCK = 16
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 """4 layers, 2 heads, K and V, 64 floats each."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_every_token_of_every_prompt_is_accounted_for() -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "multiturn", "--json", "--conversations", "1", "--turns", "2"]
-    ran = subprocess.run([*command, "--first-tokens", "320", "--answer-tokens", "80"], capture_output=True, text=True, timeout=480)
+def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
+    command = [sys.executable, "-m", "kvferry", "bench", "multiturn", "--json", "--conversations", "1", "--turns", "3"]
+    lengths = ["--first-tokens", "320", "--answer-tokens", "80", "--prefix-caching", "off"]
+    ran = subprocess.run([*command, *lengths], capture_output=True, text=True, timeout=480)
     assert ran.stdout, ran.stderr
-    told = json.loads(ran.stdout)
-    rows: dict[tuple[bool, bool, int], dict[str, Any]] = {(row["prefix_caching"], row["reuse"], row["turn"]): row for row in told["rows"]}
-    assert len(rows) == 2 * 2 * 2
+    rows: dict[tuple[bool, int], dict[str, Any]] = {(row["reuse"], row["turn"]): row for row in json.loads(ran.stdout)["rows"]}
+    assert len(rows) == 2 * 3
     for row in rows.values():
         assert row["computed_tokens"] + row["cached_tokens"] + row["pulled_tokens"] == row["prompt_tokens"]
-        assert row["pulled_bytes"] == row["pulled_tokens"] * TOKEN_BYTES
+        # Blocks move whole.
+        assert row["pulled_bytes"] == -(-row["pulled_tokens"] // BLOCK) * BLOCK * TOKEN_BYTES
         assert row["pulled_tokens"] == 0 or row["reuse"]
         assert row["ttft_p50_ms"] > 0
+    for before, after in pairwise(range(1, 4)):
+        # All that D had when the turn before ended, but for what is less than a block.
+        known = rows[True, before]["prompt_tokens"] + 80
+        assert known - BLOCK < rows[True, after]["pulled_tokens"] <= known
+        # The control: without reuse, and without a cache, all of it is computed again.
+        assert rows[False, after]["computed_tokens"] == rows[False, after]["prompt_tokens"]
 
 
 def turn(arrangement: Arrangement, number: int, reuse: bool, ttft_s: float, computed: int) -> Turn:

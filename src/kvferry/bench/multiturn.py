@@ -85,6 +85,8 @@ def add_arguments(parser: Parser) -> None:
         ("answer-tokens", 64, "of every answer"),
     ):
         parser.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
+    help_text = "of prefill engines: on (2 in turn), off (1) or both, one after the other (default: %(default)s)"
+    parser.add_argument("--prefix-caching", default="both", choices=("on", "off", "both"), help=help_text)
     parser.add_argument("--plane", default="shm", choices=("shm", "nixl", "tcp"), help="data plane (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -98,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         model = Path(directory) / "model"
         _make_model(model, lengths.total)
         for arrangement in ARRANGEMENTS:
+            if arguments.prefix_caching != "both" and arrangement.prefix_caching != (arguments.prefix_caching == "on"):
+                continue
             print(f"{arrangement}: starting", file=sys.stderr, flush=True)
             with start_fleets(model, arrangement, arguments.plane) as fleets:
                 turns += _measure(fleets, lengths, arguments.conversations)

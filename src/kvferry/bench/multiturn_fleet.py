@@ -155,7 +155,8 @@ def _start_engines(fleet: Fleet, model: Path, plane: str, start: Callable[[str, 
 
 
 def _router(fleet: Fleet) -> list[str]:
-    command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", "0"]
+    # Turns go from one P to the next, as they do in a large fleet: what the other has is not there.
+    command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", "0", "--prefill-policy", "round_robin"]
     for role, addresses in (("prefiller", fleet.prefill), ("decoder", fleet.decode)):
         command += [f"--{role}-hosts", *(address.host for address in addresses)]
         command += [f"--{role}-ports", *(str(address.port) for address in addresses)]
