@@ -1,9 +1,12 @@
 """Real vLLM servers, embedded engines and routers as child processes. Whatever happens, nothing of them outlives the `with` block."""
 
+import json
 import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_S = 240.0
 LOOPBACK = "127.0.0.1"
+OUR_ROUTER = "kvferry router"
 BY_MODULE_PATH = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
 BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
@@ -71,7 +75,7 @@ class Fleet(Household):
         for role, engines in (("prefiller", prefill), ("decoder", decode)):
             command += [f"--{role}-hosts", *(engine.address.host for engine in engines)]
             command += [f"--{role}-ports", *(str(engine.address.port) for engine in engines)]
-        return self._start("kvferry router", command, environment or {}, Address(LOOPBACK, port))
+        return self._start(OUR_ROUTER, command, environment or {}, Address(LOOPBACK, port))
 
     def router(self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Engine:
         """Somebody else's router, listening on `port`."""
@@ -86,12 +90,23 @@ class Fleet(Household):
 
 
 def ready(*engines: Engine) -> None:
-    """Wait until all answer /health."""
+    """Wait until all answer /health, and our router has noticed those that it was started before."""
     deadline = time.monotonic() + START_S
     waiting = list(engines)
     while waiting:
-        waiting = [engine for engine in waiting if not is_healthy(engine.address)]
+        waiting = [engine for engine in waiting if not is_healthy(engine.address) or not _has_noticed_all(engine)]
         for engine in waiting:
             is_late = time.monotonic() > deadline or engine.process.has_failed
             assert not is_late, "\n".join([f"{engine.process.name} did not become healthy", *engine.process.tail(150)])
         time.sleep(0.2 if waiting else 0)
+
+
+def _has_noticed_all(engine: Engine) -> bool:
+    """A router looks every second for instances that were not there, and lets D compute alone until P is."""
+    if engine.process.name != OUR_ROUTER:
+        return True
+    connection = HTTPConnection(engine.address.host, engine.address.port, timeout=5)
+    with closing(connection):
+        connection.request("GET", "/readyz")
+        state = json.loads(connection.getresponse().read())
+    return bool(state["prefill_usable"] and state["decode_usable"])
