@@ -49,7 +49,14 @@ DEFAULT_IS_RIGHT = {
     "take_events": "we keep no cache of our own",
 }
 
-KVFERRY_ONLY = {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache", "request_abandoned", "set_wakeup"}
+KVFERRY_ONLY = {
+    "is_load_optional",
+    "prefer_cross_layer_blocks",
+    "register_cross_layers_kv_cache",
+    "request_abandoned",
+    "set_wakeup",
+    "want_blocks",
+}
 
 
 def public_names(of: type) -> set[str]:
@@ -170,8 +177,8 @@ def test_our_own_contract_has_the_names_of_vllms() -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours", "only_ours"),
     [
-        (KVConnectorTransferResults, contract.KVConnectorTransferResults, {"failure_reasons", "given_up_recving"}),
-        (KVConnectorOutput, contract.KVConnectorOutput, {"failure_reasons", "given_up_recving"}),
+        (KVConnectorTransferResults, contract.KVConnectorTransferResults, {"failure_reasons", "given_up_recving", "recving_times"}),
+        (KVConnectorOutput, contract.KVConnectorOutput, {"failure_reasons", "given_up_recving", "recving_times"}),
     ],
 )
 def test_results_have_the_fields_we_translate(theirs: type, ours: type, only_ours: set[str]) -> None:
