@@ -1,5 +1,5 @@
-"""The same with everything set differently: plugin name, block size, a child of MultiConnector, chunked prefill, preemption, no async
-scheduling, no prefix cache, policy recompute."""
+"""The same with everything set differently: plugin name, block size, chunked prefill, preemption, no async scheduling, no prefix cache,
+policy recompute; and as a child of MultiConnector."""
 
 import asyncio
 import re
@@ -19,16 +19,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, model: Path, trio: Trio) -> Iterator[Trio]:
     directory = tmp_path_factory.mktemp("other")
-    stored = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(directory)},
-    }
-    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [BY_PLUGIN, stored]}}
     with Fleet(directory / "processes", model, trio.fleet.secret) as fleet:
         small = ("--block-size", "64", "--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "128", "--max-num-seqs", "16")
         p = fleet.vllm("prefill", *small, "--no-async-scheduling", "--no-enable-prefix-caching", transfer=BY_PLUGIN)
-        d = fleet.vllm("decode", *small, transfer=several, policy="recompute", cores="1")
+        d = fleet.vllm("decode", *small, transfer=BY_PLUGIN, policy="recompute", cores="1")
         router = fleet.kvferry_router([p], [d])
         ready(p, d, router)
         yield Trio(fleet, p, d, router)
@@ -78,3 +72,23 @@ def test_what_was_moved_is_counted_under_vllms_names_and_ours(other: Trio) -> No
         assert d["vllm:nixl_num_failed_transfers_total"] == d["kvferry:failed_handshakes_total"] + d["kvferry:failed_transfers_total"]
 
     asyncio.run(check())
+
+
+def test_tokens_beside_another_connector(trio: Trio, tmp_path: Path) -> None:
+    """With room for everything: vLLM's own example ends its engine when a request is preempted, whoever is beside it."""
+    stored = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [BY_PLUGIN, stored]}}
+    prompts = random_prompts(8, seed=9, longest=400)
+    d = trio.fleet.vllm("several", transfer=several, cores="1")
+    ready(d)
+
+    async def check() -> None:
+        async with new_session(60) as session:
+            for prompt in prompts:
+                params = await prefill(session, trio.p, prompt)
+                assert await ask(session, d, prompt, kv_transfer_params=params) == await ask(session, trio.p, prompt)
+            assert (await metrics(session, d))["kvferry:finished_pulls_total"] == len(prompts)
+            await assert_free(session, trio.p, d)
+
+    asyncio.run(check())
+    trio.fleet.stop(d)

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -23,8 +24,10 @@ from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
+from kvferry.vllm.block_needs import BlockNeeds
 from kvferry.vllm.logs import log_with_vllm
 from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
+from kvferry.vllm.optional_loads import ExcusedFailures, OptionalLoads
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import Prefills
 from kvferry.vllm.refusals import check_servable
@@ -44,6 +47,22 @@ class StepMetadata(KVConnectorMetadata):
     """Our step's message in vLLM's wrapping."""
 
     inner: contract.KVConnectorMetadata
+    optional_loads: tuple[str, ...] = ()
+    """Of this step."""
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """A rank's news for our scheduler in vLLM's wrapping."""
+
+    inner: contract.KVConnectorWorkerMetadata | None
+    failed_loads: frozenset[str] = frozenset()
+    """Optional ones."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerMetadata":
+        assert isinstance(other, WorkerMetadata)
+        inner = self.inner.aggregate(other.inner) if self.inner is not None and other.inner is not None else self.inner or other.inner
+        return WorkerMetadata(inner, self.failed_loads | other.failed_loads)
 
 
 @dataclass
@@ -69,7 +88,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         config = connector_config(vllm_config, self.inner_name, rank, formats)
         our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
         self._generation = 0
-        self._inner = KVConnectorFactory.create_connector(config, our_role, cache_config(vllm_config, kv_cache_config, formats))
+        cache = cache_config(vllm_config, kv_cache_config, formats)
+        self._needs = BlockNeeds(cache.block_size, len(cache.groups))
+        self._loads = OptionalLoads()
+        self._excused = ExcusedFailures()
+        self._is_untold = False
+        self._inner = KVConnectorFactory.create_connector(config, our_role, cache)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -93,6 +117,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode)
 
     def get_kv_connector_stats(self) -> FerryStats | None:
+        self._is_untold = False
         stats = self._inner.get_kv_connector_stats()
         return None if stats is None else FerryStats(stats.to_dict())
 
@@ -108,44 +133,84 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM asks for it when cached KV is no longer right, because weights have changed. Ours is then handed over only to, and taken
         only from, engines that were told so equally often."""
         self._generation += 1
+        self._inner.want_blocks(self._kv_cache_config.num_blocks)
         _log.warning("caches were reset generation=%d: KV is exchanged with engines of the same generation", self._generation)
         return None
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._needs.watermark = kv_cache_manager.watermark_blocks
 
     def on_new_request(self, request: Any) -> None:
         self._inner.on_new_request(self._view(request))
         keep_from_workers(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._inner.get_num_new_matched_tokens(self._view(request), num_computed_tokens)
+        count, is_async = self._inner.get_num_new_matched_tokens(self._view(request), num_computed_tokens)
+        if count is None:
+            self._needs.note_passed_over()
+        else:
+            self._needs.note_asked(request, num_computed_tokens, will_load=is_async)
+        return count, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._needs.note_admitted(request, num_external_tokens)
         self._inner.update_state_after_alloc(self._view(request), BlocksView(blocks), num_external_tokens)
+        if num_external_tokens and self._inner.is_load_optional(str(request.request_id)):
+            self._loads.begin(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepMetadata(self._inner.build_connector_meta(scheduler_output))
+        return self._wrapped(scheduler_output, scheduler_output)
+
+    def _wrapped(self, scheduler_output: Any, plan: Any) -> StepMetadata:
+        """`plan`: the step as our connector wants to know it."""
+        lacking = self._needs.to_start(self._num_free_blocks)
+        if lacking:
+            self._inner.want_blocks(lacking)
+        self._needs.note_planned(scheduler_output)
+        return StepMetadata(self._inner.build_connector_meta(plan), self._loads.take_untold())
+
+    @property
+    def _num_free_blocks(self) -> int:
+        return int(self._kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def has_pending_block_frees(self) -> bool:
+        # vLLM asks when a running request lacks blocks, before it takes another's.
+        self._inner.want_blocks(self._needs.to_run(self._num_free_blocks))
+        return self._inner.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
-        return self._inner.has_pending_push_work()
+        return self._is_untold or self._inner.has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
+        news = connector_output.kv_connector_worker_meta
+        finished = set(connector_output.finished_recving or ())
+        if news is not None:
+            self._loads.note_failed(news.failed_loads)
+        excused = self._loads.end(finished, self._kv_cache_manager)
         ours = contract.KVConnectorOutput(
             finished_sending=set(connector_output.finished_sending or ()),
-            finished_recving=set(connector_output.finished_recving or ()),
-            failed_recving=set(connector_output.failed_recving or ()),
+            finished_recving=finished,
+            failed_recving=set(connector_output.failed_recving or ()) | excused,
+            kv_connector_worker_meta=None if news is None else news.inner,
         )
         self._inner.update_connector_output(ours)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._needs.end(request.request_id)
         return self._inner.request_finished(self._view(request), without_null(block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
+        self._needs.end(request.request_id)
         return self._inner.request_finished_all_groups(self._view(request), tuple(map(without_null, block_ids)))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):
             raise ConfigError("vLLM's MultiConnector passes on the first child's handshake data only: list KVFerryConnector first")
         self._inner.set_xfer_handshake_metadata({rank: part.inner for rank, part in metadata.items()})
+        # Routers find our side channel on `/metrics`, and before its first step vLLM's front-end hears nothing of us.
+        self._is_untold = True
 
     # -- worker ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +225,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._excused.expect(connector_metadata.optional_loads)
         self._inner.bind_connector_metadata(connector_metadata.inner)
         # Here, because vLLM calls start_load_kv after the forward: a peer would wait for a whole step of ours.
         self._inner.start_load_kv(None)
@@ -182,7 +248,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._inner.get_transfer_results(finished_req_ids)
-        return KVConnectorTransferResults(results.finished_sending, results.finished_recving, results.failed_recving)
+        failed = self._excused.excuse(results.finished_recving, results.failed_recving)
+        return KVConnectorTransferResults(results.finished_sending, results.finished_recving, failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        news = WorkerMetadata(self._inner.build_connector_worker_meta(), self._excused.take_failed())
+        return news if news.inner is not None or news.failed_loads else None
 
 
 class KVFerryPushConnector(KVFerryConnector):
@@ -201,7 +272,7 @@ class KVFerryPushConnector(KVFerryConnector):
         keep_from_workers(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepMetadata(self._inner.build_connector_meta(self._prefills.plan(scheduler_output, self._tables)))
+        return self._wrapped(scheduler_output, self._prefills.plan(scheduler_output, self._tables))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._prefills.end(str(request.request_id))

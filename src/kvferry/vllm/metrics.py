@@ -9,7 +9,18 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, MODE_HELP, MODE_METRIC, NIXL_COUNTERS, TransferStats, merge_stats
+from kvferry.connectors.stats import (
+    COUNTERS,
+    HISTOGRAMS,
+    LEVELS,
+    MODE_HELP,
+    MODE_METRIC,
+    NIXL_COUNTERS,
+    SIDE_CHANNEL_HELP,
+    SIDE_CHANNEL_METRIC,
+    TransferStats,
+    merge_stats,
+)
 
 __all__ = ["FerryPromMetrics", "FerryStats"]
 
@@ -68,6 +79,8 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         mode = self._maker(metric_types[Gauge], [*labelnames, "mode"], multiprocess_mode="mostrecent")(f"kvferry:{MODE_METRIC}", MODE_HELP)
         for labels in per_engine_labelvalues.values():
             mode.labels(*labels, transfer_mode).set(1)
+        make_by_address = self._maker(metric_types[Gauge], [*labelnames, "address"], multiprocess_mode="mostrecent")
+        self._side_channel = make_by_address(f"kvferry:{SIDE_CHANNEL_METRIC}", SIDE_CHANNEL_HELP)
         # What has never happened shows as 0 instead of being absent.
         for metrics in (self._counters, self._nixl_counters, self._gauges, self._histograms):
             for metric in metrics.values():
@@ -87,6 +100,8 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             known = self._levels.setdefault((engine_idx, name), {})
             known.update(latest)
             self._gauges[name].labels(*labels).set(sum(known.values()))
+        if SIDE_CHANNEL_METRIC in data:
+            self._side_channel.labels(*labels, data[SIDE_CHANNEL_METRIC]).set(1)
         for plane, row in data.get("planes", {}).items():
             for field, family in self._by_plane.items():
                 _add(family, [*labels, plane], row.get(field, 0))

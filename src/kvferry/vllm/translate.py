@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -26,8 +25,6 @@ from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
 
 __all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "has_token_rows", "keep_from_workers", "without_null"]
-
-_log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
@@ -183,7 +180,7 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_b
             # vLLM names the device; for us every other than the CPU's memory is the engine's own.
             "kv_buffer_device": "cpu" if theirs.kv_buffer_device == "cpu" else "auto",
             "kv_load_failure_policy": theirs.kv_load_failure_policy,
-            "kv_connector_extra_config": _without_reuse(theirs.kv_connector_extra_config),
+            "kv_connector_extra_config": theirs.kv_connector_extra_config,
         }
     )
     side_channel = _side_channel(vllm_config)
@@ -267,10 +264,3 @@ def _epoch(vllm_config: Any) -> str:
     alone would not do: whoever sets it to one word for good would have tickets of a dead life taken for this one's."""
     words = (os.environ.get(EPOCH_VARIABLE, ""), vllm_config.instance_id, vllm_config.kv_transfer_config.engine_id)
     return "-".join(word for word in words if word)
-
-
-def _without_reuse(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Accepted, because known commands carry it; nobody shall believe that it is in effect."""
-    if extra.get("bidirectional_kv_xfer"):
-        _log.warning("setting has no effect in vLLM yet setting=bidirectional_kv_xfer")
-    return {key: value for key, value in extra.items() if key != "bidirectional_kv_xfer"}

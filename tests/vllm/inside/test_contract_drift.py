@@ -21,8 +21,6 @@ from kvferry.vllm import KVFerryConnector, KVFerryPushConnector, NixlConnector, 
 
 DEFAULT_IS_RIGHT = {
     "bind_gpu_block_pool": "we never touch the engine's block counts",
-    "bind_kv_cache_manager": "likewise",
-    "build_connector_worker_meta": "workers tell the scheduler nothing but transfer results",
     "build_kv_connector_stats": "no statistics yet",
     "build_prom_metrics": "no statistics yet",
     "finish_forward": "nothing of ours happens inside a forward",
@@ -36,7 +34,6 @@ DEFAULT_IS_RIGHT = {
     "get_mem_pool_context": "the engine's own memory will do",
     "handle_preemptions": "there are no saves that could be under way",
     "has_connector_metadata": "it reads what bind_connector_metadata of the base class has stored",
-    "has_pending_block_frees": "a lease may last long: preempting beats waiting for it",
     "register_finished_partial_tail": "we offload no tails",
     "requires_kv_delivery": "a producer must not hand over blocks that a preemption has freed",
     "requires_piecewise_for_cudagraph": "nothing of ours happens per layer",

@@ -1,0 +1,311 @@
+"""Conversations between real vLLM servers behind kvferry's router: P fetches from D what it lacks, and every answer is a single vLLM's.
+
+P remembers nothing (no prefix cache), so it lacks all that was said before; asked without a transfer it is the single vLLM to compare with.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, until
+from tests.vllm.documented import documented
+from tests.vllm.fleet import Fleet, ready
+from tests.vllm.right import BYTES_PER_TOKEN
+from tests.vllm.vllm_asking import stream
+from tests.vllm.yard import kill
+
+from kvferry.bench.vllm_servers import free_ports
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BLOCK = 32
+ANSWER_TOKENS = 24
+EAGER = {"kv_recompute_threshold": 0, "kv_lease_duration": 600}
+UNCACHED = "--no-enable-prefix-caching"
+PULLED, BYTES = "kvferry:reuse_pulled_tokens_total", "kvferry:reuse_pulled_bytes_total"
+KEPT, EVICTED, LAPSED = "kvferry:kept_turns_total", "kvferry:kept_turns_evicted_total", "kvferry:kept_turns_lapsed_total"
+REFUSED = "kvferry:reuse_skipped_refused_total"
+
+_rng = random.Random(60)
+_names = count()
+
+
+def says(length: int = 40) -> tuple[int, ...]:
+    """Something nobody has said yet."""
+    return tuple(_rng.randrange(10, 500) for _ in range(length))
+
+
+@dataclass(frozen=True)
+class Scene:
+    fleet: Fleet
+    p: Engine
+    d: Engine
+    router: Engine
+
+
+@dataclass(frozen=True)
+class Told:
+    """How a turn went."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    num_pulled: int
+    """Tokens that P fetched."""
+    num_bytes: int
+    num_computed: int
+    """Tokens that P computed."""
+
+    @property
+    def num_kept(self) -> int:
+        """D never computes the last token that it says."""
+        return len(self.prompt) + len(self.answer) - 1
+
+
+async def counted(session: aiohttp.ClientSession, p: Engine) -> tuple[int, int, int]:
+    """Tokens fetched, bytes fetched, tokens computed."""
+    async with session.get(f"{p.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    [computed] = [line for line in lines if line.startswith("vllm:prompt_tokens_by_source_total") and '"local_compute"' in line]
+    seen = await metrics(session, p)
+    return int(seen[PULLED]), int(seen[BYTES]), int(float(computed.rpartition(" ")[2]))
+
+
+async def take_turn(session: aiohttp.ClientSession, scene: Scene, name: str, prompt: tuple[int, ...]) -> Told:
+    """Streamed. The answer is not looked at. Nobody else may talk to P meanwhile."""
+    before = await counted(session, scene.p)
+    answer = await stream(session, scene.router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name)
+    return Told(prompt, answer, *(now - then for now, then in zip(await counted(session, scene.p), before, strict=True)))
+
+
+async def alone(session: aiohttp.ClientSession, p: Engine, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What one vLLM says that computes everything itself."""
+    return (await ask(session, p, Prompt(prompt, ANSWER_TOKENS))).token_ids[0]
+
+
+@asynccontextmanager
+async def talking(scene: Scene) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """A new conversation of the fleet that has been asked so often already that everybody knows everybody."""
+    async with new_session(120) as session:
+
+        async def is_fetched() -> bool:
+            name, prompt = f"warm {next(_names)}", says(40)
+            for _ in range(2):
+                told = await take_turn(session, scene, name, prompt)
+                prompt = told.prompt + told.answer + says(5)
+            return told.num_pulled > 0
+
+        await until("turns are fetched", is_fetched, 60)
+        yield session, f"talk {next(_names)}"
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Scene]:
+    for_p, for_d, _ = documented("Conversations")
+    with Fleet(tmp_path_factory.mktemp("reuse"), model) as fleet:
+        p = fleet.vllm("prefill", UNCACHED, transfer=for_p.transfer, extra=EAGER)
+        d = fleet.vllm("decode", transfer=for_d.transfer, extra=EAGER, cores="1")
+        ready(p, d)
+        router = fleet.kvferry_router([p], [d])
+        ready(router)
+        yield Scene(fleet, p, d, router)
+
+
+def test_the_side_channel_is_on_the_page_before_anybody_asks_anything(scene: Scene) -> None:
+    async def check() -> None:
+        async with new_session() as session:
+            for engine in (scene.p, scene.d):
+                assert (await metrics(session, engine))["kvferry:side_channel"] == 1
+
+    asyncio.run(check())
+
+
+def test_of_six_turns_p_computes_only_what_is_new(scene: Scene) -> None:
+    async def check() -> None:
+        async with talking(scene) as (session, name):
+            before = await take_turn(session, scene, name, says(100))
+            assert (before.num_pulled, before.num_computed) == (0, 100)
+            for _ in range(5):
+                told = await take_turn(session, scene, name, before.prompt + before.answer + says())
+                assert told.num_pulled == before.num_kept
+                assert told.num_bytes == -(-before.num_kept // BLOCK) * BLOCK * BYTES_PER_TOKEN
+                assert told.num_computed == len(told.prompt) - before.num_kept
+                assert told.answer == await alone(session, scene.p, told.prompt)
+                before = told
+            seen = await metrics(session, scene.p)
+            assert (seen["kvferry:failed_pulls_total"], seen["kvferry:reuse_failed_pulls_total"]) == (0, 0)
+
+    asyncio.run(check())
+
+
+def without_thoughts(told: Told) -> tuple[int, ...]:
+    """A client that strips what the model thought: a piece from the middle of its answer is missing."""
+    return told.prompt + told.answer[:3] + told.answer[11:] + says()
+
+
+def edited(told: Told) -> tuple[int, ...]:
+    return told.prompt[:70] + says(5) + told.prompt[75:] + told.answer + says()
+
+
+def led_otherwise(told: Told) -> tuple[int, ...]:
+    """Another system prompt."""
+    return says(7) + told.prompt[7:] + told.answer + says()
+
+
+def retokenised(told: Told) -> tuple[int, ...]:
+    """The same text in other tokens: all that comes behind the first of them stands elsewhere."""
+    another = 10 + (told.answer[-12] + 1) % 490
+    return told.prompt + told.answer[:-12] + (another,) + told.answer[-11:] + says()
+
+
+def cut_short(told: Told) -> tuple[int, ...]:
+    return told.prompt[:50]
+
+
+@pytest.mark.parametrize("change", [without_thoughts, edited, led_otherwise, retokenised, cut_short])
+def test_only_what_both_texts_have_in_common_is_fetched(scene: Scene, change: Callable[[Told], tuple[int, ...]]) -> None:
+    async def check() -> None:
+        async with talking(scene) as (session, name):
+            first = await take_turn(session, scene, name, says(100))
+            prompt = change(first)
+            said = first.prompt + first.answer
+            common = next((i for i, (a, b) in enumerate(zip(said, prompt, strict=False)) if a != b), min(len(said), len(prompt)))
+            told = await take_turn(session, scene, name, prompt)
+            assert told.num_pulled == common // BLOCK * BLOCK
+            assert told.answer == await alone(session, scene.p, prompt)
+            # It goes on from there.
+            third = await take_turn(session, scene, name, told.prompt + told.answer + says())
+            assert third.num_pulled == told.num_kept
+            assert third.answer == await alone(session, scene.p, third.prompt)
+
+    asyncio.run(check())
+
+
+def test_chats_go_on_whatever_becomes_of_the_text(scene: Scene) -> None:
+    """Not streamed, as text: what the model said comes back in whatever tokens the tokenizer makes of it, the second time with a changed
+    space, the third without its first words."""
+
+    def body(messages: list[dict[str, str]]) -> dict[str, Any]:
+        return {"model": "tiny", "messages": messages, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
+
+    async def check() -> None:
+        async with talking(scene) as (session, name):
+            messages = [{"role": "system", "content": "You know all ferries. " * 8}]
+            changes: list[Callable[[str], str]] = [str, lambda text: text + " ", lambda text: text[len(text) // 2 :], str]
+            for number, change in enumerate(changes):
+                messages.append({"role": "user", "content": f"Where does ferry {number} of {name} go?"})
+                pulled, _, _ = await counted(session, scene.p)
+                through = await post(session, scene.router, {**body(messages), "conversation_id": name}, "/v1/chat/completions")
+                assert through.is_ok, through.body
+                assert "kv_transfer_params" not in through.body
+                assert ((await counted(session, scene.p))[0] > pulled) is (number > 0)
+                direct = await post(session, scene.p, body(messages), "/v1/chat/completions")
+                assert through.body["choices"] == direct.body["choices"]
+                messages.append({"role": "assistant", "content": change(through.body["choices"][0]["message"]["content"])})
+
+    asyncio.run(check())
+
+
+def test_bytes_that_are_corrupted_between_d_and_p_change_the_tokens(scene: Scene) -> None:
+    """The negative control of all these comparisons."""
+    transfer = documented("Conversations")[0].transfer
+    faults = {"KVFERRY_FAULTS": "corrupt:every=1"}
+    p = scene.fleet.vllm("corrupted prefill", UNCACHED, transfer=transfer, extra=EAGER, environment=faults)
+    ready(p)
+    router = scene.fleet.kvferry_router([p], [scene.d])
+    ready(router)
+    corrupted = Scene(scene.fleet, p, scene.d, router)
+
+    async def check() -> None:
+        async with talking(corrupted) as (session, name):
+            first = await take_turn(session, corrupted, name, says(100))
+            assert first.answer == await alone(session, scene.p, first.prompt)
+            told = await take_turn(session, corrupted, name, first.prompt + first.answer + says())
+            assert told.num_pulled == first.num_kept
+            assert told.answer != await alone(session, scene.p, told.prompt)
+
+    asyncio.run(check())
+    scene.fleet.stop(router)
+    scene.fleet.stop(p)
+
+
+def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> None:
+    """A D with so few blocks that it can keep less than half of what is said, and keeps nothing for long."""
+    transfer = {**documented("Conversations")[1].transfer, "engine_id": "small"}
+    ports = free_ports(2)
+    few = ("--num-gpu-blocks-override", "72")
+
+    def start(**extra: Any) -> Engine:
+        d = scene.fleet.vllm("small decode", *few, transfer=transfer, extra={**EAGER, **extra}, cores="1", ports=(ports[0], ports[1]))
+        ready(d)
+        return d
+
+    small = start()
+    router = scene.fleet.kvferry_router([scene.p], [small])
+    ready(router)
+
+    async def converse(session: aiohttp.ClientSession) -> None:
+        name, prompt = f"talk {next(_names)}", says(60)
+        for _ in range(3):
+            answer = await stream(session, router, Prompt(prompt, ANSWER_TOKENS), conversation_id=name)
+            assert answer == await alone(session, scene.p, prompt)
+            prompt += answer + says()
+
+    async def crowd() -> None:
+        async with talking(Scene(scene.fleet, scene.p, small, router)) as (session, _):
+            pulled = (await metrics(session, scene.p))[PULLED]
+            for _ in range(4):
+                await asyncio.gather(*(converse(session) for _ in range(6)))
+            seen = await metrics(session, small)
+            assert (await metrics(session, scene.p))[PULLED] > pulled
+            assert seen[KEPT] >= 72
+            assert seen[EVICTED] > 0
+            assert seen["vllm:num_preemptions_total"] == 0
+            # One that needs nearly the whole cache is served, too.
+            large = Prompt(says(2000), 8)
+            assert await ask(session, small, large) == await ask(session, scene.p, large)
+
+    async def outlive(d: Engine) -> None:
+        """The next turn of a conversation whose D was killed and is another one now."""
+        async with new_session(120) as session:
+            first = Prompt(says(100), ANSWER_TOKENS)
+            made = await ask(session, scene.p, first, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+            kept = (await ask(session, d, first, kv_transfer_params=made.body["kv_transfer_params"])).body["kv_transfer_params"]
+            name = f"talk {next(_names)}"
+            before = await stream(session, router, first, conversation_id=name)
+            kill(d)
+            scene.fleet.stop(d)
+            refused = (await metrics(session, scene.p))[REFUSED]
+            prompt = first.token_ids + before + says()
+            # By hand, so that the ticket is surely used: nobody is there to answer for it.
+            by_hand = await ask(session, scene.p, Prompt(prompt, 1), kv_transfer_params=kept)
+            assert by_hand.token_ids[0] == (await alone(session, scene.p, prompt))[:1]
+            assert (await metrics(session, scene.p))[REFUSED] == refused + 1
+            new = await asyncio.to_thread(lambda: start(decoder_kv_blocks_ttl=1))
+            by_hand = await ask(session, scene.p, Prompt(prompt, 1), kv_transfer_params=kept)
+            assert by_hand.token_ids[0] == (await alone(session, scene.p, prompt))[:1]
+
+            async def is_served() -> bool:
+                body = {**Prompt(prompt, ANSWER_TOKENS).body(), "conversation_id": name}
+                answer = await post(session, router, body)
+                assert not answer.is_ok or answer.token_ids[0] == await alone(session, scene.p, prompt)
+                return answer.is_ok
+
+            await until("the router has found the new D", is_served, 60)
+
+            async def is_over() -> bool:
+                seen = await metrics(session, new)
+                return seen[LAPSED] == seen[KEPT] > 0 and seen["kvferry:num_kept_turns"] == seen["vllm:kv_cache_usage_perc"] == 0
+
+            await until("all kept turns have run out", is_over, 60)
+            scene.fleet.stop(new)
+
+    asyncio.run(crowd())
+    asyncio.run(outlive(small))
+    scene.fleet.stop(router)
