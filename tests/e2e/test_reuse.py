@@ -282,13 +282,18 @@ def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(
     """40 blocks, of which a turn keeps 9 or more: the oldest go, the others are fetched, and every answer is right."""
     d = stage.cluster.serve("small decode", "--num-gpu-blocks-override", "40", extra={**PATIENT, **REUSE}).ready()
 
-    async def converse(session: aiohttp.ClientSession) -> int:
-        talk = Talk(plain, history=says(60))
-        return sum([(await talk.turn(session, stage.uncached, d, is_streamed=True)).num_pulled for _ in range(4)])
+    async def converse(session: aiohttp.ClientSession, room: asyncio.Semaphore) -> int:
+        talk, num_pulled = Talk(plain, history=says(60)), 0
+        for _ in range(4):
+            async with room:
+                num_pulled += (await talk.turn(session, stage.uncached, d, is_streamed=True)).num_pulled
+        return num_pulled
 
     async def check() -> None:
+        # Two turns, of at most 18 blocks each, have room beside each other: whoever were preempted would be for what is kept.
+        room = asyncio.Semaphore(2)
         async with new_session() as session:
-            pulled = await asyncio.gather(*(converse(session) for _ in range(6)))
+            pulled = await asyncio.gather(*(converse(session, room) for _ in range(6)))
             assert sum(pulled) > 0
             assert await count(session, d, "kvferry:kept_turns_evicted_total") > 0
             assert await count(session, d, "vllm:num_preemptions_total") == 0
