@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from kvferry.router.calls import Calls, described
 from kvferry.router.http1.errors import UpstreamError
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 _TIDY_S = 30.0
+_LOOK_AGAIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Watch:
     tidy: Callable[[float], object] = lambda now: None
     """Whatever wants to be looked through now and then."""
     _tidy_at: float = 0.0
+    _looked_at: dict[Instance, float] = field(default_factory=dict)
     _lives: dict[Instance, float] = field(default_factory=dict)
     _looking: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,8 +67,8 @@ class Watch:
         self._news.set()
 
     async def pushes(self, instance: Instance) -> bool:
-        """Whether it takes a push ticket. Waits only for an instance that nothing is known of, and that for a bounded time."""
-        if instance not in self.seen:
+        """Whether it takes a push ticket. Waits only for an instance that nothing is known of, for a bounded time, once a second."""
+        if self._reading(instance) is None and time.monotonic() >= self._looked_at.get(instance, -inf) + _LOOK_AGAIN_S:
             await asyncio.shield(self._look(instance))
         reading = self._reading(instance)
         return reading is not None and reading.is_push
@@ -73,6 +76,7 @@ class Watch:
     def forget(self, instance: Instance) -> None:
         """It has failed: what comes back may be another life."""
         self.seen.pop(instance, None)
+        self._looked_at.pop(instance, None)
 
     def gone(self, instance: Instance) -> None:
         """It has left the fleet."""
@@ -105,7 +109,12 @@ class Watch:
         return task
 
     async def _look_at(self, instance: Instance) -> None:
-        watch = self.seen.setdefault(instance, MetricsWatch())
+        try:
+            await self._look_closely(instance, self.seen.setdefault(instance, MetricsWatch()))
+        finally:
+            self._looked_at[instance] = time.monotonic()
+
+    async def _look_closely(self, instance: Instance, watch: MetricsWatch) -> None:
         try:
             async with asyncio.timeout(self.calls.options.timeouts.probe):
                 status, _ = await self._get(instance, "/health")
