@@ -5,7 +5,7 @@ import ssl
 from collections.abc import Iterable, Sequence
 
 from kvferry.router.http1.answer import UpstreamAnswer
-from kvferry.router.http1.errors import BrokenOff, NotReached
+from kvferry.router.http1.errors import BrokenOff, NotReached, UpstreamError
 from kvferry.router.http1.pool import Site, Target
 from kvferry.router.http1.sweep import Sweep
 from kvferry.router.http1.upstream_connection import UpstreamConnection
@@ -83,6 +83,19 @@ class Upstreams:
             connection.abort()
         self._sweep.close()
 
+    def num_heard(self, target: Target) -> int:
+        """How often something has come from there: that it grows shows that somebody is alive."""
+        site = self._sites.get(target)
+        return 0 if site is None else site.num_heard
+
+    def give_up(self, target: Target, error: UpstreamError) -> int:
+        """Fail every request sent there of whose answer nothing has been passed on; how many that were."""
+        site = self._sites.get(target)
+        waiting = [] if site is None else [one for one in self._connections if one.site is site and one.is_awaited]
+        for connection in waiting:
+            connection.fail(error)
+        return len(waiting)
+
     def give_back(self, site: Site, connection: UpstreamConnection) -> None:
         """An exchange has ended cleanly."""
         if connection.is_clean:
@@ -99,7 +112,7 @@ class Upstreams:
 
     async def _connect(self, site: Site, timeout_s: float) -> UpstreamConnection:
         target, address = site.target, site.target.address
-        connection = UpstreamConnection(self._loop, lambda lost: self._forget(site, lost))
+        connection = UpstreamConnection(self._loop, site, self._forget)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.create_connection(
@@ -123,7 +136,7 @@ class Upstreams:
         self._sweep.add(connection)
         return connection
 
-    def _forget(self, site: Site, connection: UpstreamConnection) -> None:
+    def _forget(self, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)
         self._sweep.discard(connection)
-        site.forget(connection)
+        connection.site.forget(connection)
