@@ -74,7 +74,7 @@ class Pages:
     async def ready(self, _: ServerRequest) -> Answer:
         """Whether a request sent now would find instances that can serve it."""
         now = time.monotonic()
-        usable = {role: sum(member.state(now) in _READY_STATES for member in self.fleet.members(role)) for role in Role}
+        usable = {role: sum(_is_usable(member, now) for member in self.fleet.members(role)) for role in Role}
         needed = [Role.DECODE] if self.options.routing.without_prefill is FailurePolicy.RECOMPUTE else list(Role)
         missing = [role for role in needed if not usable[role]]
         is_ready = not missing and not self.admission.is_closing
@@ -177,6 +177,12 @@ class Pages:
         headers = [("Authorization", shown)] if shown is not None else []
         with await self.calls.get(instance, path, headers) as answer:
             return Answer(answer.status, passed_headers(answer.headers), await self.calls.read(answer))
+
+
+def _is_usable(member: Member, now: float) -> bool:
+    """The last of a role is never left out, as its health check may be wrong; but while that says no, nobody is to count on it."""
+    is_ill = member.breaker.ill_probes_in_a_row >= member.breaker.options.ill_probes
+    return member.state(now) in _READY_STATES and not is_ill
 
 
 def _shown(about: object) -> str:
