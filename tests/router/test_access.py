@@ -61,6 +61,21 @@ def test_the_routers_keys_are_not_shown_to_instances() -> None:
     uvloop.run(scene())
 
 
+def test_the_routers_keys_are_not_shown_to_instances_that_are_asked_for_their_models() -> None:
+    async def seen(sent: str, **settings: Any) -> str | None:
+        async with stage(prefills, completes, **settings) as s:
+            async with s.session.get(f"{s.url}/v1/models", headers={"Authorization": sent}) as answer:
+                assert answer.status == 200
+            return s.d.calls[0].headers.get("Authorization")
+
+    async def scene() -> None:
+        assert await seen("Bearer sk-one", api_keys=KEYS) is None
+        assert await seen("Bearer sk-one", api_keys=KEYS, instance_key="sk-inside") == "Bearer sk-inside"
+        assert await seen("Bearer sk-engine") == "Bearer sk-engine", "without keys of ours it is the engine's"
+
+    uvloop.run(scene())
+
+
 @pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/metrics"])
 def test_probes_need_no_key(path: str) -> None:
     async def scene() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from kvferry.errors import ConfigError
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.access import Gate
 from kvferry.router.admin import Admin
@@ -158,7 +159,11 @@ class RouterApp:
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
     """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
-    return ssl.create_default_context(cafile=options.access.instance_ca_file or None)
+    file = options.access.instance_ca_file
+    try:
+        return ssl.create_default_context(cafile=file or None)
+    except OSError as error:  # of which ssl.SSLError is one
+        raise ConfigError(f"the instances' authority {file} cannot be loaded ({error.strerror or error})") from None
 
 
 def _admission(options: RouterOptions) -> AdmissionOptions:

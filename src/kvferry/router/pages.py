@@ -93,7 +93,9 @@ class Pages:
             tried.append(instance)
             try:
                 with self.calls.counted(instance, Wish()) as call:
-                    said = await self._get(instance, request.path, request.headers.get("authorization"))
+                    # The router's own keys are none of the instances' business.
+                    theirs = None if self.options.access.api_keys else request.headers.get("authorization")
+                    said = await self._get(instance, request.path, theirs)
                     call.outcome = Outcome.ANSWERED if said.status < 500 else Outcome.FAILED
                     if said.status == UNAVAILABLE:
                         call.outcome = Outcome.REFUSED

@@ -69,7 +69,13 @@ class Upstreams:
                 raise
             else:
                 return UpstreamAnswer(connection, head, self, site)
-        connection = await self._connect(site, connect_timeout_s)
+        try:
+            connection = await self._connect(site, connect_timeout_s)
+        except NotReached:
+            if connection is None:
+                raise
+            # It was sent, by the warm one: whoever got it may have died of it.
+            raise BrokenOff("it closed the connection before it had answered", has_answered=False) from None
         try:
             head = await connection.ask(method, data, head_timeout_s)
         except BaseException:
