@@ -243,3 +243,15 @@ def test_every_answer_to_a_request_has_its_id(method: str, path: str, status: in
                     assert answer.headers["X-Request-Id"] == expected or (expected is None and len(answer.headers["X-Request-Id"]) == 32)
 
     uvloop.run(scene())
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -> None:
+    """Without an admin key only this machine may ask. What a web server here passes on comes from elsewhere."""
+    gate = Gate.of(Access())
+    plain = Headers(values={"host": "127.0.0.1:8000"})
+    passed_on = Headers(values={"host": "127.0.0.1:8000", name.lower(): "203.0.113.9"})
+    assert gate.is_admin(plain, "127.0.0.1")
+    assert not gate.is_admin(passed_on, "127.0.0.1")
+    keyed = Gate.of(Access(admin_key="sk"))
+    assert keyed.is_admin(Headers(values={name.lower(): "203.0.113.9", "authorization": "Bearer sk"}), "127.0.0.1")
