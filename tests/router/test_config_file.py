@@ -90,7 +90,7 @@ def test_a_key_that_no_header_can_carry_is_found_at_the_start(setting: str, key:
 
 @pytest.mark.parametrize("key", UNFIT_KEYS[2:])
 def test_so_is_an_unfit_key_among_those_of_clients(key: str) -> None:
-    with pytest.raises(ConfigError, match="API key of .* must be one word of printable ASCII"):
+    with pytest.raises(ConfigError, match=r"API key of .* must be one word of printable ASCII"):
         read_config_file('[access]\napi_key_file = "keys"', {"keys": f"{key}\n"}.__getitem__)
 
 
