@@ -255,3 +255,20 @@ def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -
     assert not gate.is_admin(passed_on, "127.0.0.1")
     keyed = Gate.of(Access(admin_key="sk"))
     assert keyed.is_admin(Headers(values={name.lower(): "203.0.113.9", "authorization": "Bearer sk"}), "127.0.0.1")
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 67108864", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("line", ["GET /healthz", "GET /metrics", "POST /admin/register"])
+def test_what_is_open_to_everybody_takes_no_large_bodies(line: str, head: str) -> None:
+    """Whoever has no key could fill the memory by them."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(f"{line} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            writer.close()
+            async with s.session.get(f"{s.url}/healthz", data=b"x" * 1000) as answer:
+                assert answer.status == 200
+
+    uvloop.run(scene())

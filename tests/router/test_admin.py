@@ -176,3 +176,27 @@ def test_without_a_secret_nobody_registers() -> None:
             assert (await ask(s, "POST", "/admin/register", statement(s.d)))[0] == 403
 
     uvloop.run(scene())
+
+
+def test_metrics_forget_an_instance_also_when_its_last_leg_outlives_it() -> None:
+    """Instances that come and go by themselves have a new port each time: the page would grow for ever."""
+
+    async def scene() -> None:
+        go_on = asyncio.Event()
+
+        async def completes_later(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await go_on.wait()
+            return await completes(request, body)
+
+        async with stage(prefills, completes_later) as s:
+            request = asyncio.create_task(s.post(ONE))
+            await s.d.entered.wait()
+            assert (await ask(s, "DELETE", "/admin/instances", named(s.d)))[0] == 200
+            go_on.set()
+            assert (await request)[0] == 200
+            async with s.session.get(f"{s.url}/metrics") as answer:
+                page = await answer.text()
+            assert f"127.0.0.1:{s.p.port}" in page
+            assert f"127.0.0.1:{s.d.port}" not in page
+
+    uvloop.run(scene())

@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _Page = Callable[[ServerRequest], Awaitable[Answer]]
 _SHOWN_ROUTE_CHARS = 100
+_MAX_PAGE_BODY = 64 * 1024
+"""For all but generations: some of it is open to whoever can reach the router."""
 _GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -115,6 +117,8 @@ class RouterApp:
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
             allow = ("Allow", ", ".join(methods))
             return self._refuse(request, error_answer(405, f"{_shown_route(request)}: Method Not Allowed", headers=[allow, *cors]))
+        if path not in _GENERATING and _is_large(request):
+            return self._refuse(request, error_answer(413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors))
         if gate.needs_key(path) and gate.tenant(request.headers) is None:
             challenge = ("WWW-Authenticate", "Bearer")
             return self._refuse(request, error_answer(401, "the API key is missing or not known here", headers=[challenge, *cors]))
@@ -200,6 +204,12 @@ def _from_body(answer: Callable[[bytes], Answer]) -> _Page:
         return answer(request.body)
 
     return page
+
+
+def _is_large(request: ServerRequest) -> bool:
+    """Or of a size that is not told."""
+    length = request.headers.get("content-length")
+    return request.headers.get("transfer-encoding") is not None or (length is not None and int(length) > _MAX_PAGE_BODY)
 
 
 def _named(request: ServerRequest) -> tuple[str, str]:

@@ -64,9 +64,10 @@ class DecodeLeg:
                 return await self.calls.fault(answer, instance, call)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
             whole = None if is_stream else await self.calls.read(answer)
-            if is_stream and await self._begins_with_error(answer):
+            error = await self._error_at_start(answer) if is_stream else None
+            if error is not None:
                 self.calls.metrics.failures.add(instance.role, instance.url)
-                said = Answer(answer.status, passed_headers(answer.headers), await self.calls.read(answer))
+                said = Answer(answer.status, passed_headers(answer.headers), await self.calls.read_rest(answer) or error)
                 return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
@@ -81,11 +82,11 @@ class DecodeLeg:
                 await self._pass_on(exchange, held, instance, answer, headers, call)
         return None
 
-    async def _begins_with_error(self, answer: UpstreamAnswer) -> bool:
+    async def _error_at_start(self, answer: UpstreamAnswer) -> bytes | None:
         """Waits for the first event: an engine may open its answer long before it has anything to say. Comments say nothing."""
         start = await answer.peek(_says_something, self.calls.options.timeouts.idle)
         event = _EVENT.search(start)
-        return event is not None and event[1] is not None
+        return start[: event.end()] + b"\n" if event is not None and event[1] is not None else None
 
     def _note_first(self, exchange: Exchange, call: Call) -> None:
         now = time.monotonic()
