@@ -104,6 +104,19 @@ def test_other_extra_arguments_are_passed_on_as_the_client_wrote_them(extra: byt
     assert b'"vllm_xargs":' + extra in request.decode_body(None)
 
 
+@pytest.mark.parametrize("body", [b'{"prompt":"\xff"}', b'{"prompt":"a","x":{"\xc3":1}}', b'{"messages":[{"content":"caf\xe9"}]}'])
+def test_text_in_another_encoding_is_refused_here(body: bytes) -> None:
+    """An engine may fail over it with a 500, which would be tried again elsewhere and held against every one of them."""
+    assert (refused(body).status, "UTF-8" in refused(body).message) == (400, True)
+
+
+@pytest.mark.parametrize("text", ["café", "\u6f22\u5b57", "\U0001f600"])
+def test_text_of_any_language_is_passed_on_as_it_is(text: str) -> None:
+    request = read_client_request(f'{{"prompt":"{text}"}}'.encode())
+    assert isinstance(request, ClientRequest)
+    assert text.encode() in request.decode_body(None)
+
+
 def test_a_million_prompts_cost_no_more_memory_than_two() -> None:
     """Each would be an object, and all of them the pause of everybody else's stream."""
     body = b'{"prompt":[%b""]}' % (b'"",' * 2**20)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
@@ -14,7 +15,7 @@ from kvferry.router.calls import UNAVAILABLE, Call, Calls, described, excerpt
 from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
 from kvferry.router.failures import error_event
 from kvferry.router.http1.client import UpstreamAnswer
-from kvferry.router.http1.errors import UpstreamError
+from kvferry.router.http1.errors import BrokenOff, UpstreamError
 from kvferry.router.instances import Instance, Outcome
 from kvferry.router.legs import Handover
 from kvferry.router.release import Held
@@ -30,6 +31,7 @@ _EVENTS = "text/event-stream"
 # The first event of a stream, and whether it is an error.
 _EVENT = re.compile(rb'(?:^|\n)data:[ \t]*(\{\s*"error"\s*:)?[^\n]*\n')
 _MAX_START = 64 * 1024
+_DONE, _TAIL_BYTES = b"data: [DONE]", 64
 
 
 @dataclass(slots=True)
@@ -113,12 +115,15 @@ class DecodeLeg:
         self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, headers: list[tuple[str, str]], call: Call
     ) -> None:
         look = EventFilter() if exchange.turn_word is not None else None
+        passing = look.pass_on if look is not None else None
+        if not answer.is_chunked and answer.headers.get("content-length") is None:
+            passing = _UpToDone(passing).pass_on
         try:
             await answer.relay(
                 exchange.reply,
                 headers,
                 idle_timeout_s=self.calls.options.timeouts.idle,
-                filter=look.pass_on if look is not None else None,
+                filter=passing,
             )
         except UpstreamError as error:
             call.outcome = Outcome.FAILED
@@ -139,6 +144,21 @@ class DecodeLeg:
             return
         await exchange.reply.write(error_event(502, message))
         await exchange.reply.finish()
+
+
+class _UpToDone:
+    """A body that ends with its connection also ends so when its instance dies: it is whole if its last event says so."""
+
+    def __init__(self, then: Callable[[bytes], bytes] | None) -> None:
+        self._then = then
+        self._tail = b""
+
+    def pass_on(self, piece: bytes) -> bytes:
+        if piece:
+            self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+        elif _DONE not in self._tail:
+            raise BrokenOff("it closed the connection in the middle of its answer", has_answered=True)
+        return piece if self._then is None else self._then(piece)
 
 
 def _says_something(start: bytes) -> bool:

@@ -163,6 +163,8 @@ def _with_word(params: msgspec.Raw, word: bytes) -> msgspec.Raw:
 def read_client_request(body: bytes) -> ClientRequest | Refusal:
     if not body.strip():
         return Refusal(400, "the request body is empty: send a JSON object")
+    if not body.isascii() and not _is_utf8(body):
+        return Refusal(400, "the request body is not valid JSON: it is not UTF-8")
     try:
         if len(body) > _MAX_SMALL_BYTES and _small_bytes(body) > _MAX_SMALL_BYTES:
             return Refusal(
@@ -237,6 +239,15 @@ def _has_several_prompts(prompt: msgspec.Raw | None) -> bool:
     except msgspec.ValidationError:
         return True
     return False
+
+
+def _is_utf8(body: bytes) -> bool:
+    """Texts that are not decoded here are not looked into by the decoder either."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _small_bytes(body: bytes) -> int:
