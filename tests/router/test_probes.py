@@ -100,6 +100,37 @@ def test_one_that_was_down_and_is_up_is_tried_at_once() -> None:
     assert state_of(fleet, A, 1.2) is State.HEALTHY
 
 
+def test_one_that_was_left_out_for_its_probes_alone_is_back_with_the_first_good_one() -> None:
+    """Nothing is known against it but that: requests that come at once go to it all, not one of them as a trial."""
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    for now in (5.0, 6.0):
+        fleet.note_probe_ill(A, now)
+    assert (state_of(fleet, A, 6.0), chosen(fleet, 6.0)) == (State.EJECTED, {B, C})
+    fleet.note_probe_well(A, 7.0)
+    assert state_of(fleet, A, 7.0) is State.HEALTHY
+    fleet.begin(A, 7.0)
+    assert chosen(fleet, 7.0) == {A, B, C}
+
+
+def test_one_that_was_not_there_when_legs_came_is_new_when_it_is() -> None:
+    fleet = unseen(3)
+    fleet.note_probe_well(B, 0.0)
+    fleet.note_probe_well(C, 0.0)
+    fail(fleet, A, 0.0, times=3)
+    assert state_of(fleet, A, 0.5) is State.EJECTED
+    fleet.note_probe_well(A, 0.5)
+    assert (state_of(fleet, A, 0.5), chosen(fleet, 0.5)) == (State.HEALTHY, {A, B, C})
+
+
+def test_one_that_was_left_out_for_its_legs_and_its_probes_has_to_show_that_it_answers() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 5.0)
+    for now in (5.0, 6.0):
+        fleet.note_probe_ill(A, now)
+    fleet.note_probe_well(A, 7.0)
+    assert state_of(fleet, A, 7.0) is State.HALF_OPEN
+
+
 def test_one_that_was_never_down_waits_for_the_end_of_its_time() -> None:
     """It answers its health check while its legs fail: what the check says is not the point."""
     fleet = make_fleet("round_robin", 3, health=PROBED)

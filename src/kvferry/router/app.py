@@ -25,7 +25,7 @@ from kvferry.router.front import Front
 from kvferry.router.http1.client import Upstreams
 from kvferry.router.http1.messages import ServerRequest
 from kvferry.router.http1.server import Reply, WholeAnswer
-from kvferry.router.instances import Role
+from kvferry.router.instances import Instance, Role
 from kvferry.router.last_look import LastLook
 from kvferry.router.legs import Handover
 from kvferry.router.metrics import RouterMetrics
@@ -76,11 +76,17 @@ class RouterApp:
         signs = VitalSigns()
         conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
         calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs, _client_tls(options))
-        self.watch = Watch(calls, conversations.forget, tidy=conversations.expire)
+        push_sources = PushSources(push_key)
+
+        def forget(instance: Instance) -> None:
+            conversations.forget(instance)
+            push_sources.forget(instance)
+
+        self.watch = Watch(calls, forget, tidy=conversations.expire)
         ask = make_ask(self.watch) if make_ask is not None else None
         self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
         self._last_look = LastLook(_Counted(releases, self.metrics))
-        serving = Serving(calls, _Counted(releases, self.metrics), PushSources(push_key), self.watch, self._turns, self._last_look)
+        serving = Serving(calls, _Counted(releases, self.metrics), push_sources, self.watch, self._turns, self._last_look)
         self._front = Front(options, self.gate, self.admission, serving, self._recent, signs)
         admin = Admin(self.fleet, registrar, self.watch.look_now, self.watch.gone)
         pages = Pages(options, self.fleet, self.watch, self.admission, conversations, self._recent, signs, calls)

@@ -226,10 +226,10 @@ class Fleet:
         """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
         return self._members.get(leg.instance) is leg.member and leg.life == leg.member.life
 
-    def _eject(self, member: Member, now: float) -> None:
+    def _eject(self, member: Member, now: float, is_absent: bool = False) -> None:
         """One that is half open was ejected already, so that its role can spare it."""
         if member.breaker.phase is Phase.HALF_OPEN or self._can_spare(member.instance.role):
-            member.breaker.eject(now)
+            member.breaker.eject(now, is_absent)
             member.probe_at = now
 
     def _can_spare(self, role: Role) -> bool:
@@ -262,7 +262,7 @@ class Fleet:
         if member is not None:
             member.record.note_error(error, now)
             if member.breaker.note_probe_ill():
-                self._eject(member, now)
+                self._eject(member, now, is_absent=True)
             member.probe_at = now + self._probe_interval(member)
             member.settle()
 

@@ -11,7 +11,8 @@
 
 With probes an instance whose time is over is half open when one of them found it well, else only a long time later, as a probe may be
 wrong where a request is right: a dead one is given next to no request of a client. One that was seen down and is up again need not wait
-for the end of its time. Legs begun before the instance was ejected say nothing about it since.
+for the end of its time, and where nothing but probes, or nothing at all, had ever been heard of it, the probe that finds it closes.
+Legs begun before the instance was ejected say nothing about it since.
 Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
 """
 
@@ -114,6 +115,8 @@ class Breaker:
     ill_probes_in_a_row: int = 0
     is_reached: bool = False
     """A leg was answered, or a probe: it is more than a line in a configuration."""
+    _is_absent: bool = False
+    """It was ejected because it did not answer probes, or because nobody was there yet; not because it answered legs badly."""
     _streak: int = 0
     _window: _Window = field(init=False)
 
@@ -182,8 +185,9 @@ class Breaker:
         options = self.options
         return self.failures_in_a_row >= options.failures_in_a_row or self._window.exceeds(options.failure_share, options.window_legs)
 
-    def eject(self, now: float) -> None:
+    def eject(self, now: float, is_absent: bool = False) -> None:
         options = self.options
+        self._is_absent = not self.is_reached or (is_absent and self.phase is Phase.CLOSED and not self.failures_in_a_row)
         if self.phase is Phase.CLOSED and now - self.ejected_until >= options.forgive_s:
             self._streak = 0
         whole = min(options.longest_ejection_s, options.first_ejection_s * 2.0 ** min(self._streak, 30))
@@ -198,7 +202,11 @@ class Breaker:
         was_down = self.ill_probes_in_a_row > 0
         self.ill_probes_in_a_row = 0
         self.is_reached = True
-        if self.phase is Phase.EJECTED:
+        if self.phase is Phase.CLOSED:
+            return
+        if self._is_absent:
+            self._close()
+        elif self.phase is Phase.EJECTED:
             self.ejected_until = now if was_down else self.ejected_until
             self.not_before = self.ejected_until
 
