@@ -43,12 +43,16 @@ class StubEngine:
     """Empty: there is no such page."""
     num_looks: int = 0
     """At that page."""
+    is_stopped: bool = False
+    """It takes connections and says nothing to a health check, as a process that does not run any more."""
     calls: list[Call] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.is_stopped and request.path in ("/metrics", "/health"):
+            return await hangs(request, {})
         if request.path == "/metrics":
             return self.show_mode()
         if request.path == "/health":

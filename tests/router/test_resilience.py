@@ -80,6 +80,8 @@ def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
             for _ in range(2):
                 assert (await s.post(STREAMED))[2] == b"".join(GOOD)
 
+    uvloop.run(scene())
+
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from kvferry.errors import ConfigError, RequestRefused
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.access import Gate
 from kvferry.router.admin import Admin
@@ -33,6 +34,7 @@ from kvferry.router.pages import Pages
 from kvferry.router.push_sources import PushSources
 from kvferry.router.registration import Registrar
 from kvferry.router.release import Releases
+from kvferry.router.request_ids import choose_request_id
 from kvferry.router.serving import Serving
 from kvferry.router.timeline import RecentRequests
 from kvferry.router.turn_keeper import AskTurn, TurnKeeper
@@ -109,7 +111,7 @@ class RouterApp:
         if not methods:
             return self._refuse(request, error_answer(404, f"{_shown_route(request)}: Not Found", headers=cors))
         if request.method == "OPTIONS" and request.headers.get("access-control-request-method") is not None:
-            return 204, gate.preflight_headers(request.headers, methods), b""
+            return 204, [*gate.preflight_headers(request.headers, methods), _named(request)], b""
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
             allow = ("Allow", ", ".join(methods))
             return self._refuse(request, error_answer(405, f"{_shown_route(request)}: Method Not Allowed", headers=[allow, *cors]))
@@ -136,7 +138,7 @@ class RouterApp:
         page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
         assert page is not None, "admit has looked"
         answer = await page(request)
-        reply.send(answer.status, [*answer.headers, *self.gate.cors_headers(request.headers)], answer.body)
+        reply.send(answer.status, [*answer.headers, _named(request), *self.gate.cors_headers(request.headers)], answer.body)
 
     def _find(self, path: str) -> Mapping[str, _Page]:
         """Longest first: the last route that ends with a slash stands for all below it."""
@@ -148,7 +150,11 @@ class RouterApp:
 
     def _refuse(self, request: ServerRequest, answer: Answer) -> WholeAnswer:
         self._count(request, answer.status)
-        return answer.status, answer.headers, answer.body
+        return answer.status, [*answer.headers, _named(request)], answer.body
+
+    def note_malformed(self, refusal: RequestRefused) -> None:
+        """What the server answered because it was no request, too large or too slow, or one connection too many."""
+        self.metrics.requests.add("malformed", str(refusal.status))
 
     def _count(self, request: ServerRequest, status: int) -> None:
         route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
@@ -158,7 +164,11 @@ class RouterApp:
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
     """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
-    return ssl.create_default_context(cafile=options.access.instance_ca_file or None)
+    file = options.access.instance_ca_file
+    try:
+        return ssl.create_default_context(cafile=file or None)
+    except OSError as error:  # of which ssl.SSLError is one
+        raise ConfigError(f"the instances' authority {file} cannot be loaded ({error.strerror or error})") from None
 
 
 def _admission(options: RouterOptions) -> AdmissionOptions:
@@ -190,6 +200,10 @@ def _from_body(answer: Callable[[bytes], Answer]) -> _Page:
         return answer(request.body)
 
     return page
+
+
+def _named(request: ServerRequest) -> tuple[str, str]:
+    return "X-Request-Id", choose_request_id(request.headers.get("x-request-id"))
 
 
 def _shown_route(request: ServerRequest) -> str:

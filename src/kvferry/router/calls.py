@@ -63,6 +63,13 @@ class Calls:
             self.target(instance), "GET", path, headers, connect_timeout_s=timeouts.connect, head_timeout_s=timeouts.probe
         )
 
+    def num_heard(self, instance: Instance) -> int:
+        return self.upstreams.num_heard(self.target(instance))
+
+    def give_up(self, instance: Instance) -> int:
+        """Fail what waits for it to begin an answer; how much that was."""
+        return self.upstreams.give_up(self.target(instance), TimedOut("it was silent, to its health checks too"))
+
     async def read(self, answer: UpstreamAnswer) -> bytes:
         return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
@@ -115,7 +122,7 @@ def described(error: Exception) -> str:
     if isinstance(error, NotReached):
         return f"it cannot be reached: {error}"
     if isinstance(error, TimedOut):
-        return "it did not answer in time"
+        return f"it did not answer in time: {error}"
     if isinstance(error, BrokenOff):
         return "it closed the connection in the middle of an answer"
     return str(error)

@@ -254,6 +254,7 @@ class Fleet:
         member = self._members.get(instance)
         if member is not None:
             member.breaker.note_probe_well(now)
+            member.probe_at = now + self._probe_interval(member)
             member.settle()
 
     def note_probe_ill(self, instance: Instance, now: float, error: str = "") -> None:
@@ -262,6 +263,7 @@ class Fleet:
             member.record.note_error(error, now)
             if member.breaker.note_probe_ill():
                 self._eject(member, now)
+            member.probe_at = now + self._probe_interval(member)
             member.settle()
 
     def next_deadline(self) -> float | None:
@@ -286,5 +288,5 @@ class Fleet:
     def _probe_interval(self, member: Member) -> float:
         """Jittered, so that a fleet that was added at once is not asked at once for ever."""
         health = self._options.health
-        interval = health.probe_interval_s if member.breaker.phase is Phase.CLOSED else min(health.probe_ejected_s, health.probe_interval_s)
+        interval = min(health.probe_ejected_s, health.probe_interval_s) if member.breaker.wants_probes else health.probe_interval_s
         return interval * (1 - health.jitter * self._draw() / 2)
