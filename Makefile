@@ -17,6 +17,8 @@ ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
 # Tests with real vLLM wait for its servers most of the time, so they run beside all others where there are two cores.
 TEST_JOBS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
+# The others wait too, for leases and deadlines, so two files of them run at a time. TEST_WORKERS=0: in one process, to debug.
+TEST_WORKERS ?= $(TEST_JOBS)
 SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=
@@ -63,7 +65,7 @@ test: $(STAMP) $(TEST_EXTRAS) setup-browser  ## all tests, real vLLM's among the
 
 # Where PYTEST_FLAGS leave nothing to run (5), nothing has failed.
 test-embedded: $(STAMP) setup-browser  ## all tests but those with real vLLM
-	$(BIN)/python -m pytest -m 'not vllm' $(PYTEST_FLAGS) || test $$? -eq 5
+	$(BIN)/python -m pytest -m 'not vllm' -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) || test $$? -eq 5
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 

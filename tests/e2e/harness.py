@@ -104,7 +104,7 @@ class Engine:
         family = self.family()
         for member in family if is_stopped else family[:1]:
             member.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=SETTLE_S)
         assert not any(map(is_alive, alive)), f"left behind: {alive}"
 
     def family(self) -> list[psutil.Process]:

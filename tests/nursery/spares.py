@@ -48,20 +48,20 @@ def keep_spare(depth: int) -> Work | None:
 
 
 def _spawn_by(link: socket.socket, pid: int) -> None:
-    anew = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+    anew = multiprocessing.util.spawnv_passfds
 
     def spawn(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
         call = CALL.search(words[-2]) if words[-1] == "--multiprocessing-fork" else None
         if call is None:
             return int(anew(path, words, files))
-        multiprocessing.util.spawnv_passfds = anew  # type: ignore[attr-defined]
+        multiprocessing.util.spawnv_passfds = anew
         mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
         told = {"call": call[1], "files": sorted(files), "variables": dict(os.environ), "directory": os.getcwd(), "mask": mask}
         with link:
             hand_over(link, told, sorted(files))
         return pid
 
-    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
 
 
 def _become(told: dict[str, Any], files: list[int], depth: int) -> Work | None:

@@ -21,7 +21,7 @@ from kvferry.cli.announce import VARIABLE, parse_announcement
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = ["ChildProcess", "ProcessGroup", "Running", "start_anew"]
+__all__ = ["ChildProcess", "ProcessGroup", "Running", "Start", "start_anew"]
 
 _LOG_LINES = 200
 _LINE_BYTES = 4096
