@@ -17,7 +17,7 @@ ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
 # So many files are tested at a time, those with real vLLM one after the other; see tests/conftest.py. 0: in one process, to debug.
 TEST_WORKERS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
-PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --no-loadscope-reorder
 SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=

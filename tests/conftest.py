@@ -1,21 +1,31 @@
 """Property tests assert no time: on a busy machine a slow example says nothing about the code.
 
 Where several processes test, each takes a file at a time, the long ones first, so that all end at about the same time. Tests with real vLLM
-are as one file: its servers take memory, and share one that is expensive to start.
+are as one file: its servers take memory, and several files share some.
 """
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "vllm" if file.startswith("tests/vllm/") or "real_vllm" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        is_vllm = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("vllm" if is_vllm else str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=_turn)
 
 
