@@ -15,8 +15,9 @@ ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
 ROUTER_VERSION := 0.1.16
 PYTEST_FLAGS ?=
-# Tests with real vLLM wait for its servers most of the time, so they run beside all others where there are two cores.
-TEST_JOBS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
+# So many files are tested at a time, those with real vLLM one after the other; see tests/conftest.py. 0: in one process, to debug.
+TEST_WORKERS ?= $(if $(filter 1,$(shell getconf _NPROCESSORS_ONLN)),1,2)
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --no-loadscope-reorder
 SOAK_FLAGS ?=
 # Of `make chaos`; without a seed it takes a new one and shows it.
 SEED ?=
@@ -32,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm test-vllm-aside setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,23 +60,17 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 
 test: $(STAMP) $(TEST_EXTRAS) setup-browser  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
-	@$(MAKE) --no-print-directory --keep-going --jobs=$(TEST_JOBS) test-embedded test-vllm-aside
+	$(PYTEST) $(PYTEST_FLAGS)
 
-# Where PYTEST_FLAGS leave nothing to run (5), nothing has failed.
 test-embedded: $(STAMP) setup-browser  ## all tests but those with real vLLM
-	$(BIN)/python -m pytest -m 'not vllm' $(PYTEST_FLAGS) || test $$? -eq 5
+	@$(COMPILE)
+	$(PYTEST) -m 'not vllm' $(PYTEST_FLAGS)
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 
 test-vllm: $(STAMP) $(VLLM_STAMP) $(ROUTER_STAMP)  ## the connector inside real vLLM processes
 	@$(COMPILE)
 	$(BIN)/python -m pytest -m vllm $(PYTEST_FLAGS)
-
-# Beside the others: what it has to say is shown in one piece.
-test-vllm-aside: $(STAMP) $(TEST_EXTRAS)
-	@mkdir -p build
-	@$(BIN)/python -m pytest -m vllm $(PYTEST_FLAGS) > build/test-vllm.log 2>&1; found=$$?; cat build/test-vllm.log; \
-	  test $$found -eq 0 -o $$found -eq 5
 
 setup-browser:  ## Chromium for the tests of the dashboard's page, where it is missing and can be had (Debian, Ubuntu: as root)
 	@sh scripts/setup_browser.sh

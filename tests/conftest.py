@@ -1,6 +1,33 @@
-"""Property tests assert no time: on a busy machine a slow example says nothing about the code."""
+"""Property tests assert no time: on a busy machine a slow example says nothing about the code.
 
+Where several processes test, each takes a file at a time, the long ones first, so that all end at about the same time. Tests with real vLLM
+are as one file: its servers take memory, and several files share some.
+"""
+
+import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
+
+
+class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "vllm" if file.startswith("tests/vllm/") or "real_vllm" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    return 0 if item.get_closest_marker("vllm") else 1 if item.get_closest_marker("slow") else 2

@@ -2,28 +2,25 @@
 
 import asyncio
 import random
-import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+from tests.chaos.ending import PROGRESS_S, busy, expect, family_of, left_behind, say
 from tests.chaos.judge import Outcome
 from tests.chaos.load import Load, Question
 from tests.chaos.mode import Mode
 from tests.chaos.plan import Injury, Kind, make_plan
 from tests.chaos.yard import ROUTER, Yard
-from tests.e2e.harness import QUIET, Cluster, Prompt, ask_all, is_alive, metrics, new_session, until
+from tests.e2e.harness import Cluster, Prompt, ask_all, metrics, new_session
 
 __all__ = ["Report", "Settings", "run"]
 
 RESERVE = 40
 MOST_AT_ONCE = 2
-SETTLE_S = 60.0
-PROGRESS_S = 5.0
-LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls", "kvferry:num_registrations")
 COUNTED = ("finished_pulls", "failed_pulls", "kv_expired_reqs", "failed_handshakes", "pushed_tokens")
 SHOWN = tuple(f"kvferry:{name}_total" for name in COUNTED)
 AT_ONCE = "kvferry:router_legs_at_once_total"
@@ -71,13 +68,9 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
         report.hosts = "network namespaces" if yard.hosts_are_namespaces else "fault proxies"
         say(f"{settings.prefill} prefill and {settings.decode} decode engines are up, hosts are {report.hosts}")
         asyncio.run(_Run(settings, yard, questions, report).whole())
-        family = [process for engine in (*yard.engines.values(), yard.router) for process in engine.family()]
-    report.violations += [f"process {process.pid} was left behind" for process in family if is_alive(process)]
+        family = family_of([*yard.engines.values(), yard.router])
+    report.violations += left_behind(family)
     return report
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 async def _questions(settings: Settings, directory: Path, model: Path) -> list[Question]:
@@ -180,20 +173,11 @@ class _Run:
                 self._report.engines[name] = {key: found.get(key, 0.0) for key in SHOWN} | planes
         self._report.engines[ROUTER] = {AT_ONCE: await self._at_once()}
 
-    async def _expect(self, what: str, condition: Any) -> None:
-        try:
-            await until(what, condition, SETTLE_S)
-        except AssertionError as error:
-            self._report.violations.append(f"{error}: {await self._state()}")
-        except aiohttp.ClientError as error:
-            self._report.violations.append(f"an engine does not answer: {error}")
+    async def _expect(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
+        await expect(what, condition, self._state, self._report.violations)
 
     async def _state(self) -> dict[str, dict[str, float]]:
-        async with new_session() as session:
-            return {
-                name: {key: value for key, value in (await metrics(session, engine)).items() if key in (*QUIET, *LEVELS) and value}
-                for name, engine in self._yard.engines.items()
-            }
+        return await busy(self._yard.engines)
 
     async def _is_quiet(self) -> bool:
         return not any((await self._state()).values())

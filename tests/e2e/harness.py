@@ -15,13 +15,18 @@ from typing import Any, Self
 
 import aiohttp
 import psutil
+from tests.nursery.nursery import Nursery
 
-from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.cli.processes import ChildProcess, ProcessGroup, start_anew
 from kvferry.types import Address
 
 START_S = 90.0
 REQUEST_S = 60.0
 SETTLE_S = 30.0
+OURS = Nursery(
+    Path(sys.executable),
+    ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.cli.planes", "kvferry.engine.api.serve", "kvferry.engine.core"),
+)
 QUIET = (
     "kvferry:num_used_blocks",
     "kvferry:num_delayed_frees",
@@ -99,7 +104,7 @@ class Engine:
         family = self.family()
         for member in family if is_stopped else family[:1]:
             member.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=SETTLE_S)
         assert not any(map(is_alive, alive)), f"left behind: {alive}"
 
     def family(self) -> list[psutil.Process]:
@@ -126,8 +131,9 @@ def is_alive(process: psutil.Process) -> bool:
 class Household:
     """Owns child processes; whatever happens, nothing of it outlives the `with` block."""
 
-    def __init__(self, directory: Path, patience_s: float) -> None:
-        """`patience_s`: how long each may take to end."""
+    def __init__(self, directory: Path, patience_s: float, *nurseries: Nursery) -> None:
+        """`patience_s`: how long each may take to end. `nurseries`: where those may come from whose interpreter is not our own."""
+        self._nurseries = (OURS, *nurseries)
         self._group = ProcessGroup(directory, patience_s)
         self._patience_s = patience_s
         self._children: list[ChildProcess] = []
@@ -148,7 +154,8 @@ class Household:
     def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
         # Planes that tests open in this process set variables of these libraries; what a child finds is the operator's.
         ours = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
-        child = ChildProcess(name, command, {**ours, **environment})
+        starts = (nursery.start for nursery in self._nurseries if nursery.can_start(command))
+        child = ChildProcess(name, command, {**ours, **environment}, next(starts, start_anew))
         self._children.append(child)
         child.start(self._group.id)
         return child

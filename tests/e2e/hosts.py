@@ -105,7 +105,7 @@ class Hosts:
     def opened(cls, count: int) -> Iterator["Hosts"]:
         remove_leftovers()
         tag = f"kvf{os.getpid():x}-{next(_numbers)}"
-        net = secrets.randbelow(250) + 1
+        net = secrets.choice(free_nets())
         with ExitStack() as undo:
             for suffix, second in (("m", 231), ("p", 232)):
                 ip("link", "add", tag + suffix, "type", "bridge")
@@ -130,6 +130,15 @@ def _add(undo: ExitStack, tag: str, index: int, net: int) -> Namespace:
         ip("-n", name, "addr", "add", f"{addresses[-1]}/24", "dev", device)
         ip("-n", name, "link", "set", device, "up")
     return Namespace(name, f"{tag}{index}p", *addresses)
+
+
+def free_nets() -> list[int]:
+    """Another test run may have hosts here too."""
+    shown = json.loads(ip("-j", "-4", "addr", "show"))
+    taken = {
+        address["local"].split(".")[2] for link in shown for address in link.get("addr_info", []) if address["local"].startswith("10.23")
+    }
+    return [net for net in range(1, 251) if str(net) not in taken]
 
 
 def remove_leftovers() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.harness import Engine, Household
+from tests.nursery.nursery import Nursery
 
 from kvferry.bench.vllm_servers import VllmServer, free_ports
 from kvferry.cli.http_client import is_healthy
@@ -21,6 +22,11 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_S = 240.0
 LOOPBACK = "127.0.0.1"
 OUR_ROUTER = "kvferry router"
+VLLM = Nursery(
+    PYTHON,
+    ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
+    {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+)
 BY_MODULE_PATH = {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"}
 BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
@@ -28,7 +34,7 @@ BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 class Fleet(Household):
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
         """`secret`: another fleet's, to hand over to its members; empty: members find one by themselves."""
-        super().__init__(directory, patience_s=20.0)
+        super().__init__(directory, 20.0, VLLM)
         self._model = model
         chosen = secrets.token_hex(32) if secret is None else secret.decode()
         self._secret = {"KVFERRY_SECRET": chosen} if chosen else {}

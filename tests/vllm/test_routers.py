@@ -2,10 +2,8 @@
 
 import asyncio
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -15,12 +13,15 @@ from tests.vllm.fleet import ROOT, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from tests.vllm.yard import SOON_S
 
+from kvferry.bench.router_contestants import Tools, missing
+from kvferry.bench.router_rows import Router
 from kvferry.bench.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
 VLLM_ROUTER = ROOT / ".venv-router" / "bin" / "vllm-router"
+ROUTER_PYTHON = VLLM_ROUTER.with_name("python")
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,14 @@ def _start_kvferry(trio: Trio) -> Engine:
 
 
 def _start_toy(trio: Trio) -> Engine:
+    tools = Tools(ROUTER_PYTHON)
+    if not ROUTER_PYTHON.exists() or missing(Router.TOY, tools):
+        pytest.skip("what vLLM's toy proxy is made of is not installed here; make setup-vllm does it")
     (port,) = free_ports(1)
-    program = str(Path(__file__).parent / "toy_proxy.py")
-    return trio.fleet.router("toy", [sys.executable, program, "--port", str(port), "--prefill", trio.p.url, "--decode", trio.d.url], port)
+    command = [str(tools.python), str(tools.toy_program), "--host", "127.0.0.1", "--port", str(port)]
+    for role, engine in (("prefiller", trio.p), ("decoder", trio.d)):
+        command += [f"--{role}-hosts", engine.address.host, f"--{role}-ports", str(engine.address.port)]
+    return trio.fleet.router("toy", command, port)
 
 
 def _start_vllm_router(trio: Trio) -> Engine:

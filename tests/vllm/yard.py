@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from tests.e2e.harness import Answer, Engine, Prompt, ask, metrics, new_session, prefill
+from tests.e2e.harness import SETTLE_S, Answer, Engine, Prompt, ask, metrics, new_session, prefill
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import BY_MODULE_PATH, ready
 from tests.vllm.vllm_asking import assert_free
@@ -127,5 +127,5 @@ def kill(engine: Engine) -> None:
     family = engine.family()
     for member in family:
         member.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=SETTLE_S)
     assert not alive

@@ -96,7 +96,8 @@ def main() -> None:
     app = FastAPI(lifespan=proxy.lifespan)
     app.add_api_route("/v1/completions", proxy.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", proxy.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/healthcheck", proxy.health, methods=["GET"])
+    for path in ("/healthcheck", "/health"):
+        app.add_api_route(path, proxy.health, methods=["GET"])
     uvicorn.run(app, host=given.host, port=given.port)
 
 

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Protocol
 
 from kvferry.cli.announce import VARIABLE, parse_announcement
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = ["ChildProcess", "ProcessGroup"]
+__all__ = ["ChildProcess", "ProcessGroup", "Running", "Start", "start_anew"]
 
 _LOG_LINES = 200
 _LINE_BYTES = 4096
@@ -72,14 +72,51 @@ class ProcessGroup:
         self.close()
 
 
+class Running(Protocol):
+    """What is asked of a process; `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """`subprocess.TimeoutExpired` when it takes longer."""
+
+    def send_signal(self, sig: int) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Start(Protocol):
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> Running:
+        """It inherits the file `announcement`, and what it writes can be read from its `stdout`. OSError when it cannot be started."""
+
+
+def start_anew(command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> Running:
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(announcement,),
+        process_group=group,
+    )
+
+
 class ChildProcess:
     """One process with its log. `close` is idempotent and returns when the process is gone."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], start: Start = start_anew) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._start = start
+        self._process: Running | None = None
         self._reader: threading.Thread | None = None
         self._announcements = -1
         self._address: Address | None = None
@@ -89,15 +126,7 @@ class ChildProcess:
     def start(self, group: int) -> None:
         reading, writing = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment | {VARIABLE: str(writing)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(writing,),
-                process_group=group,
-            )
+            self._process = self._start(self._command, self._environment | {VARIABLE: str(writing)}, writing, group)
         except OSError as error:
             os.close(reading)
             raise KVFerryError(f"{self.name} cannot be started: {error.strerror}") from error

@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.chaos.ending import say
 from tests.chaos.mode import Mode
-from tests.chaos.router.run import Settings, run, say
+from tests.chaos.router.run import Settings, run
 
 from kvferry.engine.make_model import make_model
 

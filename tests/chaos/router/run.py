@@ -2,30 +2,28 @@
 
 import asyncio
 import statistics
-import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.ending import PROGRESS_S, busy, expect, family_of, left_behind, say
 from tests.chaos.load import Question
 from tests.chaos.mode import Mode
 from tests.chaos.router.clients import Clients, Talk, make_right_answers
 from tests.chaos.router.plan import Act, Deed, make_plan
 from tests.chaos.router.verdict import FAULTS, Verdict
 from tests.chaos.router.yard import Member, RouterYard
-from tests.e2e.harness import QUIET, Cluster, is_alive, metrics, new_session, until
+from tests.e2e.harness import Cluster, metrics, new_session
 
 from kvferry.errors import KVFerryError
 
 __all__ = ["Report", "Settings", "run"]
 
-SETTLE_S = 60.0
-PROGRESS_S = 5.0
 PROBES = 6
 """Asked at once after a kill: with three instances in a role, some would have gone to the dead one."""
-LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls", "kvferry:num_registrations")
 SHOWN = ("retries", "fallbacks", "client_aborts", "releases", "turns")
 
 
@@ -84,10 +82,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"count": len(values), "median": round(statistics.median(found), 3), "max": round(found[-1], 3)}
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def run(settings: Settings, directory: Path, model: Path) -> Report:
     report = Report(settings)
     for name in ("reference", "yard"):
@@ -98,8 +92,8 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
     with RouterYard.opened(directory / "yard", model, settings.size, settings.mode) as yard:
         say(f"{settings.size} prefill and {settings.size} decode engines and the router are up")
         asyncio.run(_Run(settings, yard, questions, talks, report).whole())
-        family = [process for engine in (yard.router, *(m.live for m in yard.members.values())) for process in engine.family()]
-    report.violations += [f"process {process.pid} was left behind" for process in family if is_alive(process)]
+        family = family_of([yard.router, *(member.live for member in yard.members.values())])
+    report.violations += left_behind(family)
     return report
 
 
@@ -194,18 +188,12 @@ class _Run:
             found = await metrics(session, self._yard.router)
         self._report.router = {name: found.get(f"kvferry:router_{name}_total", 0.0) for name in SHOWN}
 
-    async def _expect(self, what: str, condition: Any) -> None:
-        try:
-            await until(what, condition, SETTLE_S)
-        except AssertionError as error:
-            self._report.violations.append(f"{error}: {await self._state()}")
+    async def _expect(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
+        await expect(what, condition, self._state, self._report.violations)
 
     async def _state(self) -> dict[str, dict[str, float]]:
+        states = await busy({member.name: member.live for member in self._yard.members.values()})
         async with new_session() as session:
-            states = {
-                member.name: {k: v for k, v in (await metrics(session, member.live)).items() if k in (*QUIET, *LEVELS) and v}
-                for member in self._yard.members.values()
-            }
             router = await metrics(session, self._yard.router)
         names = ("kvferry:router_queued_requests", "kvferry:router_instance_legs")
         return {**states, "router": {name: router[name] for name in names if router.get(name)}}

@@ -1,0 +1,50 @@
+"""What both kinds of chaos runs ask of engines when all is over, and how they tell people."""
+
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import aiohttp
+import psutil
+from tests.e2e.harness import QUIET, Engine, is_alive, metrics, new_session, until
+
+__all__ = ["PROGRESS_S", "busy", "expect", "family_of", "left_behind", "say"]
+
+SETTLE_S = 60.0
+PROGRESS_S = 5.0
+LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls", "kvferry:num_registrations")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+async def busy(engines: Mapping[str, Engine]) -> dict[str, dict[str, float]]:
+    """What each still holds or waits for; empty where it is quiet."""
+    async with new_session() as session:
+        return {
+            name: {key: value for key, value in (await metrics(session, engine)).items() if key in (*QUIET, *LEVELS) and value}
+            for name, engine in engines.items()
+        }
+
+
+async def expect(
+    what: str,
+    condition: Callable[[], Awaitable[bool]],
+    state: Callable[[], Awaitable[dict[str, dict[str, float]]]],
+    violations: list[str],
+) -> None:
+    """Sooner or later; otherwise `violations` says what was the matter."""
+    try:
+        await until(what, condition, SETTLE_S)
+    except AssertionError as error:
+        violations.append(f"{error}: {await state()}")
+    except aiohttp.ClientError as error:
+        violations.append(f"an engine does not answer: {error}")
+
+
+def family_of(engines: Iterable[Engine]) -> list[psutil.Process]:
+    return [process for engine in engines for process in engine.family()]
+
+
+def left_behind(family: Iterable[psutil.Process]) -> list[str]:
+    return [f"process {process.pid} was left behind" for process in family if is_alive(process)]

@@ -1,0 +1,50 @@
+"""How files and words go to a process that was forked long before anybody knew what it would be. Standard library only: vLLM's interpreter
+runs this too."""
+
+import array
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["hand_over", "place", "set_environment", "take"]
+
+MAX_BYTES = 1 << 20
+MAX_FILES = 250
+
+
+def hand_over(link: socket.socket, words: Mapping[str, Any], files: Sequence[int]) -> None:
+    data = json.dumps(words).encode()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
+    link.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else [])
+
+
+def take(link: socket.socket) -> tuple[Any, list[int]] | None:
+    """None: the other side is gone."""
+    files = array.array("i")
+    try:
+        data, ancillary, _, _ = link.recvmsg(MAX_BYTES, socket.CMSG_SPACE(MAX_FILES * files.itemsize))
+    except ConnectionResetError:
+        return None
+    for _, _, content in ancillary:
+        files.frombytes(content[: len(content) - len(content) % files.itemsize])
+    return (json.loads(data), list(files)) if data else None
+
+
+def place(files: Mapping[int, int]) -> None:
+    """Give each file (a value) its number (the key), and close all others but 0, 1 and 2."""
+    beyond = max(*map(int, os.listdir("/proc/self/fd")), *files, 2) + 1
+    parked = {number: fcntl.fcntl(file, fcntl.F_DUPFD, beyond) for number, file in files.items()}
+    os.closerange(3, beyond)
+    for number, file in parked.items():
+        os.dup2(file, number, inheritable=True)
+    os.closerange(beyond, max(parked.values(), default=beyond) + 1)
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    for name in [*os.environ]:
+        if name not in variables:
+            del os.environ[name]
+    os.environ.update(variables)
