@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -76,6 +77,9 @@ async def _serve(
     try:
         await server.start(sock, tls)
         on_ready(Address(options.host, sock.getsockname()[1]))
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 50, 100)
         await stop.wait()
         app.stop_admitting()
         await _drain(server, hurry, options.timeouts.shutdown)
