@@ -71,8 +71,7 @@ class PushSource:
         return Handover(msgspec.Raw(_encoder.encode(params)), None, None, push_ticket=push_ticket)
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
+class Handover(msgspec.Struct, frozen=True):
     """What P's answer says of the blocks it holds for us, or what we promise D of them before P has answered."""
 
     params: msgspec.Raw
@@ -86,8 +85,7 @@ class Handover:
     """Of a promise: both legs carry it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True):
     """A well-formed request, still undecoded below its first level."""
 
     fields: _Fields
@@ -137,8 +135,7 @@ def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
 
 def _with_word(params: msgspec.Raw, word: bytes) -> msgspec.Raw:
     """One key more in an object that is kept as the text it came in."""
-    text = bytes(params).strip()
-    rest = text[1:].lstrip()
+    rest = bytes(params)[1:].lstrip()
     return msgspec.Raw(b"{%s%s%s" % (word, b"" if rest.startswith(b"}") else b",", rest))
 
 
