@@ -203,6 +203,22 @@ def test_what_is_not_worth_fetching_is_given_back_at_once(
     assert counted(p, f"reuse_skipped_{why}", "rejected_params") == [1, 0]
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_one_that_may_not_prefill_for_others_gives_back_what_was_kept_for_it(
+    network: MemoryNetwork, sides: list[EngineSide], policy: str
+) -> None:
+    """The router has given it the conversation's only ticket, and will not present it again."""
+    sides += [EngineSide("p", network, role="kv_consumer", policy=policy, **REUSE), EngineSide("d", network, **REUSE)]
+    p, d = sides
+    request = arrive(p, kept(d))
+    num_claimed = p.scheduler.get_num_new_matched_tokens(request, 0)[0]
+    assert num_claimed == (len(NEXT) if policy == "fail" else 0)
+    p.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4],)), num_claimed or 0)
+    step_until(lambda: "turn" in d.seen.finished_sending and (policy != "fail" or "next" in p.seen.failed_recving), p, d)
+    assert counted(p, "rejected_params") == [1]
+    assert counted(d, "kept_turns", "kept_turns_lapsed", "kv_expired_reqs") == [1, 0, 0]
+
+
 def test_with_a_local_hit_that_leaves_too_little_nobody_is_asked_and_the_blocks_go_back(
     network: MemoryNetwork, sides: list[EngineSide]
 ) -> None:

@@ -39,9 +39,11 @@ def make_instance(number: int, role: Role = Role.PREFILL) -> Instance:
 
 
 def make_fleet(policy: str, size: int, role: Role = Role.PREFILL, health: HealthOptions | None = None, seed: int = 0) -> Fleet:
+    """All have been found well."""
     fleet = Fleet(FleetOptions(policies=dict.fromkeys(Role, policy), health=health or HealthOptions()), random.Random(seed).random)
     for number in range(size):
         fleet.add(make_instance(number, role), now=0.0)
+        fleet.note_probe_well(make_instance(number, role), now=0.0)
     return fleet
 
 

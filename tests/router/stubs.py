@@ -20,6 +20,7 @@ from kvferry.router.options import RouterOptions
 from kvferry.router.registration import Registrar
 from kvferry.router.release import Releases
 from kvferry.router.server import make_server, server_tls
+from kvferry.router.turn_keeper import AskTurn
 from kvferry.types import Address, FailurePolicy
 
 DEADLINE_S = 10.0
@@ -43,12 +44,16 @@ class StubEngine:
     """Empty: there is no such page."""
     num_looks: int = 0
     """At that page."""
+    is_stopped: bool = False
+    """It takes connections and says nothing to a health check, as a process that does not run any more."""
     calls: list[Call] = field(default_factory=list)
     entered: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     port: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.is_stopped and request.path in ("/metrics", "/health"):
+            return await hangs(request, {})
         if request.path == "/metrics":
             return self.show_mode()
         if request.path == "/health":
@@ -144,9 +149,11 @@ async def stage(
     push_key: PushTicketKey | None = None,
     modes: Sequence[str] = (),
     registrar: Registrar | None = None,
+    ask: AskTurn | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """A router before stub engines; `modes` of the decode side, if not all push. Everything inside must be over within DEADLINE_S."""
+    """A router before stub engines; `modes` of the decode side, if not all push; `ask`: its side channel. Everything inside must be over
+    within DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
         prefillers = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(prefill)]
         decoders = [await stack.enter_async_context(stub_engine(StubEngine(b))) for b in _listed(decode)]
@@ -157,7 +164,7 @@ async def stage(
             tuple(instance(Role.DECODE, engine.port) for engine in decoders),
         )
         releases = RecordedReleases()
-        port = await stack.enter_async_context(serving(changed(options, settings), releases, push_key, registrar))
+        port = await stack.enter_async_context(serving(changed(options, settings), releases, push_key, registrar, ask))
         session = await stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         yield Stage(f"http://127.0.0.1:{port}", session, prefillers, decoders, releases)
 
@@ -181,11 +188,15 @@ def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOption
 
 @asynccontextmanager
 async def serving(
-    options: RouterOptions, releases: Releases, push_key: PushTicketKey | None = None, registrar: Registrar | None = None
+    options: RouterOptions,
+    releases: Releases,
+    push_key: PushTicketKey | None = None,
+    registrar: Registrar | None = None,
+    ask: AskTurn | None = None,
 ) -> AsyncIterator[int]:
     """A router; its port."""
     tls = server_tls(options)
-    app = RouterApp(options, releases, push_key=push_key, registrar=registrar)
+    app = RouterApp(options, releases, push_key=push_key, registrar=registrar, make_ask=None if ask is None else lambda watch: ask)
     server = make_server(app)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)

@@ -61,6 +61,21 @@ def test_the_routers_keys_are_not_shown_to_instances() -> None:
     uvloop.run(scene())
 
 
+def test_the_routers_keys_are_not_shown_to_instances_that_are_asked_for_their_models() -> None:
+    async def seen(sent: str, **settings: Any) -> str | None:
+        async with stage(prefills, completes, **settings) as s:
+            async with s.session.get(f"{s.url}/v1/models", headers={"Authorization": sent}) as answer:
+                assert answer.status == 200
+            return s.d.calls[0].headers.get("Authorization")
+
+    async def scene() -> None:
+        assert await seen("Bearer sk-one", api_keys=KEYS) is None
+        assert await seen("Bearer sk-one", api_keys=KEYS, instance_key="sk-inside") == "Bearer sk-inside"
+        assert await seen("Bearer sk-engine") == "Bearer sk-engine", "without keys of ours it is the engine's"
+
+    uvloop.run(scene())
+
+
 @pytest.mark.parametrize("path", ["/health", "/healthz", "/readyz", "/metrics"])
 def test_probes_need_no_key(path: str) -> None:
     async def scene() -> None:
@@ -201,5 +216,59 @@ def test_trace_context_reaches_both_legs() -> None:
                 headers = engine.calls[0].headers
                 assert [headers[name] for name in ("traceparent", "tracestate", "baggage")] == [trace, "a=1", "k=v"]
             assert json.loads(s.d.calls[0].raw)["prompt"] == "hello"
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/completions", 401),
+        ("GET", "/v1/completions", 405),
+        ("GET", "/nowhere", 404),
+        ("GET", "/healthz", 200),
+        ("GET", "/dashboard/state", 401),
+        ("OPTIONS", "/v1/completions", 204),
+    ],
+)
+def test_every_answer_to_a_request_has_its_id(method: str, path: str, status: int) -> None:
+    """Also a refusal: that is what people ask the operator about."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS, admin_key="sk-admin", cors_origins=("https://app",)) as s:
+            sent = {"Origin": "https://app", "Access-Control-Request-Method": "POST"}
+            for given, expected in (({"X-Request-Id": "mine-1"}, "mine-1"), ({}, None), ({"X-Request-Id": "un fit"}, None)):
+                async with s.session.request(method, s.url + path, headers=sent | given) as answer:
+                    assert answer.status == status
+                    assert answer.headers["X-Request-Id"] == expected or (expected is None and len(answer.headers["X-Request-Id"]) == 32)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
+def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -> None:
+    """Without an admin key only this machine may ask. What a web server here passes on comes from elsewhere."""
+    gate = Gate.of(Access())
+    plain = Headers(values={"host": "127.0.0.1:8000"})
+    passed_on = Headers(values={"host": "127.0.0.1:8000", name.lower(): "203.0.113.9"})
+    assert gate.is_admin(plain, "127.0.0.1")
+    assert not gate.is_admin(passed_on, "127.0.0.1")
+    keyed = Gate.of(Access(admin_key="sk"))
+    assert keyed.is_admin(Headers(values={name.lower(): "203.0.113.9", "authorization": "Bearer sk"}), "127.0.0.1")
+
+
+@pytest.mark.parametrize("head", ["Content-Length: 67108864", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("line", ["GET /healthz", "GET /metrics", "POST /admin/register"])
+def test_what_is_open_to_everybody_takes_no_large_bodies(line: str, head: str) -> None:
+    """Whoever has no key could fill the memory by them."""
+
+    async def scene() -> None:
+        async with stage(prefills, completes, api_keys=KEYS) as s:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(s.url.rsplit(":", 1)[1]))
+            writer.write(f"{line} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            writer.close()
+            async with s.session.get(f"{s.url}/healthz", data=b"x" * 1000) as answer:
+                assert answer.status == 200
 
     uvloop.run(scene())

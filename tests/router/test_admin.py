@@ -32,7 +32,7 @@ def test_an_instance_is_added_drained_and_removed_while_requests_flow() -> None:
         async with stage(prefills, completes) as s, stub_engine(StubEngine(completes)) as new:
             assert (await s.post(ONE))[0] == 200
             status, added = await ask(s, "POST", "/admin/instances", named(new))
-            assert (status, added["state"], added["role"]) == (201, "healthy", "decode")
+            assert (status, added["state"], added["role"]) == (201, "new", "decode")
             for _ in range(4):
                 assert (await s.post(ONE))[0] == 200
             assert (len(s.d.calls), len(new.calls)) == (3, 2)
@@ -149,11 +149,12 @@ def test_an_instance_that_does_not_renew_is_forgotten() -> None:
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize("change", [{"made_at": time.time() - 3600}, {"made_at": time.time() + 3600}, {"ttl_s": -1.0}, {"ttl_s": 1e9}])
-def test_a_statement_that_is_old_or_odd_is_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("age_s", "ttl_s"), [(3600.0, 30.0), (-3600.0, 30.0), (0.0, -1.0), (0.0, 1e9)])
+def test_a_statement_that_is_old_or_odd_is_refused(age_s: float, ttl_s: float) -> None:
     async def scene() -> None:
         async with stage(prefills, completes, registrar=REGISTRAR) as s:
-            assert (await ask(s, "POST", "/admin/register", statement(s.d, **change)))[0] == 403
+            odd = statement(s.d, made_at=time.time() - age_s, ttl_s=ttl_s)
+            assert (await ask(s, "POST", "/admin/register", odd))[0] == 403
 
     uvloop.run(scene())
 
@@ -173,5 +174,29 @@ def test_without_a_secret_nobody_registers() -> None:
     async def scene() -> None:
         async with stage(prefills, completes) as s:
             assert (await ask(s, "POST", "/admin/register", statement(s.d)))[0] == 403
+
+    uvloop.run(scene())
+
+
+def test_metrics_forget_an_instance_also_when_its_last_leg_outlives_it() -> None:
+    """Instances that come and go by themselves have a new port each time: the page would grow for ever."""
+
+    async def scene() -> None:
+        go_on = asyncio.Event()
+
+        async def completes_later(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await go_on.wait()
+            return await completes(request, body)
+
+        async with stage(prefills, completes_later) as s:
+            request = asyncio.create_task(s.post(ONE))
+            await s.d.entered.wait()
+            assert (await ask(s, "DELETE", "/admin/instances", named(s.d)))[0] == 200
+            go_on.set()
+            assert (await request)[0] == 200
+            async with s.session.get(f"{s.url}/metrics") as answer:
+                page = await answer.text()
+            assert f"127.0.0.1:{s.p.port}" in page
+            assert f"127.0.0.1:{s.d.port}" not in page
 
     uvloop.run(scene())

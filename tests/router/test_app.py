@@ -202,3 +202,13 @@ def test_any_body_at_all_gets_an_answer() -> None:
         uvloop.run(batch(bodies))
 
     check()
+
+
+def test_what_is_no_request_is_counted_too() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, max_body_bytes=100) as s:
+            for sent, status in ((b"\x16\x03\x01", 400), (post(b"x" * 101), 413)):
+                assert (await raw_exchange(s, sent)).startswith(b"HTTP/1.1 %d" % status)
+                assert await s.metric(f'kvferry:router_requests_total{{route="malformed",status="{status}"}}') == 1
+
+    uvloop.run(scene())

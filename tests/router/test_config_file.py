@@ -1,7 +1,11 @@
+import asyncio
+
 import pytest
 
 from kvferry.errors import ConfigError
+from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_config_file
+from kvferry.router.release import NoReleases
 from kvferry.types import FailurePolicy
 
 WHOLE = """
@@ -30,6 +34,7 @@ admin_key_file = "admin"
 cors_origins = ["https://app.example"]
 """
 FILES = {"keys": "team-a sk-1\nsk-2\n", "admin": "sk-admin\n", "empty": " \n"}
+UNFIT_KEYS = ["sk-1\nsk-2", "Bearer sk-1", "sk-\u00e9", "\ufeffsk-1", "sk-\x00"]
 
 
 def test_a_file_says_everything() -> None:
@@ -73,3 +78,26 @@ def test_what_is_wrong_is_named(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config_file(text, FILES.__getitem__)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("key", UNFIT_KEYS)
+@pytest.mark.parametrize("setting", ["admin_key_file", "instance_key_file"])
+def test_a_key_that_no_header_can_carry_is_found_at_the_start(setting: str, key: str) -> None:
+    """It would fail every request, or let nobody in, and nobody would know why."""
+    with pytest.raises(ConfigError, match=f"access.{setting} must be one word of printable ASCII"):
+        read_config_file(f'[access]\n{setting} = "key"', {"key": f"{key}\n"}.__getitem__)
+
+
+@pytest.mark.parametrize("key", UNFIT_KEYS[2:])
+def test_so_is_an_unfit_key_among_those_of_clients(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"API key of .* must be one word of printable ASCII"):
+        read_config_file('[access]\napi_key_file = "keys"', {"keys": f"{key}\n"}.__getitem__)
+
+
+def test_an_authority_that_cannot_be_loaded_is_found_at_the_start() -> None:
+    async def scene() -> None:
+        options = read_config_file('[access]\ninstance_ca_file = "/nowhere/ca.pem"', FILES.__getitem__)
+        with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem cannot be loaded"):
+            RouterApp(options, NoReleases())
+
+    asyncio.run(scene())

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.stubs import PARAMS, Behaviour, Stage, completes, drops_connection, prefills, stage, streams
 
+from kvferry.router.instances import Instance
 from kvferry.router.turns import EventFilter, take_from_answer
 
 TURN = {"do_remote_decode": True, "do_remote_prefill": False, "ticket": "ticket-of-d", "remote_num_tokens": 40, "ttl_s": 60.0}
@@ -85,6 +86,30 @@ def test_what_a_client_claims_of_blocks_is_never_believed() -> None:
         async with stage(prefills, ends_with_ticket) as s:
             await s.post(TALK | {"kv_transfer_params": TURN | {"ticket": "stolen"}}, CHAT)
             assert b"stolen" not in s.p.calls[0].raw + s.d.calls[0].raw
+
+    uvloop.run(scene())
+
+
+def test_what_a_d_says_late_of_an_old_turn_does_not_replace_what_it_says_of_the_next() -> None:
+    async def scene() -> None:
+        asked: list[str] = []
+        is_first_told = asyncio.Event()
+
+        async def ask(instance: Instance, word: str) -> bytes | None:
+            asked.append(word)
+            number = len(asked)
+            if number == 1:
+                await is_first_told.wait()
+            return json.dumps(TURN | {"ticket": f"ticket-{number}"}).encode()
+
+        async with stage(prefills, streams([*EVENTS, DONE]), ask=ask) as s:
+            for turn in (1, 2):
+                await s.post(TALK | {"stream": True}, CHAT)
+                while len(asked) < turn:
+                    await asyncio.sleep(0.01)
+            is_first_told.set()
+            await s.post(TALK | {"stream": True}, CHAT)
+            assert [asked_of_p(s, turn).get("ticket") for turn in range(3)] == [None, None, "ticket-2"]
 
     uvloop.run(scene())
 

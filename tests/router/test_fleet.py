@@ -79,7 +79,7 @@ def test_a_leg_may_outlive_its_member_and_says_nothing_about_the_next_at_its_add
     assert not fleet.is_current(legs[0])
     for leg in legs:
         fleet.end(leg, Outcome.FAILED, 0.0)
-    assert (get(fleet, A).load, get(fleet, A).num_running, get(fleet, A).state(0.0)) == (0, 0, State.HEALTHY)
+    assert (get(fleet, A).load, get(fleet, A).num_running, get(fleet, A).state(0.0)) == (0, 0, State.NEW)
 
 
 def test_a_member_that_registered_itself_goes_unless_it_renews() -> None:
@@ -105,7 +105,7 @@ def test_one_that_has_left_by_its_own_word_may_come_back_and_one_that_was_draine
     assert fleet.leave(A)
     assert get(fleet, A).state(1.0) is State.DRAINING
     fleet.renew(A, ttl_s=10, now=2.0)
-    assert get(fleet, A).state(2.0) is State.HEALTHY
+    assert get(fleet, A).state(2.0) is State.NEW
     fleet.drain(A)
     fleet.leave(A)
     fleet.renew(A, ttl_s=10, now=3.0)
@@ -124,7 +124,7 @@ def test_the_next_deadline_is_the_first_probe_or_lease_end() -> None:
     fleet = make_fleet("round_robin", 0, health=HealthOptions(jitter=0))
     assert fleet.next_deadline() is None
     fleet.renew(A, ttl_s=3, now=0.0)
-    fleet.take_probes(0.0)
+    fleet.note_probe_well(A, 0.0)
     assert fleet.next_deadline() == 3.0
     fleet.renew(A, ttl_s=30, now=0.0)
     assert fleet.next_deadline() == 5.0
@@ -277,7 +277,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.legs.append(self.fleet.begin(chosen, self.now, wish))
 
     def _check_choice(self, role: Role, chosen: Instance | None, states: dict[Instance, State]) -> None:
-        good = {instance for instance, state in states.items() if state is State.HEALTHY}
+        good = {instance for instance, state in states.items() if state in (State.HEALTHY, State.NEW)}
         resting = {instance for instance, state in states.items() if state is State.RESTING}
         active = {instance for instance, state in states.items() if state is not State.DRAINING}
         if chosen is None:
@@ -285,7 +285,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert not resting
             assert not active or role in self.options.spare_roles
         elif good:
-            assert states[chosen] in (State.HEALTHY, State.SUSPECT, State.HALF_OPEN)
+            assert states[chosen] in (State.NEW, State.HEALTHY, State.SUSPECT, State.HALF_OPEN)
         elif role in self.options.spare_roles:
             assert states[chosen] in (State.RESTING, State.HALF_OPEN)
         else:
@@ -332,7 +332,7 @@ class FleetMachine(RuleBasedStateMachine):
         for member in self.fleet.members():
             state = member.state(self.now)
             if state is not State.HALF_OPEN:  # ready unless a trial is under way
-                assert (member.ready_at <= self.now) == (state in (State.HEALTHY, State.SUSPECT))
+                assert (member.ready_at <= self.now) == (state in (State.NEW, State.HEALTHY, State.SUSPECT))
 
     @invariant()
     def there_is_one_trial_at_a_time(self) -> None:

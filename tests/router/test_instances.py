@@ -23,6 +23,8 @@ def test_an_ipv6_host_becomes_a_url_that_can_be_dialled() -> None:
         (["a"], [], "0 prefill ports"),
         (["a"], [65536], "'a' port 65536 is no address"),
         ([""], [1], "'' port 1 is no address"),
+        (["http://a"], [1], "'http://a' port 1 is no address"),
+        (["a b"], [1], "'a b' port 1 is no address"),
     ],
 )
 def test_hosts_and_ports_that_make_no_address_are_refused_in_one_sentence(hosts: list[str], ports: list[int], sentence: str) -> None:
@@ -48,6 +50,7 @@ def test_an_instance_is_named_by_a_url(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
+        *("http://a:0", "http://a:1#x", "http://@a:1"),
         *("", "http://", "ftp://a:1", "http://a:99999", "http://a:1/v1", "http://u@a:1", "http://a:x", "http://[::1"),
         *("http://a..b:1", "http://.:1", "http://a b:1", "http://a%00:1", "http://\x8c:1", f"http://{'a' * 64}:1"),
     ],

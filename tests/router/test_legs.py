@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -85,6 +86,64 @@ def test_transfer_params_typed_by_a_client_reach_nobody() -> None:
     assert b"stolen" not in request.decode_body(handover())
 
 
+@pytest.mark.parametrize("spelt", ["kv_transfer_params", "kv_\\u0074ransfer_params"])
+@pytest.mark.parametrize("claimed", ['"stolen"', '{"ticket":"stolen"}', '["stolen"]', "null"])
+def test_transfer_params_among_vllms_own_extra_arguments_reach_nobody(spelt: str, claimed: str) -> None:
+    """vLLM puts both in one place. Where P offered no blocks it would take the client's, and fail over them with a 500."""
+    body = f'{{"prompt":"a","vllm_xargs":{{"mine":1,"{spelt}":{claimed}}}}}'
+    request = read_client_request(body.encode())
+    assert isinstance(request, ClientRequest)
+    for leg in (request.decode_body(None), request.decode_body(handover()), request.prefill_body()):
+        assert json.loads(leg)["vllm_xargs"] == {"mine": 1}
+
+
+@pytest.mark.parametrize("extra", [b"{}", b'{"a" : 1.0}', b"[]", b'"x"', b"null", b"7"])
+def test_other_extra_arguments_are_passed_on_as_the_client_wrote_them(extra: bytes) -> None:
+    request = read_client_request(b'{"prompt":"a","vllm_xargs":' + extra + b"}")
+    assert isinstance(request, ClientRequest)
+    assert b'"vllm_xargs":' + extra in request.decode_body(None)
+
+
+@pytest.mark.parametrize("body", [b'{"prompt":"\xff"}', b'{"prompt":"a","x":{"\xc3":1}}', b'{"messages":[{"content":"caf\xe9"}]}'])
+def test_text_in_another_encoding_is_refused_here(body: bytes) -> None:
+    """An engine may fail over it with a 500, which would be tried again elsewhere and held against every one of them."""
+    assert (refused(body).status, "UTF-8" in refused(body).message) == (400, True)
+
+
+@pytest.mark.parametrize("text", ["café", "\u6f22\u5b57", "\U0001f600"])
+def test_text_of_any_language_is_passed_on_as_it_is(text: str) -> None:
+    request = read_client_request(f'{{"prompt":"{text}"}}'.encode())
+    assert isinstance(request, ClientRequest)
+    assert text.encode() in request.decode_body(None)
+
+
+def test_a_million_prompts_cost_no_more_memory_than_two() -> None:
+    """Each would be an object, and all of them the pause of everybody else's stream."""
+    body = b'{"prompt":[%b""]}' % (b'"",' * 2**20)
+    tracemalloc.start()
+    try:
+        assert "several prompts" in refused(body).message
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_request_of_countless_fields_is_refused_before_they_are_read() -> None:
+    body = b'{"prompt":"a",%b}' % b",".join(b'"%x":0' % number for number in range(2**18))
+    tracemalloc.start()
+    try:
+        assert refused(body).status == 413
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "tools", "response_format", "prompt_embeds"])
+def test_what_is_large_by_nature_may_be_large(name: str) -> None:
+    body = {name: "x" * 2**21, "temperature": 0, "kv_transfer_params": "y" * 2**21}
+    assert accepted(body).fields.keys() == {name, "temperature"}
+
+
 def test_values_are_passed_on_as_the_client_wrote_them() -> None:
     prompt = b'"\\u00e9 \\/ 1e5 \xc3\xa9"'
     request = read_client_request(b'{"prompt":' + prompt + b', "top_p" : 1.000 }')
@@ -134,7 +193,7 @@ def test_a_body_that_is_no_json_object_is_refused_with_the_reason(body: bytes, s
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]], [[], []], ["a", 1]])
 def test_several_prompts_in_one_request_are_refused(prompt: object) -> None:
-    assert "is a list of 2 prompts" in refused(json.dumps({"prompt": prompt}).encode()).message
+    assert "is a list of several prompts" in refused(json.dumps({"prompt": prompt}).encode()).message
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a"], [[1, 2]], [1, 2], [], None, 5, {"a": 1}, [None, "a"]])

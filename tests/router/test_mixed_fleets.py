@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import uvloop
 from aiohttp import web
-from tests.router.stubs import KEEP_NOTHING, answers, completes, prefills, stage
+from tests.router.stubs import KEEP_NOTHING, Behaviour, answers, completes, prefills, stage
 from tests.router.test_twins import KEY, ONE, PUSHED, after, first_then, leg, pushes
 
 from kvferry.router.instance_metrics import read_metrics
@@ -65,6 +65,36 @@ def test_a_d_that_pulls_and_steps_in_for_one_that_refuses_waits_for_p_s_ticket()
             assert "push_ticket" in s.decoders[0].calls[-1].body["kv_transfer_params"]
             assert s.decoders[1].calls[-1].body["kv_transfer_params"] == PUSHED | KEEP_NOTHING
             assert s.releases.handovers == []
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_p_that_push_and_refuse_cost_no_try(max_retries: int) -> None:
+    """As where P is asked first: they have done nothing. One of five is enough."""
+
+    async def scene() -> None:
+        is_warm, computes = False, asyncio.Event()
+
+        async def refuses_when_warm(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (answers(503, "{}") if is_warm else pushes)(request, body)
+
+        async def computes_at_last(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if is_warm:
+                computes.set()
+            return await pushes(request, body)
+
+        async def answers_what_was_computed(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return await (after(computes, completes) if is_warm else completes)(request, body)
+
+        prefillers: list[Behaviour] = [*[refuses_when_warm] * 4, computes_at_last]
+        async with stage(prefillers, answers_what_was_computed, push_key=KEY, max_retries=max_retries) as s:
+            for _ in prefillers:
+                assert (await s.post(ONE))[0] == 200
+            is_warm = True
+            assert (await s.post(ONE))[0] == 200
+            assert [len(p.calls) for p in s.prefillers] == [2] * 5
+            assert await s.metric("kvferry:router_legs_at_once_total") == 5
 
     uvloop.run(scene())
 

@@ -2,7 +2,7 @@
 
 from tests.router.fleet_world import answer, begin_trial, chosen, fail, make_fleet, make_instance, state_of
 
-from kvferry.router.fleet import State
+from kvferry.router.fleet import Fleet, State
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Outcome
 
@@ -11,12 +11,46 @@ UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)
 A, B, C = (make_instance(number) for number in range(3))
 
 
+def unseen(size: int) -> Fleet:
+    fleet = make_fleet("round_robin", 0, health=PROBED)
+    for number in range(size):
+        fleet.add(make_instance(number), now=0.0)
+    return fleet
+
+
 def test_probes_are_due_at_once_and_then_by_the_interval() -> None:
-    fleet = make_fleet("round_robin", 2, health=PROBED)
+    fleet = unseen(2)
     assert fleet.next_deadline() == 0.0
     assert set(fleet.take_probes(0.0)) == {A, B}
+    for instance in (A, B):
+        fleet.note_probe_well(instance, 0.0)
     assert (fleet.take_probes(4.9), fleet.next_deadline()) == ([], 5.0)
     assert set(fleet.take_probes(5.0)) == {A, B}
+
+
+def test_one_that_nobody_has_reached_is_looked_for_often_and_called_new() -> None:
+    fleet = unseen(2)
+    fleet.take_probes(0.0)
+    fleet.note_probe_well(B, 0.0)
+    fleet.note_probe_ill(A, 0.0)
+    assert [state_of(fleet, instance, 0.0) for instance in (A, B)] == [State.NEW, State.HEALTHY]
+    assert (fleet.take_probes(0.9), fleet.take_probes(1.0)) == ([], [A])
+    fleet.note_probe_well(A, 1.0)
+    assert (state_of(fleet, A, 1.0), fleet.take_probes(2.5)) == (State.HEALTHY, [])
+
+
+def test_one_that_was_found_ill_once_is_looked_at_again_soon() -> None:
+    fleet = make_fleet("round_robin", 1, health=PROBED)
+    assert fleet.take_probes(5.0) == [A]
+    fleet.note_probe_ill(A, 5.0)
+    assert (fleet.take_probes(5.9), fleet.take_probes(6.0)) == ([], [A])
+
+
+def test_a_leg_that_is_answered_shows_that_somebody_is_there() -> None:
+    fleet = unseen(1)
+    assert state_of(fleet, A, 0.0) is State.NEW
+    answer(fleet, A, 0.0)
+    assert state_of(fleet, A, 0.0) is State.HEALTHY
 
 
 def test_without_probes_nothing_is_due() -> None:
@@ -64,6 +98,37 @@ def test_one_that_was_down_and_is_up_is_tried_at_once() -> None:
     assert state_of(fleet, A, 1.1) is State.HALF_OPEN
     fleet.end(begin_trial(fleet, A, 1.1), Outcome.ANSWERED, 1.2)
     assert state_of(fleet, A, 1.2) is State.HEALTHY
+
+
+def test_one_that_was_left_out_for_its_probes_alone_is_back_with_the_first_good_one() -> None:
+    """Nothing is known against it but that: requests that come at once go to it all, not one of them as a trial."""
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    for now in (5.0, 6.0):
+        fleet.note_probe_ill(A, now)
+    assert (state_of(fleet, A, 6.0), chosen(fleet, 6.0)) == (State.EJECTED, {B, C})
+    fleet.note_probe_well(A, 7.0)
+    assert state_of(fleet, A, 7.0) is State.HEALTHY
+    fleet.begin(A, 7.0)
+    assert chosen(fleet, 7.0) == {A, B, C}
+
+
+def test_one_that_was_not_there_when_legs_came_is_new_when_it_is() -> None:
+    fleet = unseen(3)
+    fleet.note_probe_well(B, 0.0)
+    fleet.note_probe_well(C, 0.0)
+    fail(fleet, A, 0.0, times=3)
+    assert state_of(fleet, A, 0.5) is State.EJECTED
+    fleet.note_probe_well(A, 0.5)
+    assert (state_of(fleet, A, 0.5), chosen(fleet, 0.5)) == (State.HEALTHY, {A, B, C})
+
+
+def test_one_that_was_left_out_for_its_legs_and_its_probes_has_to_show_that_it_answers() -> None:
+    fleet = make_fleet("round_robin", 3, health=PROBED)
+    fail(fleet, A, 5.0)
+    for now in (5.0, 6.0):
+        fleet.note_probe_ill(A, now)
+    fleet.note_probe_well(A, 7.0)
+    assert state_of(fleet, A, 7.0) is State.HALF_OPEN
 
 
 def test_one_that_was_never_down_waits_for_the_end_of_its_time() -> None:

@@ -10,6 +10,7 @@ from aiohttp import web
 from tests.router.stubs import Behaviour, answers, completes, drops_connection, hangs, prefills, stage, streams
 from tests.router.test_proxy import ONE, STREAMED, free_port, message
 
+from kvferry.router.calls import excerpt
 from kvferry.types import FailurePolicy
 
 GOOD = [b'data: {"text":"a"}\n\n', b"data: [DONE]\n\n"]
@@ -80,6 +81,8 @@ def test_an_error_is_seen_however_its_event_is_cut(cut: int) -> None:
             for _ in range(2):
                 assert (await s.post(STREAMED))[2] == b"".join(GOOD)
 
+    uvloop.run(scene())
+
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_instances_that_cannot_be_reached_cost_no_try(role: str) -> None:
@@ -115,6 +118,58 @@ def test_a_decode_instance_that_failed_for_its_p_is_asked_again_when_no_other_ca
             assert (await s.post(ONE))[0] == 200
             assert [len(s.p.calls), len(s.d.calls)] == [2, 2]
             assert await s.metric("kvferry:router_instance_failures_total") == 2, "the other was tried in between"
+
+    uvloop.run(scene())
+
+
+def begins(status: int, body: bytes, then: str, content_type: str = "application/json") -> Behaviour:
+    """Says what it is, and part of why."""
+
+    async def behave(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={"Content-Type": content_type})
+        await response.prepare(request)
+        await response.write(body)
+        return await (hangs if then == "hangs" else drops_connection)(request, {})
+
+    return behave
+
+
+UNFINISHED = [
+    (500, b'{"error":', "application/json"),
+    (503, b'{"error":', "application/json"),
+    (200, SPEAKS_OF_FAILURE[0], "text/event-stream"),
+]
+
+
+@pytest.mark.parametrize("then", ["hangs", "drops"])
+@pytest.mark.parametrize(("status", "body", "content_type"), UNFINISHED)
+def test_who_says_that_it_failed_need_not_end_its_sentence(status: int, body: bytes, content_type: str, then: str) -> None:
+    """The next is asked long before `timeouts.answer`, and gets fresh blocks where the first may have used them up."""
+
+    async def scene() -> None:
+        failing = begins(status, body, then, content_type)
+        async with stage(prefills, [failing, streams(GOOD)], probe=0.2, **PERSISTENT) as s:
+            for _ in range(2):
+                assert (await s.post(STREAMED))[2] == b"".join(GOOD)
+            num_failed = len(s.d.calls)
+            assert num_failed > 0
+            assert len(s.p.calls) == 2 + (0 if status == 503 else num_failed)
+        async with stage(prefills, failing, probe=0.2) as s:
+            status_then, headers, said = await s.post(STREAMED)
+            assert status_then == (502 if status == 500 else status)
+            assert said == body if status == 200 else message(said)
+            assert ("Retry-After" in headers) is (status == 503)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_503_always_says_when_to_come_back(role: str) -> None:
+    async def scene() -> None:
+        for said, heard in ((answers(503, "{}"), "1"), (answers(503, "{}", Retry_After="7"), "7")):
+            async with stage(said if role == "prefill" else prefills, completes if role == "prefill" else said) as s:
+                status, headers, body = await s.post(ONE)
+                assert (status, headers["Retry-After"], body) == (503, heard, b"{}")
 
     uvloop.run(scene())
 
@@ -272,3 +327,9 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_an_answer() -> None:
                 assert (await s.post(ONE))[0] == 200
 
     uvloop.run(scene())
+
+
+def test_what_an_instance_says_is_one_line_in_a_log() -> None:
+    """Engines repeat what clients wrote: a line of their own would be theirs to forge."""
+    assert excerpt(b"no\r\nINFO all is well\x1b[2J\xe2\x80\xa8\xff") == "no  INFO all is well [2J \ufffd"
+    assert excerpt(b"x" * 5000) == "x" * 300 + "…"

@@ -111,7 +111,8 @@ class PullScheduler:
                 self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
             case PullFromPeer() as asked:
                 self._take(request, asked)
-            case PrefillForPeer() if not self._config.kv_transfer.is_kv_producer:
+            case PrefillForPeer(ticket=text) if not self._config.kv_transfer.is_kv_producer:
+                self._give_back_kept(RequestId(request.request_id), text)
                 # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
                 self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
             case PrefillForPeer(ticket=text) if text is not None:
@@ -354,6 +355,15 @@ class PullScheduler:
             return
         # Its keeper shall have its blocks back.
         self._commands += [Track(request_id, str(text)), Settle(request_id)]
+
+    def _give_back_kept(self, request: RequestId, text: object) -> None:
+        """A router has presented the conversation's only ticket to one that may not use it."""
+        try:
+            ticket = self._key.open(text)
+        except InvalidTicket:
+            return
+        if ticket.engine != self._config.kv_transfer.engine_id:
+            self._commands += [Track(request, str(text)), Settle(request)]
 
     def _skip(self, request: RequestId, why: str, reason: str) -> None:
         self._stats.count(f"reuse_skipped_{why}")

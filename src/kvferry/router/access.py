@@ -17,6 +17,8 @@ _ADMIN_PREFIXES = ("/admin", "/dashboard")
 _PAGE = ("/dashboard", "/dashboard/")
 _PAGE_FILES = (".js", ".css")
 _PREFLIGHT_AGE_S = 600
+# A web server on this machine that passes on what it gets looks like a neighbour, but says for whom it asks.
+_PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,12 @@ class Gate:
         return path.startswith(_ADMIN_PREFIXES) and path not in _PAGE and not is_file
 
     def is_admin(self, headers: Headers, peer: str) -> bool:
-        """With a key, whoever has it; without one, whoever is on this machine and is no page of another site."""
+        """With a key, whoever has it; without one, whoever is on this machine, asks for itself, and is no page of another site."""
         if self.access.admin_key:
             sent = (headers.get("authorization") or "").partition(" ")[2].strip()
             return hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), self.access.admin_key.encode())
+        if any(headers.get(name) is not None for name in _PASSED_ON):
+            return False
         host = headers.get("host") or ""
         # A page of another site may have its name resolved to this machine; the name it asks for still gives it away.
         return _is_loopback(peer) and _names_loopback(host) and headers.get("origin") in (None, f"http://{host}", f"https://{host}")

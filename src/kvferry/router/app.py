@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from kvferry.errors import ConfigError, RequestRefused
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.access import Gate
 from kvferry.router.admin import Admin
@@ -24,7 +25,7 @@ from kvferry.router.front import Front
 from kvferry.router.http1.client import Upstreams
 from kvferry.router.http1.messages import ServerRequest
 from kvferry.router.http1.server import Reply, WholeAnswer
-from kvferry.router.instances import Role
+from kvferry.router.instances import Instance, Role
 from kvferry.router.last_look import LastLook
 from kvferry.router.legs import Handover
 from kvferry.router.metrics import RouterMetrics
@@ -33,6 +34,7 @@ from kvferry.router.pages import Pages
 from kvferry.router.push_sources import PushSources
 from kvferry.router.registration import Registrar
 from kvferry.router.release import Releases
+from kvferry.router.request_ids import choose_request_id
 from kvferry.router.serving import Serving
 from kvferry.router.timeline import RecentRequests
 from kvferry.router.turn_keeper import AskTurn, TurnKeeper
@@ -46,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 _Page = Callable[[ServerRequest], Awaitable[Answer]]
 _SHOWN_ROUTE_CHARS = 100
+_MAX_PAGE_BODY = 64 * 1024
+"""For all but generations: some of it is open to whoever can reach the router."""
 _GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -72,11 +76,17 @@ class RouterApp:
         signs = VitalSigns()
         conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
         calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs, _client_tls(options))
-        self.watch = Watch(calls, conversations.forget, tidy=conversations.expire)
+        push_sources = PushSources(push_key)
+
+        def forget(instance: Instance) -> None:
+            conversations.forget(instance)
+            push_sources.forget(instance)
+
+        self.watch = Watch(calls, forget, tidy=conversations.expire)
         ask = make_ask(self.watch) if make_ask is not None else None
         self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
         self._last_look = LastLook(_Counted(releases, self.metrics))
-        serving = Serving(calls, _Counted(releases, self.metrics), PushSources(push_key), self.watch, self._turns, self._last_look)
+        serving = Serving(calls, _Counted(releases, self.metrics), push_sources, self.watch, self._turns, self._last_look)
         self._front = Front(options, self.gate, self.admission, serving, self._recent, signs)
         admin = Admin(self.fleet, registrar, self.watch.look_now, self.watch.gone)
         pages = Pages(options, self.fleet, self.watch, self.admission, conversations, self._recent, signs, calls)
@@ -110,10 +120,12 @@ class RouterApp:
         if not methods:
             return self._refuse(request, error_answer(404, f"{_shown_route(request)}: Not Found", headers=cors))
         if request.method == "OPTIONS" and request.headers.get("access-control-request-method") is not None:
-            return 204, gate.preflight_headers(request.headers, methods), b""
+            return 204, [*gate.preflight_headers(request.headers, methods), _named(request)], b""
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
             allow = ("Allow", ", ".join(methods))
             return self._refuse(request, error_answer(405, f"{_shown_route(request)}: Method Not Allowed", headers=[allow, *cors]))
+        if path not in _GENERATING and _is_large(request):
+            return self._refuse(request, error_answer(413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors))
         if gate.needs_key(path) and gate.tenant(request.headers) is None:
             challenge = ("WWW-Authenticate", "Bearer")
             return self._refuse(request, error_answer(401, "the API key is missing or not known here", headers=[challenge, *cors]))
@@ -137,7 +149,7 @@ class RouterApp:
         page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
         assert page is not None, "admit has looked"
         answer = await page(request)
-        reply.send(answer.status, [*answer.headers, *self.gate.cors_headers(request.headers)], answer.body)
+        reply.send(answer.status, [*answer.headers, _named(request), *self.gate.cors_headers(request.headers)], answer.body)
 
     def _find(self, path: str) -> Mapping[str, _Page]:
         """Longest first: the last route that ends with a slash stands for all below it."""
@@ -149,7 +161,11 @@ class RouterApp:
 
     def _refuse(self, request: ServerRequest, answer: Answer) -> WholeAnswer:
         self._count(request, answer.status)
-        return answer.status, answer.headers, answer.body
+        return answer.status, [*answer.headers, _named(request)], answer.body
+
+    def note_malformed(self, refusal: RequestRefused) -> None:
+        """What the server answered because it was no request, too large or too slow, or one connection too many."""
+        self.metrics.requests.add("malformed", str(refusal.status))
 
     def _count(self, request: ServerRequest, status: int) -> None:
         route = request.path if request.path in _GENERATING or request.path in self._routes else "other"
@@ -159,7 +175,11 @@ class RouterApp:
 
 def _client_tls(options: RouterOptions) -> ssl.SSLContext:
     """For instances that speak TLS: they are known by a public authority, or by the one that was given."""
-    return ssl.create_default_context(cafile=options.access.instance_ca_file or None)
+    file = options.access.instance_ca_file
+    try:
+        return ssl.create_default_context(cafile=file or None)
+    except OSError as error:  # of which ssl.SSLError is one
+        raise ConfigError(f"the instances' authority {file} cannot be loaded ({error.strerror or error})") from None
 
 
 def _admission(options: RouterOptions) -> AdmissionOptions:
@@ -191,6 +211,16 @@ def _from_body(answer: Callable[[bytes], Answer]) -> _Page:
         return answer(request.body)
 
     return page
+
+
+def _is_large(request: ServerRequest) -> bool:
+    """Or of a size that is not told."""
+    length = request.headers.get("content-length")
+    return request.headers.get("transfer-encoding") is not None or (length is not None and int(length) > _MAX_PAGE_BODY)
+
+
+def _named(request: ServerRequest) -> tuple[str, str]:
+    return "X-Request-Id", choose_request_id(request.headers.get("x-request-id"))
 
 
 def _shown_route(request: ServerRequest) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
+from kvferry.router.failures import error_answer
 from kvferry.router.fleet import Fleet, Leg, Wish
 from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
 from kvferry.router.http1.errors import BrokenOff, NotReached, TimedOut, UpstreamError
@@ -20,6 +21,7 @@ from kvferry.router.vital_signs import VitalSigns
 __all__ = ["UNAVAILABLE", "Call", "Calls", "described", "excerpt"]
 
 UNAVAILABLE = 503
+_COME_BACK_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
 
@@ -71,15 +73,34 @@ class Calls:
             self.target(instance), "GET", path, headers, connect_timeout_s=timeouts.connect, head_timeout_s=timeouts.probe
         )
 
+    def num_heard(self, instance: Instance) -> int:
+        return self.upstreams.num_heard(self.target(instance))
+
+    def give_up(self, instance: Instance) -> int:
+        """Fail what waits for it to begin an answer; how much that was."""
+        return self.upstreams.give_up(self.target(instance), TimedOut("it was silent, to its health checks too"))
+
     def read(self, answer: UpstreamAnswer) -> Coroutine[Any, Any, bytes]:
         return answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
+    async def read_rest(self, answer: UpstreamAnswer) -> bytes | None:
+        """Of an answer that is known to be none: it is not waited for long. None: it did not come whole."""
+        try:
+            return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.probe)
+        except UpstreamError:
+            return None
+
     async def refusal(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
-        """It answered 503."""
-        body = await self.read(answer)
+        """It answered 503. Clients are always told when to come back."""
         call.outcome = Outcome.REFUSED
+        body = await self.read_rest(answer)
         self.metrics.refusals.add(instance.role, instance.url)
-        return Setback(instance, f"{instance} takes no requests now", Answer(answer.status, passed_headers(answer.headers), body), True)
+        sentence, headers = f"{instance} takes no requests now", passed_headers(answer.headers)
+        if body is None:
+            return Setback(instance, sentence, error_answer(UNAVAILABLE, sentence, _COME_BACK_S), True)
+        if answer.headers.get("retry-after") is None:
+            headers.append(("Retry-After", str(_COME_BACK_S)))
+        return Setback(instance, sentence, Answer(answer.status, headers, body), True)
 
     def failure(self, instance: Instance, error: Exception) -> Setback:
         self.metrics.failures.add(instance.role, instance.url)
@@ -87,11 +108,12 @@ class Calls:
 
     async def fault(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
         """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""
-        body = await self.read(answer)
+        body = await self.read_rest(answer)
         call.error = f"it answered with status {answer.status}"
         self.metrics.failures.add(instance.role, instance.url)
-        said = Answer(answer.status, passed_headers(answer.headers), body) if instance.role is Role.DECODE else None
-        return Setback(instance, f"{instance} failed: {call.error}: {excerpt(body)}", said, needs_prefill=True)
+        is_told = body is not None and instance.role is Role.DECODE
+        said = Answer(answer.status, passed_headers(answer.headers), body or b"") if is_told else None
+        return Setback(instance, f"{instance} failed: {call.error}: {excerpt(body or b'')}", said, needs_prefill=True)
 
 
 class Call:
@@ -123,12 +145,13 @@ def described(error: Exception) -> str:
     if isinstance(error, NotReached):
         return f"it cannot be reached: {error}"
     if isinstance(error, TimedOut):
-        return "it did not answer in time"
+        return f"it did not answer in time: {error}"
     if isinstance(error, BrokenOff):
         return "it closed the connection in the middle of an answer"
     return str(error)
 
 
 def excerpt(body: bytes) -> str:
-    text = body.decode(errors="replace").strip()
+    """In one line: it goes into logs, and engines repeat what clients wrote."""
+    text = "".join(sign if sign.isprintable() else " " for sign in body[: 4 * _EXCERPT_CHARS].decode(errors="replace")).strip()
     return text if len(text) <= _EXCERPT_CHARS else text[:_EXCERPT_CHARS] + "…"

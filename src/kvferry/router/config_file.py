@@ -21,7 +21,7 @@ from kvferry.router.admission import AdmissionOptions
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Role, parse_instance
 from kvferry.router.options import Access, ConversationOptions, Limits, RouterOptions, Routing, Timeouts
-from kvferry.router.tenants import ApiKeys, read_key_file
+from kvferry.router.tenants import ApiKeys, check_key, read_key_file
 
 __all__ = ["read_access", "read_config_file"]
 
@@ -75,6 +75,8 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
         made[option] = _read_keys(text) if option == "api_keys" else text.strip()
         if not made[option]:
             raise ConfigError(f"the file of access.{name} holds no key")
+        if option != "api_keys":
+            check_key(made[option], f"the key in the file of access.{name}")
     return Access(**made)
 
 

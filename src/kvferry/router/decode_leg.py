@@ -7,6 +7,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
@@ -14,7 +15,7 @@ from kvferry.router.calls import UNAVAILABLE, Call, Calls, described, excerpt
 from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
 from kvferry.router.failures import error_event
 from kvferry.router.http1.client import UpstreamAnswer
-from kvferry.router.http1.errors import UpstreamError
+from kvferry.router.http1.errors import BrokenOff, UpstreamError
 from kvferry.router.instances import Instance, Outcome
 from kvferry.router.legs import Handover
 from kvferry.router.release import Held
@@ -30,6 +31,7 @@ _EVENTS = "text/event-stream"
 # The first event of a stream, and whether it is an error.
 _EVENT = re.compile(rb'(?:^|\n)data:[ \t]*(\{\s*"error"\s*:)?[^\n]*\n')
 _MAX_START = 64 * 1024
+_DONE, _TAIL_BYTES = b"data: [DONE]", 64
 
 
 @dataclass(slots=True)
@@ -64,9 +66,10 @@ class DecodeLeg:
                 return await self.calls.fault(answer, instance, call)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
             whole = None if is_stream else await self.calls.read(answer)
-            if is_stream and await self._begins_with_error(answer):
+            error = await self._error_at_start(answer) if is_stream else None
+            if error is not None:
                 self.calls.metrics.failures.add(instance.role, instance.url)
-                said = Answer(answer.status, passed_headers(answer.headers), await self.calls.read(answer))
+                said = Answer(answer.status, passed_headers(answer.headers), await self.calls.read_rest(answer) or error)
                 return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
@@ -81,11 +84,11 @@ class DecodeLeg:
                 await self._pass_on(exchange, held, instance, answer, headers, call)
         return None
 
-    async def _begins_with_error(self, answer: UpstreamAnswer) -> bool:
+    async def _error_at_start(self, answer: UpstreamAnswer) -> bytes | None:
         """Waits for the first event: an engine may open its answer long before it has anything to say. Comments say nothing."""
         start = await answer.peek(_says_something, self.calls.options.timeouts.idle)
         event = _EVENT.search(start)
-        return event is not None and event[1] is not None
+        return start[: event.end()] + b"\n" if event is not None and event[1] is not None else None
 
     def _note_first(self, exchange: Exchange, call: Call) -> None:
         now = time.monotonic()
@@ -112,12 +115,15 @@ class DecodeLeg:
         self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, headers: list[tuple[str, str]], call: Call
     ) -> None:
         look = EventFilter() if exchange.turn_word is not None else None
+        passing = look.pass_on if look is not None else None
+        if not answer.is_chunked and answer.headers.get("content-length") is None:
+            passing = _UpToDone(passing).pass_on
         try:
             await answer.relay(
                 exchange.reply,
                 headers,
                 idle_timeout_s=self.calls.options.timeouts.idle,
-                filter=look.pass_on if look is not None else None,
+                filter=passing,
             )
         except UpstreamError as error:
             call.outcome = Outcome.FAILED
@@ -138,6 +144,21 @@ class DecodeLeg:
             return
         await exchange.reply.write(error_event(502, message))
         await exchange.reply.finish()
+
+
+class _UpToDone:
+    """A body that ends with its connection also ends so when its instance dies: it is whole if its last event says so."""
+
+    def __init__(self, then: Callable[[bytes], bytes] | None) -> None:
+        self._then = then
+        self._tail = b""
+
+    def pass_on(self, piece: bytes) -> bytes:
+        if piece:
+            self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+        elif _DONE not in self._tail:
+            raise BrokenOff("it closed the connection in the middle of its answer", has_answered=True)
+        return piece if self._then is None else self._then(piece)
 
 
 def _says_something(start: bytes) -> bool:

@@ -226,10 +226,10 @@ class Fleet:
         """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
         return self._members.get(leg.instance) is leg.member and leg.life == leg.member.life
 
-    def _eject(self, member: Member, now: float) -> None:
+    def _eject(self, member: Member, now: float, is_absent: bool = False) -> None:
         """One that is half open was ejected already, so that its role can spare it."""
         if member.breaker.phase is Phase.HALF_OPEN or self._can_spare(member.instance.role):
-            member.breaker.eject(now)
+            member.breaker.eject(now, is_absent)
             member.probe_at = now
 
     def _can_spare(self, role: Role) -> bool:
@@ -254,6 +254,7 @@ class Fleet:
         member = self._members.get(instance)
         if member is not None:
             member.breaker.note_probe_well(now)
+            member.probe_at = now + self._probe_interval(member)
             member.settle()
 
     def note_probe_ill(self, instance: Instance, now: float, error: str = "") -> None:
@@ -261,7 +262,8 @@ class Fleet:
         if member is not None:
             member.record.note_error(error, now)
             if member.breaker.note_probe_ill():
-                self._eject(member, now)
+                self._eject(member, now, is_absent=True)
+            member.probe_at = now + self._probe_interval(member)
             member.settle()
 
     def next_deadline(self) -> float | None:
@@ -286,5 +288,5 @@ class Fleet:
     def _probe_interval(self, member: Member) -> float:
         """Jittered, so that a fleet that was added at once is not asked at once for ever."""
         health = self._options.health
-        interval = health.probe_interval_s if member.breaker.phase is Phase.CLOSED else min(health.probe_ejected_s, health.probe_interval_s)
+        interval = min(health.probe_ejected_s, health.probe_interval_s) if member.breaker.wants_probes else health.probe_interval_s
         return interval * (1 - health.jitter * self._draw() / 2)

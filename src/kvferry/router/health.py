@@ -11,7 +11,8 @@
 
 With probes an instance whose time is over is half open when one of them found it well, else only a long time later, as a probe may be
 wrong where a request is right: a dead one is given next to no request of a client. One that was seen down and is up again need not wait
-for the end of its time. Legs begun before the instance was ejected say nothing about it since.
+for the end of its time, and where nothing but probes, or nothing at all, had ever been heard of it, the probe that finds it closes.
+Legs begun before the instance was ejected say nothing about it since.
 Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
 """
 
@@ -49,7 +50,7 @@ class HealthOptions:
     probe_interval_s: float = 5.0
     """0: no probes."""
     probe_ejected_s: float = 1.0
-    """Between two looks at an instance that is left out."""
+    """Between two looks at an instance that is left out, was found ill, or has not been reached yet."""
     ill_probes: int = 2
     """As many in a row leave it out."""
 
@@ -112,6 +113,10 @@ class Breaker:
     """Grows with each ejection and restart: tells legs begun before from those begun after."""
     failures_in_a_row: int = 0
     ill_probes_in_a_row: int = 0
+    is_reached: bool = False
+    """A leg was answered, or a probe: it is more than a line in a configuration."""
+    _is_absent: bool = False
+    """It was ejected because it did not answer probes, or because nobody was there yet; not because it answered legs badly."""
     _streak: int = 0
     _window: _Window = field(init=False)
 
@@ -123,6 +128,18 @@ class Breaker:
         """It would be ejected if its role could spare it."""
         is_bad = self.failures_in_a_row >= self.options.failures_in_a_row or self.ill_probes_in_a_row >= self.options.ill_probes
         return is_bad and self.phase is Phase.CLOSED
+
+    @property
+    def is_there(self) -> bool:
+        """Somebody has reached it and nothing says that it has gone since. Where there are no probes, that is taken on trust."""
+        if not self.options.probe_interval_s:
+            return True
+        return self.is_reached and self.ill_probes_in_a_row < self.options.ill_probes
+
+    @property
+    def wants_probes(self) -> bool:
+        """The next look at it may change what is thought of it."""
+        return self.phase is not Phase.CLOSED or not self.is_reached or self.ill_probes_in_a_row > 0
 
     def phase_at(self, now: float) -> Phase:
         """An ejection ends by itself; whoever looks sees it."""
@@ -142,6 +159,7 @@ class Breaker:
             return
         self.failures_in_a_row = 0
         self.ill_probes_in_a_row = 0
+        self.is_reached = True
         if self.phase is Phase.CLOSED:
             self._window.add(0, now)
         else:
@@ -167,8 +185,9 @@ class Breaker:
         options = self.options
         return self.failures_in_a_row >= options.failures_in_a_row or self._window.exceeds(options.failure_share, options.window_legs)
 
-    def eject(self, now: float) -> None:
+    def eject(self, now: float, is_absent: bool = False) -> None:
         options = self.options
+        self._is_absent = not self.is_reached or (is_absent and self.phase is Phase.CLOSED and not self.failures_in_a_row)
         if self.phase is Phase.CLOSED and now - self.ejected_until >= options.forgive_s:
             self._streak = 0
         whole = min(options.longest_ejection_s, options.first_ejection_s * 2.0 ** min(self._streak, 30))
@@ -182,7 +201,12 @@ class Breaker:
     def note_probe_well(self, now: float) -> None:
         was_down = self.ill_probes_in_a_row > 0
         self.ill_probes_in_a_row = 0
-        if self.phase is Phase.EJECTED:
+        self.is_reached = True
+        if self.phase is Phase.CLOSED:
+            return
+        if self._is_absent:
+            self._close()
+        elif self.phase is Phase.EJECTED:
             self.ejected_until = now if was_down else self.ejected_until
             self.not_before = self.ejected_until
 
@@ -200,6 +224,7 @@ class Breaker:
         """Another life: nothing that is known holds any more. Legs of the last one say nothing about this one."""
         self.era += 1
         self._streak = 0
+        self.is_reached = True
         self.ill_probes_in_a_row = 0
         self.rests_until = -inf
         self._close()

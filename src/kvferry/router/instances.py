@@ -66,7 +66,7 @@ def pair_instances(role: Role, hosts: Sequence[str], ports: Sequence[int]) -> tu
     if len(hosts) != len(ports) or not ports:
         raise ConfigError(f"{len(hosts)} {role} hosts and {len(ports)} {role} ports were given; give one port per host")
     for host, port in zip(hosts, ports, strict=True):
-        if not host or not 0 < port < 65536:
+        if not _is_host(host.lower()) or not 0 < port < 65536:
             raise ConfigError(f"{host!r} port {port} is no address of a {role} instance; give a host name and a port from 1 to 65535")
     return tuple(Instance(role, Address(host, port)) for host, port in zip(hosts, ports, strict=True))
 
@@ -75,11 +75,13 @@ def parse_instance(role: Role, url: str) -> Instance:
     """From `http://HOST:PORT`, or `HOST:PORT`. ConfigError for anything else."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        host, port = parts.hostname, parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
     except ValueError:
         host, port, parts = None, 0, urlsplit("")
-    is_plain = parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query and not parts.username
-    if not host or not _is_host(host) or not is_plain:
+    is_plain = (
+        parts.scheme in ("http", "https") and parts.path in ("", "/") and not parts.query and not parts.fragment and "@" not in parts.netloc
+    )
+    if not host or not port or not _is_host(host) or not is_plain:
         raise ConfigError(f"{url!r:.200} is no address of a {role} instance; give http://HOST:PORT")
     return Instance(role, Address(host, port), parts.scheme == "https")
 

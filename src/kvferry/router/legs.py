@@ -37,6 +37,26 @@ _PREFILL_PARAMS = {
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
 _KEEP_NOTHING = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+# vLLM takes this from among those, too.
+_EXTRA, _TRANSFER = "vllm_xargs", "kv_transfer_params"
+_MAX_SMALL_BYTES = 1024 * 1024
+"""Of all fields but the large ones together: a million tiny keys would hold up everybody for seconds."""
+
+
+class _LargeFields(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    response_format: msgspec.Raw = msgspec.Raw(b"")
+    structured_outputs: msgspec.Raw = msgspec.Raw(b"")
+    prompt_embeds: msgspec.Raw = msgspec.Raw(b"")
+    documents: msgspec.Raw = msgspec.Raw(b"")
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+_large_decoder = msgspec.json.Decoder(_LargeFields)
+_one_decoder = msgspec.json.Decoder(tuple[msgspec.Raw])
+"""Of a list of one: it stops at the second, however many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +162,24 @@ def _with_word(params: msgspec.Raw, word: bytes) -> msgspec.Raw:
 def read_client_request(body: bytes) -> ClientRequest | Refusal:
     if not body.strip():
         return Refusal(400, "the request body is empty: send a JSON object")
+    if not body.isascii() and not _is_utf8(body):
+        return Refusal(400, "the request body is not valid JSON: it is not UTF-8")
     try:
+        if len(body) > _MAX_SMALL_BYTES and _small_bytes(body) > _MAX_SMALL_BYTES:
+            return Refusal(
+                413, f"fields other than {', '.join(_LargeFields.__struct_fields__[:-1])} take more than {_MAX_SMALL_BYTES} bytes"
+            )
         fields = _decoder.decode(body)
+        if _EXTRA in fields:
+            fields[_EXTRA] = _without_transfer(fields[_EXTRA])
     except msgspec.ValidationError:
         return Refusal(400, "the request body must be a JSON object")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Refusal(400, f"the request body is not valid JSON: {error}")
     except RecursionError:
         return Refusal(400, "the request body is not valid JSON: it is nested too deeply")
-    prompts = _count_prompts(fields.get("prompt"))
-    if prompts > 1:
-        return Refusal(400, f"prompt is a list of {prompts} prompts; the router takes one prompt per request, send one request for each")
+    if _has_several_prompts(fields.get("prompt")):
+        return Refusal(400, "prompt is a list of several prompts; the router takes one prompt per request, send one request for each")
     conversation = _conversation(fields.get("conversation_id"))
     if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
         return Refusal(400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters")
@@ -199,7 +226,7 @@ def read_prefill_answer(body: bytes) -> Handover | None:
     if params is None:
         return None
     address = _side_channel(params)
-    return Handover(raw, params.ticket or None, address, _push_source(params, address))
+    return Handover(raw.copy(), params.ticket or None, address, _push_source(params, address))
 
 
 def _push_source(params: _Params, address: Address | None) -> PushSource | None:
@@ -214,9 +241,36 @@ def _side_channel(params: _Params) -> Address | None:
     return Address(params.remote_host, params.remote_port)
 
 
-def _count_prompts(prompt: msgspec.Raw | None) -> int:
+def _has_several_prompts(prompt: msgspec.Raw | None) -> bool:
     # Token ids are by far the longest lists, and are told apart by the first character after the bracket.
     text = memoryview(prompt) if prompt is not None else memoryview(b"")
     if not _LIST_OF_PROMPTS.match(text):
-        return 1
-    return len(msgspec.json.decode(text, type=list[msgspec.Raw]))
+        return False
+    try:
+        _one_decoder.decode(text)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+def _is_utf8(body: bytes) -> bool:
+    """Texts that are not decoded here are not looked into by the decoder either."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _small_bytes(body: bytes) -> int:
+    large = _large_decoder.decode(body)
+    return len(body) - sum(len(memoryview(getattr(large, name))) for name in _LargeFields.__struct_fields__)
+
+
+def _without_transfer(extra: msgspec.Raw) -> msgspec.Raw:
+    """Whatever is not an object is the engine's to refuse."""
+    try:
+        fields = _decoder.decode(extra)
+    except msgspec.ValidationError:
+        return extra
+    return msgspec.Raw(_encoder.encode(fields)) if fields.pop(_TRANSFER, None) is not None else extra

@@ -17,6 +17,8 @@ _PREFILL_BASE = 1024
 
 
 class State(StrEnum):
+    NEW = "new"
+    """Nobody has heard of it yet. It is given legs like a healthy one."""
     HEALTHY = "healthy"
     SUSPECT = "suspect"
     """It fails, but it is the last one of a role that has to answer."""
@@ -95,7 +97,13 @@ class Member:
             return State.EJECTED if phase is Phase.EJECTED else State.HALF_OPEN
         if now < self.breaker.rests_until:
             return State.RESTING
-        return State.SUSPECT if self.breaker.is_suspect else State.HEALTHY
+        if self.breaker.is_suspect:
+            return State.SUSPECT
+        return State.HEALTHY if self.breaker.is_reached else State.NEW
+
+    def is_usable(self, now: float) -> bool:
+        """A request that is sent to it now can be served, as far as anybody has seen."""
+        return self.state(now) not in (State.EJECTED, State.DRAINING) and self.breaker.is_there
 
     def settle(self) -> None:
         self.ready_at = inf if self.is_draining else max(self.breaker.not_before, self.breaker.rests_until)

@@ -49,6 +49,7 @@ class RouterMetrics:
         self.handover = tallies.spread("kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS)
         self.instances = tallies.level("kvferry:router_instance", "1 for each instance and its state.", "role", "instance", "state")
         self.running = tallies.level("kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance")
+        self._by_instance = (self.failures, self.refusals, self.legs)
         self._urls: dict[Instance, str] = {}
 
     def leg(self, instance: Instance, outcome: Outcome) -> None:
@@ -69,12 +70,18 @@ class RouterMetrics:
         for instance, state, num_running in members:
             self.instances.values[instance.role, instance.url, state] = 1.0
             self.running.values[instance.role, instance.url] = num_running
+        # A leg may outlive its instance's membership, and is counted when it ends.
+        for gone in {labels[:2] for tally in self._by_instance for labels in tally.values} - self.running.values.keys():
+            self._forget(gone)
 
     def forget(self, instance: Instance) -> None:
         """It has left for good: nobody wants to see it for ever."""
         self._urls.pop(instance, None)
-        for tally in (self.failures, self.refusals, self.legs):
-            for labels in [labels for labels in tally.values if labels[:2] == (instance.role, instance.url)]:
+        self._forget((instance.role, instance.url))
+
+    def _forget(self, name: tuple[str, ...]) -> None:
+        for tally in self._by_instance:
+            for labels in [labels for labels in tally.values if labels[:2] == name]:
                 del tally.values[labels]
 
     def text(self) -> bytes:

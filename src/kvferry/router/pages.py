@@ -31,8 +31,6 @@ from kvferry.web.handover_records import HandoverRecord, read_records
 __all__ = ["Pages"]
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_READY_STATES = (State.HEALTHY, State.SUSPECT, State.RESTING, State.HALF_OPEN)
-
 Page = Callable[[ServerRequest], Awaitable[Answer]]
 
 
@@ -72,9 +70,9 @@ class Pages:
         return _json(200, {"status": "ok", **counts, **last})
 
     async def ready(self, _: ServerRequest) -> Answer:
-        """Whether a request sent now would find instances that can serve it."""
+        """Whether a request sent now would find instances that can serve it: among those that were reached, where they are looked at."""
         now = time.monotonic()
-        usable = {role: sum(member.state(now) in _READY_STATES for member in self.fleet.members(role)) for role in Role}
+        usable = {role: sum(member.is_usable(now) for member in self.fleet.members(role)) for role in Role}
         needed = [Role.DECODE] if self.options.routing.without_prefill is FailurePolicy.RECOMPUTE else list(Role)
         missing = [role for role in needed if not usable[role]]
         is_ready = not missing and not self.admission.is_closing
@@ -95,7 +93,9 @@ class Pages:
             tried.append(instance)
             try:
                 with self.calls.counted(instance, Wish()) as call:
-                    said = await self._get(instance, request.path, request.headers.get("authorization"))
+                    # The router's own keys are none of the instances' business.
+                    theirs = None if self.options.access.api_keys else request.headers.get("authorization")
+                    said = await self._get(instance, request.path, theirs)
                     call.outcome = Outcome.ANSWERED if said.status < 500 else Outcome.FAILED
                     if said.status == UNAVAILABLE:
                         call.outcome = Outcome.REFUSED

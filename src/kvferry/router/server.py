@@ -46,7 +46,7 @@ def make_server(app: RouterApp) -> HttpServer:
         body_timeout_s=max(timeouts.idle, timeouts.answer),
         stall_timeout_s=timeouts.idle,
     )
-    return HttpServer(app.handle, server_limits, admit=app.admit)
+    return HttpServer(app.handle, server_limits, admit=app.admit, on_malformed=app.note_malformed)
 
 
 def server_tls(options: RouterOptions) -> ssl.SSLContext | None:

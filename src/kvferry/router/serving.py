@@ -87,8 +87,8 @@ class Serving:
         exchange.send(_last_word(setback))
 
     def _may_retry(self, exchange: Exchange, setback: Setback) -> bool:
-        # What was not sent costs no try, as long as it finds others: it ends with the fleet.
-        if not setback.is_unsent or (setback.instance is not None and exchange.tried.count(setback.instance) > 1):
+        # What was not sent, or was refused, costs no try, as long as it finds others: it ends with the fleet.
+        if not (setback.is_unsent or setback.is_refusal) or (setback.instance is not None and exchange.tried.count(setback.instance) > 1):
             if exchange.retries_left <= 0:
                 return False
             exchange.retries_left -= 1

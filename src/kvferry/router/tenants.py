@@ -9,13 +9,19 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import ConfigError
 
-__all__ = ["ApiKeys", "read_key_file", "tenant_of_header"]
+__all__ = ["ApiKeys", "check_key", "read_key_file", "tenant_of_header"]
 
 _BEARER = "bearer "
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def check_key(key: str, name: str) -> None:
+    """ConfigError for one that could not be sent: found at the start, it fails no request."""
+    if not key or not all("!" <= sign <= "~" for sign in key):
+        raise ConfigError(f"{name} must be one word of printable ASCII characters")
 
 
 def tenant_of_header(authorization: str | None) -> str:
@@ -34,8 +40,7 @@ class ApiKeys:
         """Pairs of tenant and key."""
         tenants: dict[bytes, str] = {}
         for tenant, key in keys:
-            if not key or any(sign.isspace() for sign in key):
-                raise ConfigError(f"the API key of {tenant!r} is empty or has spaces in it")
+            check_key(key, f"the API key of {tenant!r}")
             if tenants.setdefault(_digest(key), tenant) != tenant:
                 raise ConfigError(f"tenants {tenants[_digest(key)]!r} and {tenant!r} have the same API key")
         return cls(tenants)

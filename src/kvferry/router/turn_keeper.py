@@ -61,6 +61,9 @@ class TurnKeeper:
         if name is None or word is None:
             return
         key = (exchange.tenant, name)
+        earlier = self._asking.get(key)
+        if earlier is not None:
+            earlier.cancel()  # of a turn before this one: its answer would take the place of ours
         if params is not None or self.ask is None or not exchange.client.is_streamed:
             self._put(key, leg, params, exchange.prefiller)
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvferry.router.calls import Calls, described
+from kvferry.router.health import Phase
 from kvferry.router.http1.errors import UpstreamError
 from kvferry.router.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsWatch, read_metrics
 from kvferry.router.instances import Instance
@@ -37,6 +38,11 @@ class Watch:
     """Whatever wants to be looked through now and then."""
     _tidy_at: float = 0.0
     _looked_at: dict[Instance, float] = field(default_factory=dict)
+    _said: dict[Instance, InstanceReading] = field(default_factory=dict)
+    """What each said of itself when it last spoke: how it hands over, where it is asked. It holds until a leg fails or another life speaks,
+    unlike its figures, which are of the moment."""
+    _heard: dict[Instance, int] = field(default_factory=dict)
+    """How much had come from one that was found ill, then."""
     _lives: dict[Instance, float] = field(default_factory=dict)
     _looking: dict[Instance, "asyncio.Task[None]"] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,15 +74,15 @@ class Watch:
 
     async def pushes(self, instance: Instance) -> bool:
         """Whether it takes a push ticket. Waits only for an instance that nothing is known of, for a bounded time, once a second."""
-        if self._reading(instance) is None and time.monotonic() >= self._looked_at.get(instance, -inf) + _LOOK_AGAIN_S:
+        if instance not in self._said and time.monotonic() >= self._looked_at.get(instance, -inf) + _LOOK_AGAIN_S:
             await asyncio.shield(self._look(instance))
-        reading = self._reading(instance)
-        return reading is not None and reading.is_push
+        said = self._said.get(instance)
+        return said is not None and said.is_push
 
     def forget(self, instance: Instance) -> None:
         """It has failed: what comes back may be another life."""
-        self.seen.pop(instance, None)
-        self._looked_at.pop(instance, None)
+        for known in (self.seen, self._said, self._heard, self._looked_at):
+            known.pop(instance, None)
 
     def gone(self, instance: Instance) -> None:
         """It has left the fleet."""
@@ -87,13 +93,9 @@ class Watch:
 
     def side_channel(self, instance: Instance) -> Address | None:
         """Where it answers questions of the cluster's members, if it has said so."""
-        reading = self._reading(instance)
-        host, _, port = reading.side_channel.rpartition(":") if reading is not None else ("", "", "")
+        said = self._said.get(instance)
+        host, _, port = said.side_channel.rpartition(":") if said is not None else ("", "", "")
         return Address(host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
-
-    def _reading(self, instance: Instance) -> InstanceReading | None:
-        watch = self.seen.get(instance)
-        return None if watch is None else watch.reading
 
     async def close(self) -> None:
         looking = list(self._looking.values())
@@ -122,16 +124,30 @@ class Watch:
         except (UpstreamError, TimeoutError) as error:
             self.calls.fleet.note_probe_ill(instance, time.monotonic(), described(error))
             watch.forget()
+            self._give_up_on_silent(instance)
             return
         now = time.monotonic()
+        self._heard.pop(instance, None)
         if status == 200:
             self.calls.fleet.note_probe_well(instance, now)
         else:
             self.calls.fleet.note_probe_ill(instance, now, f"its health is {status}")
         reading = read_metrics(page if page_status == 200 else b"")
+        self._said[instance] = reading
         self._note_life(instance, reading, now)
         growth = watch.note(reading, now)
         self.calls.signs.note_engines(growth.tokens, growth.moved_bytes, now, growth.over_s)
+
+    def _give_up_on_silent(self, instance: Instance) -> None:
+        """Not a byte has come from it between two looks in vain, and its role can do without it: what waits for it to begin an answer is
+        tried elsewhere rather than at the end of a long deadline. Streams that have begun stay, as nobody else can go on with them."""
+        before, heard = self._heard.get(instance), self.calls.num_heard(instance)
+        self._heard[instance] = heard
+        member = self.calls.fleet.get(instance)
+        if before == heard and member is not None and member.breaker.phase is Phase.EJECTED:
+            num_given_up = self.calls.give_up(instance)
+            if num_given_up:
+                _log.warning("given up %d waiting legs: instance is silent instance=%s", num_given_up, instance.url)
 
     def _note_life(self, instance: Instance, reading: InstanceReading, now: float) -> None:
         if reading.started_at is None:

@@ -5,7 +5,7 @@ import ssl
 from collections.abc import Sequence
 
 from kvferry.router.http1.answer import UpstreamAnswer
-from kvferry.router.http1.errors import BrokenOff, NotReached
+from kvferry.router.http1.errors import BrokenOff, NotReached, UpstreamError
 from kvferry.router.http1.pool import Site, Target
 from kvferry.router.http1.sweep import Sweep
 from kvferry.router.http1.upstream_connection import UpstreamConnection
@@ -68,7 +68,13 @@ class Upstreams:
                 raise
             else:
                 return UpstreamAnswer(connection, head, self, site)
-        connection = await self._connect(site, connect_timeout_s)
+        try:
+            connection = await self._connect(site, connect_timeout_s)
+        except NotReached:
+            if connection is None:
+                raise
+            # It was sent, by the warm one: whoever got it may have died of it.
+            raise BrokenOff("it closed the connection before it had answered", has_answered=False) from None
         try:
             head = await connection.ask(method, data, head_timeout_s)
         except BaseException:
@@ -81,6 +87,19 @@ class Upstreams:
         for connection in list(self._connections):
             connection.abort()
         self._sweep.close()
+
+    def num_heard(self, target: Target) -> int:
+        """How often something has come from there: that it grows shows that somebody is alive."""
+        site = self._sites.get(target)
+        return 0 if site is None else site.num_heard
+
+    def give_up(self, target: Target, error: UpstreamError) -> int:
+        """Fail every request sent there of whose answer nothing has been passed on; how many that were."""
+        site = self._sites.get(target)
+        waiting = [] if site is None else [one for one in self._connections if one.site is site and one.is_awaited]
+        for connection in waiting:
+            connection.fail(error)
+        return len(waiting)
 
     def give_back(self, site: Site, connection: UpstreamConnection) -> None:
         """An exchange has ended cleanly."""
@@ -98,7 +117,7 @@ class Upstreams:
 
     async def _connect(self, site: Site, timeout_s: float) -> UpstreamConnection:
         target, address = site.target, site.target.address
-        connection = UpstreamConnection(self._loop, lambda lost: self._forget(site, lost))
+        connection = UpstreamConnection(self._loop, site, self._forget)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.create_connection(
@@ -122,7 +141,7 @@ class Upstreams:
         self._sweep.add(connection)
         return connection
 
-    def _forget(self, site: Site, connection: UpstreamConnection) -> None:
+    def _forget(self, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)
         self._sweep.discard(connection)
-        site.forget(connection)
+        connection.site.forget(connection)

@@ -6,11 +6,14 @@ answer is there before the failed write ends the connection.
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
 from kvferry.router.http1.parsing import AnswerHead, read_answer_head
 from kvferry.router.http1.sweep import NEVER
+
+if TYPE_CHECKING:
+    from kvferry.router.http1.pool import Site
 
 __all__ = ["Receiver", "UpstreamConnection"]
 
@@ -49,11 +52,13 @@ class UpstreamConnection(asyncio.Protocol):
         "has_answered",
         "loop",
         "receiver",
+        "site",
         "transport",
     )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[["UpstreamConnection"], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, site: "Site", on_lost: Callable[["UpstreamConnection"], None]) -> None:
         self.loop = loop
+        self.site = site
         self._on_lost = on_lost
         self._method = ""
         self._phase = _FRESH
@@ -76,6 +81,11 @@ class UpstreamConnection(asyncio.Protocol):
     def num_waiting(self) -> int:
         """Bytes of the body that nobody has taken."""
         return self._size
+
+    @property
+    def is_awaited(self) -> bool:
+        """Somebody waits for an answer of which nothing has been passed on."""
+        return self.receiver is None and self._phase in (_HEAD, _BODY)
 
     @property
     def is_clean(self) -> bool:
@@ -143,6 +153,14 @@ class UpstreamConnection(asyncio.Protocol):
         if self.transport is not None and not self.transport.is_closing() and not self.transport.is_reading():
             self.transport.resume_reading()
 
+    def fail(self, error: Exception) -> None:
+        """Whoever waits gets the error; the connection is closed."""
+        receiver = self.receiver
+        self._fail(error)
+        self.abort()
+        if receiver is not None:
+            receiver.fail(error)
+
     def abort(self) -> None:
         self.receiver = None
         self.deadline = NEVER
@@ -155,6 +173,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
+        self.site.num_heard += 1
         if self.receiver is not None:
             self.receiver.receive(data)
             return
@@ -185,11 +204,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def run_out(self, now: float) -> None:
         """The deadline has passed."""
-        receiver = self.receiver
-        self._fail(TimedOut("it was silent for too long"))
-        self.abort()
-        if receiver is not None:
-            receiver.fail(TimedOut("it was silent for too long"))
+        self.fail(TimedOut("it was silent for too long"))
 
     # -- its own -------------------------------------------------------------------------------------------------------
 

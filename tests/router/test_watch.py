@@ -1,0 +1,171 @@
+"""What looking after instances changes for requests: who is ready, and what becomes of legs at an instance that has gone silent."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from tests.router.stubs import Behaviour, Stage, completes, hangs, prefills, stage, streams
+
+from kvferry.types import FailurePolicy
+
+ONE = {"prompt": "hello"}
+QUICK: dict[str, Any] = {"probe": 0.05, "probe_interval_s": 0.05, "probe_ejected_s": 0.05, "max_retries": 1}
+
+
+async def readiness(s: Stage) -> tuple[int, int, int]:
+    async with s.session.get(f"{s.url}/readyz") as answer:
+        state = json.loads(await answer.read())
+        return answer.status, state["prefill_usable"], state["decode_usable"]
+
+
+async def until_ready(s: Stage, wanted: tuple[int, int, int]) -> None:
+    while await readiness(s) != wanted:
+        await asyncio.sleep(0.01)
+
+
+def test_an_instance_that_nobody_has_reached_is_not_ready() -> None:
+    async def scene() -> None:
+        async with stage(prefills, completes, **QUICK, without_prefill=FailurePolicy.RECOMPUTE) as s:
+            await until_ready(s, (200, 1, 1))
+            s.p.is_stopped = True
+            await until_ready(s, (200, 0, 1))
+            s.d.is_stopped = True
+            await until_ready(s, (503, 0, 0))
+            s.p.is_stopped = s.d.is_stopped = False
+            await until_ready(s, (200, 1, 1))
+
+    uvloop.run(scene())
+
+
+def test_from_the_start_only_those_are_ready_that_have_answered() -> None:
+    async def scene() -> None:
+        patient = QUICK | {"probe": 5.0}
+        async with stage([prefills, prefills], completes, **patient) as s:
+            for engine in (*s.prefillers, s.d):
+                engine.is_stopped = True
+            assert await readiness(s) == (503, 0, 0)
+
+    uvloop.run(scene())
+
+
+def test_where_nobody_looks_instances_are_taken_on_trust() -> None:
+    async def scene() -> None:
+        async with stage(hangs, hangs, probe_interval_s=0.0) as s:
+            assert await readiness(s) == (200, 1, 1)
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_leg_at_an_instance_that_has_gone_silent_is_tried_elsewhere(is_prefill: bool) -> None:
+    """Long before `timeouts.answer`, which is 600 s here: health checks show that nobody is there any more."""
+
+    async def scene() -> None:
+        behaviours: tuple[list[Behaviour], list[Behaviour]] = ([prefills, prefills], [completes, completes])
+        async with stage(*behaviours, **QUICK) as s:
+            engines = s.prefillers if is_prefill else s.decoders
+            await until_ready(s, (200, 2, 2))
+
+            def stop(engine: Any) -> Behaviour:
+                async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+                    engine.is_stopped = True
+                    return await hangs(request, body)
+
+                return behave
+
+            # Whichever is asked first stops, and the other is well.
+            asked = engines[0]
+            asked.behaviour = stop(asked)
+            while not asked.calls:
+                assert (await s.post(ONE))[0] == 200
+            assert await s.metric("kvferry:router_retries_total") == 1
+            await asked.cancelled.wait()
+
+    uvloop.run(scene())
+
+
+def test_a_leg_at_the_last_instance_waits_for_it() -> None:
+    """Nobody else could answer, and it may go on: a pause is not a death."""
+
+    async def scene() -> None:
+        goes_on = asyncio.Event()
+
+        async def pauses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            s.d.is_stopped = True
+            await goes_on.wait()
+            s.d.is_stopped = False
+            return await completes(request, body)
+
+        async with stage(prefills, pauses, **QUICK) as s:
+            await until_ready(s, (200, 1, 1))
+            asked = asyncio.create_task(s.post(ONE))
+            await until_ready(s, (503, 1, 0))
+            await asyncio.sleep(0.3)  # several looks more
+            goes_on.set()
+            assert ((await asked)[0], len(s.d.calls)) == (200, 1)
+
+    uvloop.run(scene())
+
+
+def test_a_stream_that_has_begun_is_not_given_up() -> None:
+    async def scene() -> None:
+        goes_on = asyncio.Event()
+
+        async def pauses(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(b'data: {"n": 1}\n\n')
+            s.d.is_stopped = True
+            await goes_on.wait()
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        async with stage(prefills, [pauses, streams([b"data: {}\n\n"])], **QUICK) as s:
+            await until_ready(s, (200, 1, 2))
+            while not s.d.calls:
+                asked = asyncio.create_task(s.post(ONE | {"stream": True}))
+                await asyncio.wait([asked, asyncio.create_task(s.d.entered.wait())], return_when=asyncio.FIRST_COMPLETED)
+            await until_ready(s, (200, 1, 1))
+            await asyncio.sleep(0.3)
+            goes_on.set()
+            assert (await asked)[2] == b'data: {"n": 1}\n\ndata: [DONE]\n\n'
+
+    uvloop.run(scene())
+
+
+def test_an_instance_that_still_sends_is_not_silent() -> None:
+    """Its health checks fail, as it is busy; but a stream of it goes on, so that a leg that waits for it does so with reason."""
+
+    async def scene() -> None:
+        goes_on = asyncio.Event()
+
+        async def busy(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if not body.get("stream"):
+                await goes_on.wait()
+                return await completes(request, body)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            while not goes_on.is_set():
+                await response.write(b"data: {}\n\n")
+                await asyncio.sleep(0.005)
+            return response
+
+        async with stage(prefills, [busy, completes], **QUICK) as s:
+            await until_ready(s, (200, 1, 2))
+            # By turns: of two each, one is the busy one's.
+            asked = [asyncio.create_task(s.post(ONE | {"stream": is_stream})) for is_stream in (False, False, True, True)]
+            while len(s.d.calls) < 2:
+                await asyncio.sleep(0.01)
+            assert {call.body["stream"] for call in s.d.calls} == {False, True}
+            s.d.is_stopped = True
+            await until_ready(s, (200, 1, 1))
+            await asyncio.sleep(0.3)
+            assert sum(task.done() for task in asked) == 2
+            goes_on.set()
+            assert [(await task)[0] for task in asked] == [200] * 4
+            assert await s.metric("kvferry:router_retries_total") == 0
+
+    uvloop.run(scene())
