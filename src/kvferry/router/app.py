@@ -108,6 +108,7 @@ class RouterApp:
         await self._turns.close()
         await self._last_look.close()
         await self._upstreams.close()
+        self._front.limits.close()
 
     # -- the server calls these ----------------------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
 import ssl
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
@@ -23,6 +23,7 @@ __all__ = ["UNAVAILABLE", "Call", "Calls", "described", "excerpt"]
 UNAVAILABLE = 503
 _COME_BACK_S = 1
 _EXCERPT_CHARS = 300
+_MAX_TARGETS = 4096
 
 
 @dataclass(slots=True)
@@ -37,8 +38,15 @@ class Calls:
     tls: ssl.SSLContext | None = None
     """For instances that speak TLS."""
 
+    _targets: dict[Instance, Target] = field(default_factory=dict, init=False)
+
     def target(self, instance: Instance) -> Target:
-        return Target(instance.address, self.tls if instance.tls else None)
+        target = self._targets.get(instance)
+        if target is None or (target.tls is not None) is not instance.tls:
+            if len(self._targets) >= _MAX_TARGETS:  # instances come and go
+                self._targets.clear()
+            target = self._targets[instance] = Target(instance.address, self.tls if instance.tls else None)
+        return target
 
     def counted(self, instance: Instance, wish: Wish) -> "Call":
         """Around one leg: the instance's load and health."""
@@ -46,13 +54,13 @@ class Calls:
             raise NotReached("it has left the fleet")
         return Call(self, self.fleet.begin(instance, time.monotonic(), wish))
 
-    async def post(self, exchange: Exchange, instance: Instance, body: bytes) -> UpstreamAnswer:
+    def post(self, exchange: Exchange, instance: Instance, body: bytes) -> Coroutine[Any, Any, UpstreamAnswer]:
         timeouts = self.options.timeouts
-        return await self.upstreams.send(
+        return self.upstreams.send(
             self.target(instance),
             "POST",
             exchange.http.path,
-            exchange.leg_headers(),
+            exchange.leg_fields,
             body,
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
@@ -72,8 +80,8 @@ class Calls:
         """Fail what waits for it to begin an answer; how much that was."""
         return self.upstreams.give_up(self.target(instance), TimedOut("it was silent, to its health checks too"))
 
-    async def read(self, answer: UpstreamAnswer) -> bytes:
-        return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
+    def read(self, answer: UpstreamAnswer) -> Coroutine[Any, Any, bytes]:
+        return answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
     async def read_rest(self, answer: UpstreamAnswer) -> bytes | None:
         """Of an answer that is known to be none: it is not waited for long. None: it did not come whole."""

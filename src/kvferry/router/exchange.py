@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 from kvferry.router.http1.messages import Headers, ServerRequest
 from kvferry.router.http1.server import Reply
+from kvferry.router.http1.wire import request_fields
 from kvferry.router.instances import Instance
 from kvferry.router.legs import ClientRequest
 from kvferry.router.members import Wish
 from kvferry.router.timeline import Mark, Timeline
 
-__all__ = ["Answer", "Exchange", "Setback", "passed_headers"]
+__all__ = ["Answer", "Exchange", "Setback", "leg_fields", "passed_headers"]
 
 _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 _TO_CLIENTS = ("content-type", "content-encoding", "cache-control", "retry-after", "www-authenticate")
@@ -50,8 +51,8 @@ class Exchange:
     request_id: str
     tenant: str
     timeline: Timeline
-    authorization: str | None = None
-    """For instances."""
+    leg_fields: bytes
+    """Headers of both legs, as they are sent."""
     turn_word: str | None = None
     """D is asked to keep this turn's blocks under this word."""
     wish: Wish = field(default_factory=Wish)
@@ -66,21 +67,23 @@ class Exchange:
     prefiller: Instance | None = None
     """Whose blocks the decode leg is given."""
 
-    def leg_headers(self) -> list[tuple[str, str]]:
-        headers = [("X-Request-Id", self.request_id), ("Content-Type", "application/json")]
-        if self.authorization is not None:
-            headers.append(("Authorization", self.authorization))
-        for name in _TRACE_HEADERS:
-            value = self.http.headers.get(name)
-            if value is not None:
-                headers.append((name, value))
-        return headers
-
     def mark(self, mark: Mark, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)
 
     def send(self, answer: Answer) -> None:
         self.reply.send(answer.status, [*answer.headers, ("X-Request-Id", self.request_id), *self.cors], answer.body)
+
+
+def leg_fields(headers: Headers, request_id: str, authorization: str | None) -> bytes:
+    """What both legs of a client's request say beside their body. `authorization`: for instances."""
+    fields = [("X-Request-Id", request_id), ("Content-Type", "application/json")]
+    if authorization is not None:
+        fields.append(("Authorization", authorization))
+    for name in _TRACE_HEADERS:
+        value = headers.get(name)
+        if value is not None:
+            fields.append((name, value))
+    return request_fields(fields)
 
 
 def passed_headers(headers: Headers) -> list[tuple[str, str]]:

@@ -5,11 +5,11 @@ Runs on the event loop."""
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.router.access import Gate
 from kvferry.router.admission import Admission, Refused, Why
-from kvferry.router.exchange import Answer, Exchange
+from kvferry.router.exchange import Answer, Exchange, leg_fields
 from kvferry.router.failures import error_answer, error_event
 from kvferry.router.http1.messages import ServerRequest
 from kvferry.router.http1.server import Reply
@@ -17,6 +17,7 @@ from kvferry.router.legs import Refusal, read_client_request
 from kvferry.router.options import RouterOptions
 from kvferry.router.request_ids import choose_request_id
 from kvferry.router.serving import Serving
+from kvferry.router.time_limits import TimeLimits
 from kvferry.router.timeline import Ending, Mark, RecentRequests
 from kvferry.router.vital_signs import VitalSigns
 
@@ -41,6 +42,7 @@ class Front:
     serving: Serving
     recent: RecentRequests
     signs: VitalSigns
+    limits: TimeLimits = field(default_factory=TimeLimits)
 
     async def generate(self, request: ServerRequest, reply: Reply) -> None:
         """Completions and chat."""
@@ -51,10 +53,10 @@ class Front:
         if isinstance(client, Refusal):
             _answer(reply, error_answer(client.status, client.message), request_id, cors)
             return
+        fields = leg_fields(headers, request_id, self._authorization(request))
         timeline = self.recent.begin(request_id, request.path, time.monotonic())
         timeline.conversation = client.conversation_id or ""
-        exchange = Exchange(request, reply, client, request_id, self.gate.tenant(headers) or "", timeline, self._authorization(request))
-        exchange.cors = cors
+        exchange = Exchange(request, reply, client, request_id, self.gate.tenant(headers) or "", timeline, fields, cors=cors)
         ending = Ending.ABANDONED
         try:
             entry = await self.admission.enter(exchange.tenant, self.options.timeouts.queue)
@@ -75,13 +77,13 @@ class Front:
             self._note_end(exchange, ending)
 
     async def _serve_in_time(self, exchange: Exchange) -> None:
+        limit = self.limits.begin(self.options.timeouts.request)
         try:
-            async with asyncio.timeout(self.options.timeouts.request):
-                await self.serving.serve(exchange)
-        except TimeoutError:
-            await self._out_of_time(exchange)
+            await self.serving.serve(exchange)
         except asyncio.CancelledError:
-            raise
+            if not limit.end():
+                raise
+            await self._out_of_time(exchange)
         except ConnectionError:
             raise
         except Exception:
@@ -91,6 +93,8 @@ class Front:
                 exchange.reply.abort()
             else:
                 exchange.send(error_answer(500, "the router failed to serve this request; its log says why"))
+        finally:
+            limit.end()
 
     async def _out_of_time(self, exchange: Exchange) -> None:
         message = f"the request took longer than {self.options.timeouts.request:g} s"

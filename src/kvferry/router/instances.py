@@ -42,6 +42,14 @@ class Instance:
     address: Address
     tls: bool = field(default=False, compare=False)
     """How it is spoken to, not who it is: an address is drained and removed without a word about it."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.role, self.address)))
+
+    def __hash__(self) -> int:
+        """Worked out once: an instance is looked up a dozen times for each request."""
+        return self._hash
 
     @property
     def url(self) -> str:

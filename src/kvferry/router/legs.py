@@ -18,7 +18,9 @@ MAX_CONVERSATION_CHARS = 256
 
 _Fields = dict[str, msgspec.Raw]
 
+# Made once: `msgspec.json.decode` with a type works that type out again each time, which takes ten times as long as a short text.
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
+_name_decoder: msgspec.json.Decoder[str | None] = msgspec.json.Decoder(str | None)
 _encoder = msgspec.json.Encoder()
 
 # A client's own kv_transfer_params would point the engines at blocks of somebody else; conversation_id is addressed to the router.
@@ -89,8 +91,7 @@ class PushSource:
         return Handover(msgspec.Raw(_encoder.encode(params)), None, None, push_ticket=push_ticket)
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
+class Handover(msgspec.Struct, frozen=True):
     """What P's answer says of the blocks it holds for us, or what we promise D of them before P has answered."""
 
     params: msgspec.Raw
@@ -104,8 +105,7 @@ class Handover:
     """Of a promise: both legs carry it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientRequest:
+class ClientRequest(msgspec.Struct, frozen=True):
     """A well-formed request, still undecoded below its first level."""
 
     fields: _Fields
@@ -155,8 +155,7 @@ def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
 
 def _with_word(params: msgspec.Raw, word: bytes) -> msgspec.Raw:
     """One key more in an object that is kept as the text it came in."""
-    text = bytes(params).strip()
-    rest = text[1:].lstrip()
+    rest = bytes(params)[1:].lstrip()
     return msgspec.Raw(b"{%s%s%s" % (word, b"" if rest.startswith(b"}") else b",", rest))
 
 
@@ -181,20 +180,29 @@ def read_client_request(body: bytes) -> ClientRequest | Refusal:
         return Refusal(400, "the request body is not valid JSON: it is nested too deeply")
     if _has_several_prompts(fields.get("prompt")):
         return Refusal(400, "prompt is a list of several prompts; the router takes one prompt per request, send one request for each")
-    try:
-        conversation = msgspec.json.decode(fields.get("conversation_id", b"null"), type=str | None)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        conversation = ""
+    conversation = _conversation(fields.get("conversation_id"))
     if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
         return Refusal(400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters")
-    return ClientRequest({key: value for key, value in fields.items() if key not in _NEVER_FORWARDED}, conversation)
+    for key in _NEVER_FORWARDED:
+        fields.pop(key, None)
+    return ClientRequest(fields, conversation)
 
 
-class _PrefillAnswer(msgspec.Struct):
+def _conversation(name: msgspec.Raw | None) -> str | None:
+    """None: there is none; empty: what stands there is no name."""
+    if name is None:
+        return None
+    try:
+        return _name_decoder.decode(name)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
+class _PrefillAnswer(msgspec.Struct, gc=False):
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Params(msgspec.Struct):
+class _Params(msgspec.Struct, gc=False):
     ticket: str | None = None
     remote_host: str | None = None
     remote_port: int | None = None
@@ -204,20 +212,24 @@ class _Params(msgspec.Struct):
     tp_size: int | None = None
 
 
+_answer_decoder: msgspec.json.Decoder[_PrefillAnswer] = msgspec.json.Decoder(_PrefillAnswer)
+_params_decoder: msgspec.json.Decoder[_Params | None] = msgspec.json.Decoder(_Params | None)
+
+
 def read_prefill_answer(body: bytes) -> Handover | None:
     """P's blocks; None when P kept none (it may: a prompt with nothing worth moving). RemoteProtocolError for anything malformed."""
     try:
-        raw = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
-        params = msgspec.json.decode(raw, type=_Params | None)
+        raw = _answer_decoder.decode(body).kv_transfer_params
+        params = _params_decoder.decode(raw)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"its answer cannot be read: {error}") from None
     if params is None:
         return None
-    return Handover(raw.copy(), params.ticket or None, _side_channel(params), _push_source(params))
-
-
-def _push_source(params: _Params) -> PushSource | None:
     address = _side_channel(params)
+    return Handover(raw.copy(), params.ticket or None, address, _push_source(params, address))
+
+
+def _push_source(params: _Params, address: Address | None) -> PushSource | None:
     if params.transfer_mode != "push" or address is None or not (params.remote_engine_id and params.remote_epoch and params.tp_size):
         return None
     return PushSource(params.remote_engine_id, params.remote_epoch, address, params.tp_size)

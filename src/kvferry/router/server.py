@@ -2,11 +2,13 @@
 
 import asyncio
 import errno
+import gc
 import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import uvloop
@@ -76,12 +78,28 @@ async def _serve(
     try:
         await server.start(sock, tls)
         on_ready(Address(options.host, sock.getsockname()[1]))
-        await stop.wait()
-        app.stop_admitting()
-        await _drain(server, hurry, options.timeouts.shutdown)
+        with _rare_collections():
+            await stop.wait()
+            app.stop_admitting()
+            await _drain(server, hurry, options.timeouts.shutdown)
     finally:
         await server.close()
         await app.close()
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Requests leave hardly any cycles behind, and Python looks for them after every 700 objects more: 3 to 9 % of the router's time. What
+    was made until now lives for ever and is not looked at again."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 async def _drain(server: HttpServer, hurry: asyncio.Event, timeout_s: float) -> None:

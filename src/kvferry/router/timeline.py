@@ -47,7 +47,10 @@ class Ending(StrEnum):
 
     @property
     def is_error(self) -> bool:
-        return self in (Ending.REFUSED, Ending.FAILED, Ending.BROKEN_OFF)
+        return self in _ERRORS
+
+
+_ERRORS = frozenset((Ending.REFUSED, Ending.FAILED, Ending.BROKEN_OFF))
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,10 @@ class Timeline:
 
     def time_of(self, mark: Mark) -> float | None:
         """The last of its kind."""
-        return next((at for made, at, _ in reversed(self.marks) if made is mark), None)
+        for made, at, _ in reversed(self.marks):
+            if made is mark:
+                return at
+        return None
 
     def last_about(self, mark: Mark) -> object:
         return next((about for made, _, about in reversed(self.marks) if made is mark), None)

@@ -1,12 +1,11 @@
 """An instance's answer: its head is there, its body is read or passed on."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp
-from kvferry.router.http1.framing import NotFramed, first_chunk, make_body
+from kvferry.router.http1.framing import LengthBody, NotFramed, first_chunk, make_body
 from kvferry.router.http1.parsing import AnswerHead, BodyKind
 from kvferry.router.http1.pool import Site
 from kvferry.router.http1.relay import Relay
@@ -54,7 +53,10 @@ class UpstreamAnswer:
 
     async def read(self, limit: int, timeout_s: float) -> bytes:
         """The whole body, decoded. UpstreamError, also when it is longer than `limit` bytes or takes longer than `timeout_s`."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        body = self._body
+        if isinstance(body, LengthBody) and 0 < body.left == self._connection.num_waiting <= limit:
+            return self._take_all()
+        deadline = self._connection.loop.time() + timeout_s
         pieces: list[bytes] = []
         size = 0
         while piece := await self._next(deadline):
@@ -67,13 +69,13 @@ class UpstreamAnswer:
 
     async def read_some(self, timeout_s: float) -> bytes:
         """The next piece of the body, decoded; b"" at its end. UpstreamError."""
-        return await self._next(asyncio.get_running_loop().time() + timeout_s)
+        return await self._next(self._connection.loop.time() + timeout_s)
 
     async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
         """The beginning of the body, decoded, as soon as there is enough of it, or it has ended; nothing is taken by that. UpstreamError.
 
         What is enough is asked of the first chunk and of all that is there."""
-        connection, deadline = self._connection, asyncio.get_running_loop().time() + timeout_s
+        connection, deadline = self._connection, self._connection.loop.time() + timeout_s
         num_seen = 0
         while not self._body.is_ended:
             data = connection.peek()
@@ -113,14 +115,23 @@ class UpstreamAnswer:
         """
         relay = Relay(self._connection, self._body, reply, filter)
         try:
-            relay.begin(self._head, headers, start)
-            await relay.run(idle_timeout_s, on_first, bool(start))
+            relay.begin(self._head, headers, start, on_first)
+            if not relay.is_over:
+                await relay.run(idle_timeout_s)
+            relay.check()
         except BaseException:
             reply.out.let_go()
             self.close()
             raise
         self._has_rest = relay.has_rest
         self._end()
+
+    def _take_all(self) -> bytes:
+        """All that is left has come, and nothing else."""
+        data = self._connection.take()
+        self._body.advance(data, None)
+        self._end()
+        return data
 
     async def _next(self, deadline: float) -> bytes:
         connection, body = self._connection, self._body

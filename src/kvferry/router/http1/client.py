@@ -2,14 +2,14 @@
 
 import asyncio
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvferry.router.http1.answer import UpstreamAnswer
 from kvferry.router.http1.errors import BrokenOff, NotReached, UpstreamError
 from kvferry.router.http1.pool import Site, Target
 from kvferry.router.http1.sweep import Sweep
 from kvferry.router.http1.upstream_connection import UpstreamConnection
-from kvferry.router.http1.wire import request_head
+from kvferry.router.http1.wire import Fields, request_head
 
 __all__ = ["KEEPALIVE_S", "Target", "UpstreamAnswer", "Upstreams"]
 
@@ -39,7 +39,7 @@ class Upstreams:
         target: Target,
         method: str,
         path: str,
-        headers: Iterable[tuple[str, str]],
+        headers: Fields,
         body: bytes | Sequence[bytes] = b"",
         *,
         connect_timeout_s: float,
@@ -52,10 +52,9 @@ class Upstreams:
         """
         site = self._sites.get(target) or self._add_site(target)
         if isinstance(body, bytes):
-            pieces: tuple[bytes, ...] = (request_head(method, path, site.host, headers, len(body)), body)
+            data = request_head(method, path, site.host, headers, len(body)) + body
         else:
-            pieces = (request_head(method, path, site.host, headers, sum(map(len, body))), *body)
-        data = b"".join(pieces)
+            data = b"".join((request_head(method, path, site.host, headers, sum(map(len, body))), *body))
         connection = site.take(self._loop.time())
         if connection is not None:
             try:

@@ -44,23 +44,23 @@ _SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
 class LengthBody:
     """A body of known length."""
 
-    __slots__ = ("_left", "is_ended")
+    __slots__ = ("is_ended", "left")
     is_whole_at_close = False
     is_between = False
 
     def __init__(self, length: int) -> None:
-        self._left = length
+        self.left = length
         self.is_ended = length == 0
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
         """How many of these bytes belong to the body; they are added to `decoded`, if given."""
-        left = self._left
+        left = self.left
         if len(data) < left:
-            self._left = left - len(data)
+            self.left = left - len(data)
             if decoded is not None:
                 decoded.append(data)
             return len(data)
-        self._left = 0
+        self.left = 0
         self.is_ended = True
         if decoded is not None:
             decoded.append(data if len(data) == left else data[:left])

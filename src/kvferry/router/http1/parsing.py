@@ -22,6 +22,7 @@ _ABSOLUTE = re.compile(r"[Hh][Tt][Tt][Pp][Ss]?://[^/?#]+([/?].*)?")
 _MAX_LENGTH_DIGITS = 15
 _MAX_KNOWN = 256
 """Longer lines are not remembered, so that what is remembered is bounded in bytes too."""
+_MAX_KNOWN_HEAD = 512
 
 
 class BodyKind(IntEnum):
@@ -52,7 +53,7 @@ class RequestHead:
         return self.body is not _NONE
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AnswerHead:
     status: int
     headers: Headers
@@ -85,7 +86,12 @@ def read_request_head(data: bytes, max_fields: int) -> RequestHead:
 
 
 def read_answer_head(data: bytes, method: str) -> AnswerHead:
-    """`data` ends with the empty line; `method` is the request's. NotHttp for anything that is not exactly a head."""
+    """`data` ends with the empty line; `method` is the request's. NotHttp for anything that is not exactly a head. The head may be shared
+    with whoever got the same bytes."""
+    return _known_answer_head(data, method == "HEAD") if len(data) < _MAX_KNOWN_HEAD else _read_answer_head(data, method == "HEAD")
+
+
+def _read_answer_head(data: bytes, is_for_head: bool) -> AnswerHead:
     lines = data.decode("latin-1").split("\r\n")
     line = _STATUS_LINE.fullmatch(lines[0])
     if line is None:
@@ -106,7 +112,7 @@ def read_answer_head(data: bytes, method: str) -> AnswerHead:
         raise NotHttp("the length of its answer is no number")
     size = int(length) if length is not None else 0
     headers = Headers(fields, values)
-    if method == "HEAD" or status < 200 or status in (204, 304):
+    if is_for_head or status < 200 or status in (204, 304):
         return AnswerHead(status, headers, _NONE, size, keeps_alive)
     if coding is not None:
         return AnswerHead(status, headers, _CHUNKED, 0, keeps_alive)
@@ -162,6 +168,8 @@ def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
 # Nearly every line was seen before: of all that a client or an engine sends, one or two lines differ between requests.
 _known_field = lru_cache(4096)(_read_field)
 _known_request_line = lru_cache(256)(_read_request_line)
+# An engine begins all streams of a second with the same bytes; its whole answers differ in their length.
+_known_answer_head = lru_cache(512)(_read_answer_head)
 
 
 def _request_body(coding: str | None, length: str | None, is_http11: bool) -> tuple[BodyKind, int]:

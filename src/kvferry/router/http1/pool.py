@@ -1,7 +1,7 @@
 """Warm connections to instances: the one that was used last is used first, so that those too many grow old and are closed."""
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 from kvferry.types import Address
@@ -15,6 +15,13 @@ class Target:
 
     address: Address
     tls: ssl.SSLContext | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.address, self.tls)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class Site:

@@ -21,9 +21,22 @@ _LENGTH, _BY_LENGTH, _CHUNKED = BodyKind.LENGTH, Framing.LENGTH, Framing.CHUNKED
 
 
 class Relay:
-    """One body on its way. Used once."""
+    """One body on its way. Used once: `begin`, then `run` unless it is over already, then `check`."""
 
-    __slots__ = ("_body", "_connection", "_done", "_filter", "_idle_s", "_is_raw", "_loop", "_on_first", "_out", "_reply", "has_rest")
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_error",
+        "_filter",
+        "_idle_s",
+        "_is_raw",
+        "_on_first",
+        "_out",
+        "_reply",
+        "_waiter",
+        "has_rest",
+        "is_over",
+    )
 
     def __init__(self, connection: UpstreamConnection, body: Body, reply: Reply, filter: Filter | None) -> None:
         self._connection = connection
@@ -34,15 +47,63 @@ class Relay:
         self._is_raw = False
         self._idle_s = 0.0
         self._on_first: Callable[[], None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self.is_over = False
         self.has_rest = False
         """Whether the instance sent more than the body."""
 
-    def begin(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
-        """The head, and what was read of the body already."""
+    def begin(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes, on_first: Callable[[], None] | None = None) -> None:
+        """The head, what was read of the body already, and what has come of it since, in one write."""
+        out = self._out
+        out.hold()
+        try:
+            self._start(head, headers, start)
+            if start and on_first is not None:
+                on_first()
+            else:
+                self._on_first = on_first
+            if self._body.is_ended:  # all of it was read before, and the connection may serve somebody else by now
+                self._end()
+            else:
+                data = self._connection.take()
+                if data:
+                    self.receive(data)
+        finally:
+            out.let_go()
+
+    async def run(self, idle_timeout_s: float) -> None:
+        """Until the end of the body, or its failure."""
+        connection = self._connection
+        if connection.is_lost:
+            self.lose()
+            return
+        self._idle_s = idle_timeout_s
+        self._waiter = connection.loop.create_future()
+        connection.receiver = self
+        self._out.flow = self
+        connection.deadline = connection.loop.time() + idle_timeout_s
+        if self._out.is_paused:
+            self.pause()
+        try:
+            await self._waiter
+        finally:
+            connection.receiver = None
+            connection.deadline = NEVER
+            self._out.flow = None
+            self._settle()
+
+    def check(self) -> None:
+        """Raises what it failed by, if it did."""
+        self._settle()
+        if self._error is not None:
+            raise self._error
+
+    def _settle(self) -> None:
+        self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_between)
+
+    def _start(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
         reply, body = self._reply, self._body
-        self._out.hold()
         if self._filter is None and head.body <= _LENGTH:
             reply.start_framed(head.status, headers, _BY_LENGTH, head.length)
             reply.put_raw(start)
@@ -59,50 +120,10 @@ class Relay:
         reply.start(head.status, headers)
         reply.put(self._filter(start) if self._filter is not None and start else start)
 
-    async def run(self, idle_timeout_s: float, on_first: Callable[[], None] | None, has_started: bool) -> None:
-        """Until the end of the body. What is there already goes out together with the head."""
-        connection = self._connection
-        self._idle_s = idle_timeout_s
-        if has_started and on_first is not None:
-            on_first()
-        else:
-            self._on_first = on_first
-        try:
-            if self._body.is_ended:  # all of it was read before, and the connection may serve somebody else by now
-                self._end()
-            else:
-                data = connection.take()
-                if data:
-                    self.receive(data)
-            self._out.let_go()
-            if not self._done.done():
-                await self._pass_on()
-            self._done.result()
-        finally:
-            self._out.let_go()
-            self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_between)
-
-    async def _pass_on(self) -> None:
-        connection = self._connection
-        if connection.is_lost:
-            self.lose()
-            return
-        connection.receiver = self
-        self._out.flow = self
-        connection.deadline = self._loop.time() + self._idle_s
-        if self._out.is_paused:
-            self.pause()
-        try:
-            await self._done
-        finally:
-            connection.receiver = None
-            connection.deadline = NEVER
-            self._out.flow = None
-
     # -- from the instance ---------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        if self._done.done():
+        if self.is_over:
             return
         try:
             if self._on_first is not None:
@@ -124,11 +145,11 @@ class Relay:
             self.has_rest = used < len(data)
             self._end()
         elif self._connection.deadline != NEVER:
-            self._connection.deadline = self._loop.time() + self._idle_s
+            self._connection.deadline = self._connection.loop.time() + self._idle_s
 
     def lose(self) -> None:
         """The instance's connection is gone."""
-        if self._done.done():
+        if self.is_over:
             return
         if self._body.is_whole_at_close and self._connection.error is None:
             self._end()
@@ -136,8 +157,9 @@ class Relay:
             self.fail(BrokenOff("it closed the connection in the middle of its answer", has_answered=True))
 
     def fail(self, error: Exception) -> None:
-        if not self._done.done():
-            self._done.set_exception(error)
+        if not self.is_over:
+            self._error = error
+            self._finish()
 
     # -- from the client -----------------------------------------------------------------------------------------------
 
@@ -146,7 +168,7 @@ class Relay:
         self._connection.pause_reading()
 
     def resume(self) -> None:
-        self._connection.deadline = self._loop.time() + self._idle_s
+        self._connection.deadline = self._connection.loop.time() + self._idle_s
         self._connection.resume_reading()
 
     # -- its own -------------------------------------------------------------------------------------------------------
@@ -170,4 +192,9 @@ class Relay:
         except Exception as error:
             self.fail(error)
             return
-        self._done.set_result(None)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.is_over = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

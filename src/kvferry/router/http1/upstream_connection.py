@@ -41,7 +41,6 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_asker",
-        "_loop",
         "_method",
         "_on_lost",
         "_phase",
@@ -51,13 +50,14 @@ class UpstreamConnection(asyncio.Protocol):
         "deadline",
         "error",
         "has_answered",
+        "loop",
         "receiver",
         "site",
         "transport",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, site: "Site", on_lost: Callable[["UpstreamConnection"], None]) -> None:
-        self._loop = loop
+        self.loop = loop
         self.site = site
         self._on_lost = on_lost
         self._method = ""
@@ -78,6 +78,11 @@ class UpstreamConnection(asyncio.Protocol):
         return self.transport is None
 
     @property
+    def num_waiting(self) -> int:
+        """Bytes of the body that nobody has taken."""
+        return self._size
+
+    @property
     def is_awaited(self) -> bool:
         """Somebody waits for an answer of which nothing has been passed on."""
         return self.receiver is None and self._phase in (_HEAD, _BODY)
@@ -95,8 +100,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._method = method
         self._phase = _HEAD
         self.has_answered = False
-        self.deadline = self._loop.time() + timeout_s
-        waiter = self._asker = self._loop.create_future()
+        self.deadline = self.loop.time() + timeout_s
+        waiter = self._asker = self.loop.create_future()
         if self._pieces:
             self.has_answered = True
             self._read_head()
@@ -128,7 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
     async def more(self, deadline: float) -> None:
         """Until there is something to take, or the connection is lost. TimedOut, and then it is closed."""
         self.deadline = deadline
-        self._waiter = self._loop.create_future()
+        self._waiter = self.loop.create_future()
         try:
             await self._waiter
         finally:
@@ -204,7 +209,8 @@ class UpstreamConnection(asyncio.Protocol):
     # -- its own -------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> None:
-        data = b"".join(self._pieces)
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         while True:
             end = data.find(b"\r\n\r\n")
             if end < 0 or end > _MAX_HEAD:
