@@ -197,7 +197,7 @@ def test_curl_streams(patient: Pair, alone: OpenAI, version: str) -> None:
 
 
 def test_curl_asks_before_it_sends_much_and_is_let(patient: Pair, tmp_path: Path) -> None:
-    (tmp_path / "body").write_text(json.dumps({**json.loads(BODY), "padding": "x" * 5_000_000}))
+    (tmp_path / "body").write_text(json.dumps({**json.loads(BODY), "documents": "x" * 5_000_000}))
     log = tmp_path / "log"
     words = ["-H", "Expect: 100-continue", "--trace-ascii", str(log), "--data-binary", f"@{tmp_path / 'body'}"]
     said = curl(*words, f"{patient.router.url}/v1/completions")

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import aiohttp
 import pytest
 from tests.e2e.conftest import PATIENT, random_prompts
 from tests.e2e.harness import Cluster, Engine, Prompt, ask, ask_all, assert_quiescent, metrics, new_session
@@ -25,13 +26,23 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
         async with new_session() as session:
             return (await metrics(session, router))["kvferry:router_legs_at_once_total"]
 
+    async def bring_into_step(session: aiohttp.ClientSession) -> None:
+        """P and D take turns each, in whatever order requests that came together have left them. Asking for the models takes a turn of D."""
+        before = await at_once()
+        for start in (10, 20):
+            assert (await ask(session, router, Prompt(tuple(range(start, 150 + start))))).is_ok
+        if await at_once() == before:
+            async with session.get(f"{router.url}/v1/models") as answer:
+                assert answer.status == 200
+
     async def check() -> None:
         expected = await ask_all(plain, PROMPTS)
         answers = await ask_all(router, PROMPTS)
         assert [answer.status for answer in answers] == [200] * len(PROMPTS)
         assert answers == expected
-        so_far = await at_once()
         async with new_session() as session:
+            await bring_into_step(session)
+            so_far = await at_once()
             # One after the other: push meets push, pull meets pull.
             for number in range(8):
                 assert (await ask(session, router, Prompt(tuple(range(number, 200 + number))))).is_ok

@@ -25,7 +25,7 @@ __all__ = ["ChildProcess", "ProcessGroup", "Running", "Start", "start_anew"]
 
 _LOG_LINES = 200
 _LINE_BYTES = 4096
-_REAP_S = 5.0
+_REAP_S = 20.0
 _HURRY_S = 3.0
 _LAST_WORDS_S = 0.5
 _GUARDIAN_S = 10.0
