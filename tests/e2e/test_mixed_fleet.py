@@ -27,7 +27,7 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
             return (await metrics(session, router))["kvferry:router_legs_at_once_total"]
 
     async def bring_into_step(session: aiohttp.ClientSession) -> None:
-        """P and D take turns each, in whatever order requests that came together have left them. Asking for the models takes a turn of D."""
+        """P and D take turns each, in whatever order requests that came together have left them. Asking for models takes a turn of D."""
         before = await at_once()
         for start in (10, 20):
             assert (await ask(session, router, Prompt(tuple(range(start, 150 + start))))).is_ok
