@@ -4,13 +4,17 @@ Where several processes test, each takes a file at a time, the long ones first, 
 are as one file: its servers take memory, and several files share some.
 """
 
+import sys
+
 import pytest
 from hypothesis import settings
+from tests.standstill import Pulse, run_test
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
+PULSE = Pulse()
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -22,6 +26,12 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    run_test(item, nextitem, PULSE, lambda words: print(words, file=sys.__stderr__))
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,0 +1,47 @@
+"""A machine that stands still for seconds, as virtual ones do, makes any test fail that waits for something. Such a failure says nothing:
+the test is run once more, and the report says so. A failure on a machine that went on is a failure.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+__all__ = ["Pulse", "run_test"]
+
+BEAT_S = 0.25
+STANDSTILL_S = 4.0
+AFTER_EFFECT_S = 60.0
+"""What was hurt by it, a fleet that several tests share, may show it later."""
+
+
+class Pulse:
+    """Notes when this process was last kept from running."""
+
+    def __init__(self) -> None:
+        self.last_standstill = float("-inf")
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(BEAT_S)
+            now = time.monotonic()
+            if now - before > STANDSTILL_S:
+                self.last_standstill = now
+            before = now
+
+
+def run_test(item: pytest.Item, nextitem: pytest.Item | None, pulse: Pulse, say: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    if any(report.failed for report in reports) and pulse.last_standstill > began - AFTER_EFFECT_S:
+        say(f"run once more, as the machine stood still: {item.nodeid}")
+        item.session._setupstate.teardown_exact(None)  # noqa: SLF001 - whatever it shares with others is made anew
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
