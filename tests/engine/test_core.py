@@ -93,8 +93,8 @@ def mixed_requests(tag: str) -> list[AddRequest]:
 
 
 def children(pid: int) -> list[psutil.Process]:
-    """Processes below one, but for Python's own resource tracker, which goes with its parent."""
-    found = psutil.Process(pid).children(recursive=True)
+    """Processes below one that run, but for Python's own resource tracker, which goes with its parent."""
+    found = [process for process in psutil.Process(pid).children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
     return [process for process in found if "resource_tracker" not in " ".join(process.cmdline())]
 
 
