@@ -167,4 +167,4 @@ class FaultyDataPlane:
 
 def _wrong(piece: Bytes) -> Bytes:
     moved = np.roll(piece, len(piece) // 2 + 8)
-    return moved if not np.array_equal(moved, piece) else piece ^ 1
+    return moved if not np.array_equal(moved, piece) else piece ^ np.uint8(1)
