@@ -47,7 +47,7 @@ class Model:
     @classmethod
     def build(cls, config: ModelConfig, weights: ModelWeights, precision: Precision, group: TensorParallelGroup) -> "Model":
         rotary = {
-            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute)
+            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute).on(weights.device)
             for rope in {layer.rope for layer in config.layers}
         }
         return cls(config, weights, precision, group, rotary)
