@@ -4,13 +4,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.engine.ranks import GREEDY, runs_of
 
 from kvferry.connectors.contract import ParallelConfig
+from kvferry.engine.cache_shape import cache_shape
+from kvferry.engine.checkpoint import open_checkpoint
 from kvferry.engine.device_names import first_gpu, gpu_of_rank, ranks_on_gpu
 from kvferry.engine.flat_batch import make_flat_batch
+from kvferry.engine.make_model import make_model
+from kvferry.engine.model import Model
+from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
+from kvferry.engine.parallel import SoloGroup
 from kvferry.engine.precision import FLOAT64_WEIGHTS_LIMIT_BYTES, choose_precision
 from kvferry.engine.rank_device import CPU, open_device
+from kvferry.engine.step import SequenceSlice
+from kvferry.engine.weights import load_weights
 from kvferry.errors import ConfigError
 
 SMALL, LARGE = FLOAT64_WEIGHTS_LIMIT_BYTES, FLOAT64_WEIGHTS_LIMIT_BYTES + 1
@@ -85,3 +94,28 @@ def test_arithmetic_is_as_asked_on_any_device() -> None:
 def test_a_batch_for_the_cpu_is_not_copied() -> None:
     batch = make_flat_batch([], [], block_size=16, num_blocks=1, vocab_size=1)
     assert batch.on(torch.device("cpu")) is batch
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mla", "window"])
+def test_a_forward_pass_makes_every_tensor_where_its_inputs_are(tmp_path: Path, family: str) -> None:
+    """Here all are on the CPU, and whatever is made without saying where has no content: computing with both is an error."""
+    make_model(tmp_path, family=family)
+    options, config = EngineOptions(tmp_path, num_blocks=64), read_model_config(tmp_path)
+    checkpoint, cpu = open_checkpoint(tmp_path), torch.device("cpu")
+    precision = choose_precision(options, config.dtype, checkpoint.size_bytes)
+    model = Model.build(config, load_weights(config, checkpoint, ParallelConfig(), precision, cpu), precision, SoloGroup())
+    shape = cache_shape(config, ParallelConfig(), options, precision.cache, 0)
+    by_name = shape.layer_caches(torch.zeros(shape.size_bytes, dtype=torch.uint8))
+    caches = [by_name[config.layer_name(layer)] for layer in range(config.num_layers)]
+    first, second = (runs_of(options, start, 10) for start in (0, 10 * len(shape.groups)))
+    slices = [
+        SequenceSlice("a", tuple(range(10, 160)), 0, first, None),
+        SequenceSlice("b", tuple(range(10, 20)), 0, second, GREEDY),
+        SequenceSlice("b", (20,), 10, second, GREEDY),
+    ]
+    batch = make_flat_batch(slices, shape.groups, shape.block_size, shape.num_blocks, config.vocab_size)
+    with torch.inference_mode(), torch.device("meta"):
+        assert torch.empty(1).is_meta
+        logits = model.forward(batch, caches)
+    assert logits.device == cpu
+    assert not logits.isnan().any()

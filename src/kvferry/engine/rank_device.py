@@ -60,8 +60,18 @@ class RankDevice:
                 "end what else uses it, choose another --device, or give a smaller --kv-cache-memory-bytes"
             ) from None
 
+    @property
+    def held_bytes(self) -> int:
+        """What torch has of the device's memory for this process, in use or kept for later."""
+        return torch.cuda.memory_reserved(self.torch_device) if self.is_cuda else 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """What of it is not in use."""
+        return self.held_bytes - torch.cuda.memory_allocated(self.torch_device) if self.is_cuda else 0
+
     def trim(self) -> None:
-        """Give back what torch keeps for later use."""
+        """Give back what is not in use. Waits for the device."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 

@@ -28,6 +28,10 @@ from kvferry.ports.memory import CacheMemory
 
 __all__ = ["LayerHooks", "Runner"]
 
+LOOK_EVERY_STEPS = 256
+MAX_SPARE_BYTES = 1024 * 1024 * 1024
+"""Batches are of ever other shapes, and what torch kept of one may be too small for the next: without a bound that adds up."""
+
 
 class Runner:
     def __init__(
@@ -48,6 +52,7 @@ class Runner:
         self._caches: tuple[LayerCache, ...] = ()
         self._memory: CacheMemory | None = None
         self._device: RankDevice = CPU
+        self._num_steps = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -99,6 +104,7 @@ class Runner:
         if not slices:
             return {}
         logits = self.logits(slices, hooks)
+        self._bound_memory()
         if self._parallel.tp_rank != 0:
             return {}
         sampled = [part for part in slices if part.sampling is not None]
@@ -121,6 +127,16 @@ class Runner:
         if memory is not None:
             memory.close()
         self._device.trim()
+
+    @property
+    def device_bytes(self) -> int:
+        """What this process holds of a GPU's memory by way of torch; 0 on CPUs."""
+        return self._device.held_bytes
+
+    def _bound_memory(self) -> None:
+        self._num_steps += 1
+        if self._num_steps % LOOK_EVERY_STEPS == 0 and self._device.spare_bytes > MAX_SPARE_BYTES:
+            self._device.trim()
 
     def _cache_bytes(self) -> int:
         """The same on every rank: they count the same blocks. None has its cache yet when the others measure."""

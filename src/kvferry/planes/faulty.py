@@ -63,8 +63,6 @@ class FaultyDataPlane:
         return self._inner.name
 
     def register(self, regions: Sequence[Region]) -> bool:
-        if self._faults.corrupt_every and any(region.memory is not MemoryKind.DRAM for region in regions):
-            raise ConfigError("corrupt faults need the cache in main memory; leave them out on a GPU")
         self._regions = tuple(regions)
         return self._inner.register(regions)
 
@@ -156,6 +154,13 @@ class FaultyDataPlane:
         """The right bytes in the wrong places: wrong for certain, and still numbers that a model can compute with.
 
         Not moved by whole tokens: attention does not see in which order the tokens of one head lie."""
-        piece = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(self._regions[region].address + offset))
-        moved = np.roll(piece, size_bytes // 2 + 8)
+        of, shift = self._regions[region], size_bytes // 2 + 8
+        if of.memory is MemoryKind.VRAM:
+            # Imported only where there is a device: it takes torch with CUDA.
+            from kvferry.planes.cuda_faults import corrupt
+
+            corrupt(of.device, of.address + offset, size_bytes, shift)
+            return
+        piece = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(of.address + offset))
+        moved = np.roll(piece, shift)
         piece[:] = moved if not np.array_equal(moved, piece) else piece ^ 1
