@@ -47,7 +47,7 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
     flags += " --max-model-len 8k --max-num-seqs 3 --max-num-batched-tokens 512 -tp 2 --no-enable-prefix-caching --enforce-eager"
     flags += (
         " --no-enable-chunked-prefill --served-model-name x --seed 9 --gpu-memory-utilization 0.5 --num-threads 2 --compute-dtype float64"
-        " --shutdown-timeout 1.5 --drain-timeout 0"
+        " --shutdown-timeout 1.5 --drain-timeout 0 --device cuda:3"
     )
     assert options(str(model), *flags.split()) == EngineOptions(
         model=model,
@@ -58,6 +58,8 @@ def test_every_flag_reaches_its_option(model: Path) -> None:
         block_size=32,
         num_blocks=7,
         kv_cache_memory_bytes=2**30,
+        gpu_memory_utilization=0.5,
+        device="cuda:3",
         max_model_len=8000,
         max_num_seqs=3,
         max_num_batched_tokens=512,

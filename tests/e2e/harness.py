@@ -17,7 +17,7 @@ import aiohttp
 import psutil
 from tests.nursery.nursery import Nursery
 
-from kvferry.cli.processes import ChildProcess, ProcessGroup, start_anew
+from kvferry.cli.processes import ChildProcess, ProcessGroup, Start, start_anew
 from kvferry.types import Address
 
 START_S = 90.0
@@ -27,6 +27,8 @@ OURS = Nursery(
     Path(sys.executable),
     ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.cli.planes", "kvferry.engine.api.serve", "kvferry.engine.core"),
 )
+GIVEN = frozenset(os.environ)
+"""Variables that were there before any test ran."""
 QUIET = (
     "kvferry:num_used_blocks",
     "kvferry:num_delayed_frees",
@@ -153,12 +155,14 @@ class Household:
 
     def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
         # Planes that tests open in this process set variables of these libraries; what a child finds is the operator's.
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(("UCX_", "NIXL_"))}
-        starts = (nursery.start for nursery in self._nurseries if nursery.can_start(command))
-        child = ChildProcess(name, command, {**ours, **environment}, next(starts, start_anew))
+        ours = {name: value for name, value in os.environ.items() if name in GIVEN or not name.startswith(("UCX_", "NIXL_"))}
+        child = ChildProcess(name, command, {**ours, **environment}, self.way_to_start(command))
         self._children.append(child)
         child.start(self._group.id)
         return child
+
+    def way_to_start(self, command: Sequence[str]) -> Start:
+        return next((nursery.start for nursery in self._nurseries if nursery.can_start(command)), start_anew)
 
     def dismiss(self, child: ChildProcess) -> None:
         """End one early, or let go of one that has died."""

@@ -125,6 +125,7 @@ def test_layers_of_a_block_lie_together_when_asked_and_compute_the_same(
         block = torch.zeros(shape).numel()
         starts = sorted({cache.data_ptr() for cache in together.kv_caches.values()})
         item = next(iter(together.kv_caches.values())).element_size()
+        assert together.cache_memory is not None
         assert [start - together.cache_memory.address for start in starts] == [slot * block * item for slot in range(slots)]
         assert together.cache_memory.size_bytes == 64 * slots * block * item
         for name, cache in together.kv_caches.items():

@@ -232,7 +232,7 @@ def model(tmp_path: Path) -> Path:
 
 def weights_of(directory: Path, parallel: ParallelConfig = ParallelConfig()) -> ModelWeights:  # noqa: B008  frozen
     precision = Precision(torch.float32, torch.float32, torch.float32)
-    return load_weights(read_model_config(directory), open_checkpoint(directory), parallel, precision)
+    return load_weights(read_model_config(directory), open_checkpoint(directory), parallel, precision, torch.device("cpu"))
 
 
 def change(directory: Path, name: str, tensor: torch.Tensor | None) -> None:

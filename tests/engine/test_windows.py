@@ -38,6 +38,7 @@ def with_holes(table: Tables, options: EngineOptions, position: int) -> Tables:
 def test_a_cache_with_fewer_blocks_than_groups_is_refused_with_the_number_it_needs(options: EngineOptions) -> None:
     needed = len(form_groups(read_model_config(options.model)))
     with one_rank(replace(options, num_blocks=needed)) as runner:
+        assert runner.cache_memory is not None
         size_bytes = runner.cache_memory.size_bytes
         # A block of each group is enough for a prompt.
         runner.logits([SequenceSlice("a", (1, 2, 3), 0, tuple((block,) for block in range(needed)), GREEDY)])

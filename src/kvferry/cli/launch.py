@@ -16,6 +16,7 @@ LOOPBACK = "127.0.0.1"
 TINY = "tiny"
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 """By `--mode`."""
+GPU_CACHE_BYTES = "1G"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class UpOptions:
     """Empty: the best that works here."""
     tensor_parallel_size: int = 1
     mode: str = "pull"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for flag, value in (("--prefill", self.prefill), ("--decode", self.decode), ("--tensor-parallel-size", self.tensor_parallel_size)):
@@ -69,10 +71,16 @@ class LocalLaunch:
             *_kvferry("serve", str(self.model), "--host", LOOPBACK, "--port", "0"),
             *("--served-model-name", self.options.model_name),
             *("--tensor-parallel-size", str(self.options.tensor_parallel_size)),
+            *self._device(),
             # Peers that could fetch what an engine keeps end together with it.
             *("--drain-timeout", "0"),
             *("--kv-transfer-config", json.dumps(transfer)),
         ]
+
+    def _device(self) -> list[str]:
+        """Engines that share a GPU must not each take what is left of it."""
+        device = self.options.device
+        return [] if device == "cpu" else ["--device", device, "--kv-cache-memory-bytes", GPU_CACHE_BYTES]
 
     def router(self, prefillers: Sequence[Address], decoders: Sequence[Address]) -> list[str]:
         command = _kvferry("proxy", "--host", LOOPBACK, "--port", str(self.options.port))

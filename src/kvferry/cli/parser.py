@@ -100,4 +100,4 @@ def _values(action: argparse.Action) -> str:
     return f"{name} …" if action.nargs == "+" else name
 
 
-KINDS = {"parse_size": "size", "parse_port": "port", "Path": "folder", "parse_backend": "name"}
+KINDS = {"parse_size": "size", "parse_device": "device", "parse_port": "port", "Path": "folder", "parse_backend": "name"}

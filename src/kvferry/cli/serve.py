@@ -12,7 +12,7 @@ from kvferry.cli.announce import announce_address
 from kvferry.cli.parser import Parser
 from kvferry.cli.planes import Kit
 from kvferry.cli.registering import Registration, check_router_url
-from kvferry.cli.sizes import parse_port, parse_size
+from kvferry.cli.sizes import parse_device, parse_port, parse_size
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
@@ -45,7 +45,6 @@ EXAMPLES = """\
   kvferry serve /models/tiny --kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both \\
       --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC"""
 
-DEVICES = ("cpu",)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = (*DTYPES, "fp8", "fp8_e4m3", "fp8_e5m2")
 DATA_PARALLEL = ("--data-parallel-size", "-dp", "--data-parallel-size-local", "--data-parallel-rank", "--data-parallel-address")
@@ -73,8 +72,12 @@ def add_arguments(parser: Parser) -> None:
 def _add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and activations (default: %(default)s)")
     parser.add_argument("--compute-dtype", choices=(*DTYPES, "float64"), default="auto", help="of arithmetic (default: %(default)s)")
-    parser.add_argument("--device", choices=DEVICES, default=DEFAULTS["device"], help="what computes (default: %(default)s)")
-    parser.add_planned("--device", "cuda", advice="use cpu")
+    parser.add_argument(
+        "--device",
+        type=parse_device,
+        default=DEFAULTS["device"],
+        help="what computes: cpu, cuda or cuda:N; further ranks take the next GPUs (default: %(default)s)",
+    )
     parser.add_argument("--num-threads", type=int, default=DEFAULTS["num_threads"], help="torch threads per rank (default: %(default)s)")
     parser.add_argument(
         "--shutdown-timeout",
@@ -115,10 +118,18 @@ def _add_cache_arguments(parser: Parser) -> None:
     parser.add_argument("--block-size", type=int, default=DEFAULTS["block_size"], help="tokens per block (default: %(default)s)")
     parser.add_argument("--num-gpu-blocks-override", type=int, default=0, metavar="N", help="blocks in the cache (default: what fits)")
     parser.add_argument(
-        "--kv-cache-memory-bytes", type=parse_size, default=DEFAULTS["kv_cache_memory_bytes"], help="cache per rank (default: %(default)s)"
+        "--kv-cache-memory-bytes",
+        type=parse_size,
+        help="cache per rank (default: 256 MiB on CPUs, what --gpu-memory-utilization leaves on GPUs)",
     )
     parser.add_switch("--enable-prefix-caching", default=True, meaning="keep blocks for prompts that begin alike")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="accepted; --kv-cache-memory-bytes decides here")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=DEFAULTS["gpu_memory_utilization"],
+        metavar="SHARE",
+        help="of a GPU's memory that may be in use, by whomever, once the cache is there (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -153,6 +164,7 @@ def engine_options(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         block_size=arguments.block_size,
         num_blocks=arguments.num_gpu_blocks_override,
         kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
         kv_cache_layout=kv_cache_layout_from_environment(environ),
         cross_layer_blocks=transfer is not None and _wants_cross_layer_blocks(transfer),
         max_model_len=arguments.max_model_len,

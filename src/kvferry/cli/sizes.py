@@ -1,9 +1,12 @@
-"""Numbers as people write them, `4096`, `1G`, `8k`, `512Mi`, or a port: how a flag's text becomes a number. Pure."""
+"""Numbers as people write them, `4096`, `1G`, `8k`, `512Mi`, a port or a device: how a flag's text becomes a value. Pure."""
 
 import argparse
 import re
 
-__all__ = ["parse_port", "parse_size"]
+from kvferry.engine.device_names import first_gpu
+from kvferry.errors import ConfigError
+
+__all__ = ["parse_device", "parse_port", "parse_size"]
 
 SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmMgGtT]?)i?")
 # As `vllm serve` reads them: small letters count in thousands, capitals in powers of two.
@@ -27,3 +30,12 @@ def parse_port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be a port number from 0 to 65535, got {text[:80]!a}")
     return int(text)
+
+
+def parse_device(text: str) -> str:
+    """For argparse: what an engine can be told to compute on."""
+    try:
+        first_gpu(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--device ")) from None
+    return text

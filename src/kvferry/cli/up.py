@@ -22,7 +22,7 @@ from kvferry.cli.launch import CONNECTORS, LOOPBACK, LocalLaunch, UpOptions, chi
 from kvferry.cli.local_cluster import LocalCluster
 from kvferry.cli.parser import Parser
 from kvferry.cli.processes import ProcessGroup
-from kvferry.cli.sizes import parse_port
+from kvferry.cli.sizes import parse_device, parse_port
 from kvferry.cli.startup_view import StartupView
 from kvferry.engine.model_config import read_model_config
 from kvferry.errors import ConfigError, KVFerryError
@@ -55,6 +55,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--port", type=parse_port, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
     parser.add_argument("--planes", choices=("shm", "nixl", "tcp"), help="data plane to use (default: the best that works here)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
+    parser.add_argument("--device", type=parse_device, default="cpu", help="of all engines: cpu, cuda or cuda:N (default: %(default)s)")
     modes = "pull, when prefill is through; push: while it computes (default: %(default)s)"
     parser.add_argument("--mode", choices=tuple(CONNECTORS), default="pull", help=f"when decode gets the KV: {modes}")
     parser.add_argument("--once", action="store_true", help="stop after the sample request")
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         planes=(arguments.planes,) if arguments.planes else (),
         tensor_parallel_size=arguments.tensor_parallel_size,
         mode=arguments.mode,
+        device=arguments.device,
     )
     if options.model is not None:
         read_model_config(options.model).check_tensor_parallel(options.tensor_parallel_size)

@@ -21,7 +21,7 @@ QUERY_TILE_ROWS = 128
 def attend(queries: torch.Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """`queries` is [rows, heads, key width]; the result is [rows, heads, value width], in `dtype`. `scale` is for the scores."""
     scaled = queries.to(dtype) * scale
-    result = torch.empty((*queries.shape[:2], cache.value_width), dtype=dtype)
+    result = scaled.new_empty((*queries.shape[:2], cache.value_width))
     for tile in plan.decodes:
         result[tile.rows] = _attend_decodes(scaled[tile.rows], cache, tile)
     for part in plan.prefills:
@@ -64,10 +64,10 @@ def _attend_prefill(queries: torch.Tensor, cache: LayerCache, part: PrefillRange
 def _hide(scores: torch.Tensor, own: int, group: int, window: int | None) -> None:
     """`scores` is [kv_heads, rows * group, keys]: row i stands at key `own + i` and sees that and the window before it."""
     num_rows, num_keys = scores.shape[1] // group, scores.shape[2]
-    at = torch.arange(own, own + num_rows).repeat_interleave(group)[:, None]
+    at = torch.arange(own, own + num_rows, device=scores.device).repeat_interleave(group)[:, None]
     if window is None:
         # All rows see what is before the first.
-        scores[:, :, own:].masked_fill_(torch.arange(own, num_keys) > at, -torch.inf)
+        scores[:, :, own:].masked_fill_(torch.arange(own, num_keys, device=scores.device) > at, -torch.inf)
         return
-    keys = torch.arange(num_keys)
+    keys = torch.arange(num_keys, device=scores.device)
     scores.masked_fill_((keys > at) | (keys <= at - window), -torch.inf)

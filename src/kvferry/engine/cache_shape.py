@@ -19,7 +19,6 @@ from kvferry.engine.kv_cache import LayerCache
 from kvferry.engine.model_config import ModelConfig
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
-from kvferry.ports.memory import CacheMemory
 from kvferry.protocol.ranks import heads_of
 from kvferry.types import KVLayout
 
@@ -53,8 +52,8 @@ class CacheShape:
     def size_bytes(self) -> int:
         return self.num_slots * (self.num_blocks * self.layer_block_bytes if self.is_cross_layer else self._slot_bytes)
 
-    def layer_caches(self, memory: CacheMemory) -> Mapping[str, LayerCache]:
-        """By layer name. `memory` has at least `size_bytes`."""
+    def layer_caches(self, memory: torch.Tensor) -> Mapping[str, LayerCache]:
+        """By layer name. `memory` is `size_bytes` of bytes, on whatever device."""
         slots = self._cross_layer_slots(memory) if self.is_cross_layer else self._separate_slots(memory)
         return {
             name: LayerCache(name, index, slots[slot], self.layout, self.value_width)
@@ -78,16 +77,17 @@ class CacheShape:
     def _slot_bytes(self) -> int:
         return -(-self.num_blocks * self.layer_block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def _separate_slots(self, memory: CacheMemory) -> Sequence[torch.Tensor]:
+    def _separate_slots(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
         shape = (self.num_blocks, *self.layer_block)
         return [_tensor_at(memory, slot * self._slot_bytes, shape, self.dtype) for slot in range(self.num_slots)]
 
-    def _cross_layer_slots(self, memory: CacheMemory) -> Sequence[torch.Tensor]:
+    def _cross_layer_slots(self, memory: torch.Tensor) -> Sequence[torch.Tensor]:
         return _tensor_at(memory, 0, (self.num_blocks, self.num_slots, *self.layer_block), self.dtype).unbind(1)
 
 
-def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOptions, dtype: torch.dtype) -> CacheShape:
-    """ConfigError when the cache would have fewer blocks than groups: the shortest prompt needs one of each."""
+def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOptions, dtype: torch.dtype, memory_bytes: int) -> CacheShape:
+    """`memory_bytes` counts where the options do not say how many blocks there are. ConfigError when the cache would have fewer blocks than
+    groups: the shortest prompt needs one of each."""
     attention, block_size = config.attention, options.block_size
     num_kv_heads = len(heads_of(parallel.tp_rank, parallel.tp_size, attention.num_kv_heads))
     layer_block: tuple[int, ...]
@@ -100,7 +100,7 @@ def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOp
         layer_block = (*inner, 2 * attention.head_dim)
     groups = form_groups(config)
     num_slots = max(len(group.layer_names) for group in groups)
-    num_blocks = options.num_blocks or _blocks_that_fit(options.kv_cache_memory_bytes, prod(layer_block) * dtype.itemsize * num_slots)
+    num_blocks = options.num_blocks or _blocks_that_fit(memory_bytes, prod(layer_block) * dtype.itemsize * num_slots)
     if num_blocks < len(groups):
         raise ConfigError(
             f"the KV cache would have {num_blocks} blocks and this model needs at least {len(groups)}, one for each group of its layers; "
@@ -126,6 +126,5 @@ def _blocks_that_fit(total_bytes: int, block_bytes: int) -> int:
     return total_bytes // block_bytes
 
 
-def _tensor_at(memory: CacheMemory, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    flat = torch.frombuffer(memory.buffer, dtype=dtype, count=prod(shape), offset=offset)
-    return flat.view(shape)
+def _tensor_at(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return memory[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -7,15 +7,16 @@ Tokens of all sequences lie one after the other:
 
 A sequence with one new token is attended to together with others of like length (`DecodeTile`), any other by itself (`PrefillRange`).
 Each KV-cache group has block tables and therefore plans of its own; those of a group with a window begin at the first block it looks at.
-Pure: slices in, tensors out.
+Pure: slices in, tensors out. They are made on the CPU, number by number, and then moved to the device as they are (`FlatBatch.on`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvferry.connectors.contract import KVCacheGroup
+from kvferry.engine.rank_device import moved
 from kvferry.engine.step import SequenceSlice
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
@@ -39,6 +40,15 @@ class DecodeTile:
     stale: tuple[torch.Tensor, torch.Tensor]
     """(sequence, slot) of those of them that may hold anything: all but padding with a block that the query sees as a whole."""
 
+    def on(self, device: torch.device) -> "DecodeTile":
+        sequences, slots = self.stale
+        return DecodeTile(
+            moved(self.rows, device),
+            moved(self.block_tables, device),
+            moved(self.hidden, device),
+            (moved(sequences, device), moved(slots, device)),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillRange:
@@ -54,11 +64,17 @@ class PrefillRange:
     """The slot of the first row."""
     window: int | None
 
+    def on(self, device: torch.device) -> "PrefillRange":
+        return replace(self, block_table=moved(self.block_table, device))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
     decodes: tuple[DecodeTile, ...] = ()
     prefills: tuple[PrefillRange, ...] = ()
+
+    def on(self, device: torch.device) -> "AttentionPlan":
+        return AttentionPlan(tuple(tile.on(device) for tile in self.decodes), tuple(part.on(device) for part in self.prefills))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +86,11 @@ class GroupBatch:
     sampled_plan: AttentionPlan
     """How the sampled rows alone attend, numbered from 0: all the last layer has to do."""
 
+    def on(self, device: torch.device) -> "GroupBatch":
+        plan = self.plan.on(device)
+        sampled_plan = plan if self.sampled_plan is self.plan else self.sampled_plan.on(device)
+        return GroupBatch(moved(self.blocks, device), plan, sampled_plan)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
@@ -80,6 +101,18 @@ class FlatBatch:
     groups: tuple[GroupBatch, ...]
     sampled_rows: torch.Tensor
     """The last row of each slice that has `sampling`."""
+
+    def on(self, device: torch.device) -> "FlatBatch":
+        """The same on the device; itself where that is the CPU."""
+        if device.type == "cpu":
+            return self
+        return FlatBatch(
+            moved(self.token_ids, device),
+            moved(self.positions, device),
+            moved(self.offsets, device),
+            tuple(group.on(device) for group in self.groups),
+            moved(self.sampled_rows, device),
+        )
 
 
 def make_flat_batch(

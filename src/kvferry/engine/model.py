@@ -47,7 +47,7 @@ class Model:
     @classmethod
     def build(cls, config: ModelConfig, weights: ModelWeights, precision: Precision, group: TensorParallelGroup) -> "Model":
         rotary = {
-            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute)
+            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute).on(weights.device)
             for rope in {layer.rope for layer in config.layers}
         }
         return cls(config, weights, precision, group, rotary)
@@ -77,7 +77,7 @@ class Model:
         if not self.config.is_gemma:
             return hidden
         # The factor is rounded to the format of the weights, as it was in training.
-        return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=self.precision.weights).to(hidden.dtype)
+        return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=self.precision.weights, device="cpu").item()
 
     def _finish_layer(
         self, layer: LayerWeights, cache: LayerCache, plan: AttentionPlan, queries: torch.Tensor, hidden: torch.Tensor

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvferry.engine.device_names import first_gpu
 from kvferry.errors import ConfigError
 from kvferry.types import KVLayout
 
@@ -26,12 +27,16 @@ class EngineOptions:
     kv_cache_dtype: str = "auto"
     """Of the cache: auto (as `dtype`), float32, bfloat16, float16, fp8 (as fp8_e4m3), fp8_e4m3, fp8_e5m2."""
     compute_dtype: str = "auto"
-    """Of arithmetic. auto: float64 for small float32 models on CPUs, so that greedy tokens do not depend on batching; else `dtype`."""
+    """Of arithmetic. auto: float64 for small models, so that greedy tokens do not depend on batching (`precision.py`); else `dtype`."""
     device: str = "cpu"
+    """cpu, cuda (as cuda:0), or cuda:N: the GPU of rank 0. Further ranks take the next ones, and share them when there are too few."""
     block_size: int = 16
     num_blocks: int = 0
     """Blocks in the cache; 0: as many as fit into `kv_cache_memory_bytes`."""
-    kv_cache_memory_bytes: int = 256 * 1024 * 1024
+    kv_cache_memory_bytes: int | None = None
+    """Of each rank. None: 256 MiB on CPUs, what `gpu_memory_utilization` leaves on GPUs."""
+    gpu_memory_utilization: float = 0.9
+    """The share of a GPU's memory that may be in use, by whomever, once the cache is there."""
     kv_cache_layout: KVLayout = KVLayout.HND
     cross_layer_blocks: bool = False
     """Whether all layers of a block lie together in memory, so that a transfer moves them as one piece."""
@@ -56,11 +61,14 @@ class EngineOptions:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag_of(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("num_blocks", "max_model_len", "kv_cache_memory_bytes"):
-            if not getattr(self, name) >= 0:
+            if not (getattr(self, name) or 0) >= 0:
                 raise ConfigError(f"{flag_of(name)} must not be negative, got {getattr(self, name)}")
         for name in ("shutdown_timeout_s", "drain_timeout_s"):
             if not 0 <= getattr(self, name) <= MAX_TIMEOUT_S:
                 raise ConfigError(f"{flag_of(name)} must be from 0 to {MAX_TIMEOUT_S} seconds, got {getattr(self, name)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"--gpu-memory-utilization must be more than 0 and at most 1, got {self.gpu_memory_utilization}")
+        first_gpu(self.device)
 
 
 def flag_of(name: str) -> str:

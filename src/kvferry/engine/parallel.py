@@ -43,6 +43,8 @@ class SoloGroup:
 
 
 class GlooGroup:
+    """Adds up in host memory; what is on a device goes there and back."""
+
     def __init__(self, parallel: ParallelConfig, store: Store, timeout_s: float) -> None:
         """Meet the other ranks at `store`; blocks until all are there."""
         self._size = parallel.tp_size
@@ -51,17 +53,17 @@ class GlooGroup:
             self._gloo: Any = _gloo_on_loopback(parallel, store, timeout_s)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        part = part.contiguous()
+        on_host = part.contiguous().cpu()
         with self._blamed("lost another rank during a sum"):
-            self._gloo.allreduce([part]).wait()
-        return part
+            self._gloo.allreduce([on_host]).wait()
+        return on_host.to(part.device)
 
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self._size)]
+        on_host = part.contiguous().cpu()
+        parts = [torch.empty_like(on_host) for _ in range(self._size)]
         with self._blamed("lost another rank during a gather"):
-            self._gloo.allgather([parts], [part]).wait()
-        return torch.cat(parts, dim=-1)
+            self._gloo.allgather([parts], [on_host]).wait()
+        return torch.cat(parts, dim=-1).to(part.device)
 
     def close(self) -> None:
         """Drop the sockets and threads. Idempotent."""

@@ -21,6 +21,9 @@ class RotaryTable:
         """The rows of these positions, shaped to broadcast over heads."""
         return RotaryTable(self.cos[positions, None], self.sin[positions, None])
 
+    def on(self, device: torch.device) -> "RotaryTable":
+        return RotaryTable(self.cos.to(device), self.sin.to(device))
+
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """`heads` is [tokens, heads, head_dim]; dimension i turns with dimension i + head_dim / 2."""
         return torch.cat(self._turned(*heads.chunk(2, dim=-1)), dim=-1)

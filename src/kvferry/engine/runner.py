@@ -18,14 +18,19 @@ from kvferry.engine.model_config import ModelConfig, read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.parallel import join_group
 from kvferry.engine.precision import choose_precision
+from kvferry.engine.rank_device import CPU, RankDevice, open_device
 from kvferry.engine.sampling import choose_tokens
 from kvferry.engine.step import SampledToken, SequenceSlice
 from kvferry.engine.weights import load_weights
-from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.errors import LocalProtocolError
 from kvferry.ports.kit import PlaneKit
 from kvferry.ports.memory import CacheMemory
 
 __all__ = ["LayerHooks", "Runner"]
+
+LOOK_EVERY_STEPS = 256
+MAX_SPARE_BYTES = 1024 * 1024 * 1024
+"""Batches are of ever other shapes, and what torch kept of one may be too small for the next: without a bound that adds up."""
 
 
 class Runner:
@@ -46,6 +51,8 @@ class Runner:
         self._shape: CacheShape | None = None
         self._caches: tuple[LayerCache, ...] = ()
         self._memory: CacheMemory | None = None
+        self._device: RankDevice = CPU
+        self._num_steps = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -55,13 +62,13 @@ class Runner:
     def load(self) -> None:
         """Read configuration and weights and join the other ranks. ConfigError when the model cannot be used, TransportError when a rank
         does not come."""
-        if self._options.device != "cpu":
-            raise ConfigError(f"--device must be cpu, got {self._options.device!r}: the embedded engine runs on CPUs only")
+        self._device = open_device(self._options.device, self._parallel)
         torch.set_num_threads(self._options.num_threads)
         config = read_model_config(self._options.model)
         checkpoint = open_checkpoint(self._options.model)
         precision = choose_precision(self._options, config.dtype, checkpoint.size_bytes)
-        weights = load_weights(config, checkpoint, self._parallel, precision)
+        with self._device.room_for("the weights"):
+            weights = load_weights(config, checkpoint, self._parallel, precision, self._device.torch_device)
         group = join_group(self._parallel, self._rendezvous, self._timeout_s)
         self._model = Model.build(config, weights, precision, group)
 
@@ -72,9 +79,8 @@ class Runner:
     def allocate_cache(self, kit: PlaneKit) -> KVCacheConfig:
         """Allocate one buffer for all layers and build `kv_caches` in it. Once, after `load`."""
         config = self._loaded.config
-        self._shape = cache_shape(config, self._parallel, self._options, self._loaded.precision.cache)
-        self._memory = kit.allocate_cache(self._shape.size_bytes)
-        caches = self._shape.layer_caches(self._memory)
+        self._shape = cache_shape(config, self._parallel, self._options, self._loaded.precision.cache, self._cache_bytes())
+        caches = self._shape.layer_caches(self._allocate(kit, self._shape.size_bytes))
         self._caches = tuple(caches[config.layer_name(layer)] for layer in range(config.num_layers))
         return self._shape.described()
 
@@ -86,10 +92,9 @@ class Runner:
         return {cache.name: cache.tensor for cache in self._caches}
 
     @property
-    def cache_memory(self) -> CacheMemory:
-        """The buffer behind `kv_caches`; closed by `close`."""
-        if self._memory is None:
-            raise LocalProtocolError("the cache was used before it was allocated")
+    def cache_memory(self) -> CacheMemory | None:
+        """The buffer behind `kv_caches`, closed by `close`; None when they are on a device. After `allocate_cache`."""
+        assert self._allocated
         return self._memory
 
     def run(self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None) -> dict[str, SampledToken]:
@@ -99,17 +104,18 @@ class Runner:
         if not slices:
             return {}
         logits = self.logits(slices, hooks)
+        self._bound_memory()
         if self._parallel.tp_rank != 0:
             return {}
         sampled = [part for part in slices if part.sampling is not None]
-        return choose_tokens(logits.to(torch.float64).numpy(), sampled)
+        return choose_tokens(logits.cpu().to(torch.float64).numpy(), sampled)
 
     def logits(self, slices: Sequence[SequenceSlice], hooks: LayerHooks | None = None) -> torch.Tensor:
         """The forward pass of `run` alone: [slices that have `sampling`, vocabulary], the same on every rank."""
         model, shape = self._loaded, self._allocated
         with torch.inference_mode():
             batch = make_flat_batch(slices, shape.groups, shape.block_size, shape.num_blocks, model.config.vocab_size)
-            return model.forward(batch, self._caches, hooks)
+            return model.forward(batch.on(self._device.torch_device), self._caches, hooks)
 
     def close(self) -> None:
         """Leave the other ranks and give the memory back. Idempotent. Whoever holds views of `kv_caches` drops them first."""
@@ -117,8 +123,36 @@ class Runner:
         self._model, self._memory, self._shape, self._caches = None, None, None, ()
         if model is not None:
             model.group.close()
+            del model
         if memory is not None:
             memory.close()
+        self._device.trim()
+
+    @property
+    def device_bytes(self) -> int:
+        """What this process holds of a GPU's memory by way of torch; 0 on CPUs."""
+        return self._device.held_bytes
+
+    def _bound_memory(self) -> None:
+        self._num_steps += 1
+        if self._num_steps % LOOK_EVERY_STEPS == 0 and self._device.spare_bytes > MAX_SPARE_BYTES:
+            self._device.trim()
+
+    def _cache_bytes(self) -> int:
+        """The same on every rank: they count the same blocks. None has its cache yet when the others measure."""
+        options = self._options
+        if options.num_blocks or options.kv_cache_memory_bytes is not None:
+            return options.kv_cache_memory_bytes or 0
+        own = torch.tensor([self._device.cache_bytes(options.gpu_memory_utilization)], device=self._device.torch_device)
+        return int(self._loaded.group.concatenate(own).min())
+
+    def _allocate(self, kit: PlaneKit, size_bytes: int) -> torch.Tensor:
+        """Zeroed bytes: where planes reach them best in host memory, or on the device."""
+        if not self._device.is_cuda:
+            self._memory = kit.allocate_cache(size_bytes)
+            return torch.frombuffer(self._memory.buffer, dtype=torch.uint8)[:size_bytes]
+        with self._device.room_for("the KV cache"):
+            return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     @property
     def _loaded(self) -> Model:

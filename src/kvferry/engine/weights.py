@@ -97,12 +97,18 @@ class ModelWeights:
     lm_head: Linear
     """This rank's share of the vocabulary, padded with zero rows so that all shares are equal."""
 
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
 
-def load_weights(config: ModelConfig, checkpoint: Checkpoint, parallel: ParallelConfig, precision: Precision) -> ModelWeights:
+
+def load_weights(
+    config: ModelConfig, checkpoint: Checkpoint, parallel: ParallelConfig, precision: Precision, device: torch.device
+) -> ModelWeights:
     """Everything is checked against the configuration before the first tensor is read."""
     config.check_tensor_parallel(parallel.tp_size)
     check_shapes(config, checkpoint)
-    share = _Share(checkpoint, config, parallel, precision)
+    share = _Share(checkpoint, config, parallel, precision, device)
     embedding = share.whole("model.embed_tokens.weight")
     is_tied = config.has_tied_embeddings
     lm_head = share.vocabulary_of(embedding) if is_tied else share.vocabulary("lm_head.weight", config.vocab_size)
@@ -116,12 +122,13 @@ def load_weights(config: ModelConfig, checkpoint: Checkpoint, parallel: Parallel
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Reads this rank's part of a tensor, in the format of the arithmetic."""
+    """Reads this rank's part of a tensor to the device, in the format of the arithmetic."""
 
     checkpoint: Checkpoint
     config: ModelConfig
     parallel: ParallelConfig
     precision: Precision
+    device: torch.device
 
     @property
     def kv_heads(self) -> range:
@@ -186,7 +193,8 @@ class _Share:
         return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.precision.weights).to(self.precision.compute)
+        # Widened there: the wire and the host see no more bytes than the file has.
+        return tensor.to(self.device).to(self.precision.weights).to(self.precision.compute)
 
 
 def _load_layer(config: ModelConfig, share: _Share, prefix: str) -> LayerWeights:

@@ -1,0 +1,14 @@
+"""One made model for all tests on a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from kvferry.engine.make_model import make_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(directory)
+    return directory
