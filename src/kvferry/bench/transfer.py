@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from kvferry.bench.transfer_sides import MEMCPY, RAW_NIXL, RAW_NIXL_ONE, RAW_NIX
 from kvferry.bench.vllm_pairs import parse_count, say
 from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
+from kvferry.engine.device_names import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
 
 __all__ = [
@@ -55,7 +55,6 @@ EXAMPLES = """\
 
 MIB = 1024 * 1024
 SEED = 4
-DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 LEAST_ROUNDS = 3
 
 
@@ -124,6 +123,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="how many times larger than what moves each cache is, so that what moves has gaps (default: %(default)s, no gaps)",
     )
+    parser.add_argument("--pieces", nargs="+", type=parse_count, metavar="KIB", help="sizes of pieces (default: all of them)")
+    parser.add_argument("--moved", nargs="+", type=parse_count, metavar="MIB", help="how much a move carries (default: 256; cuda: 1024 64)")
     parser.add_argument("--quick", action="store_true", help="little memory and two rounds: whether it works, not how fast")
 
 
@@ -137,15 +138,14 @@ def parse_plot(text: str) -> Path:
 
 
 def parse_device(text: str) -> Place:
-    """For argparse. ConfigError, which says what to do, when there is no such GPU."""
-    if not (found := DEVICE.fullmatch(text)):
-        raise argparse.ArgumentTypeError(f"{text[:80]!a} is not a device; write cpu, cuda or cuda:N")
-    if text == "cpu":
+    """For argparse. ConfigError, which says what to do, when there is no such device."""
+    index = first_gpu(text)
+    if index is None:
         return HostPlace()
     # Imported only when asked for: it takes torch.
     from kvferry.bench.transfer_device import DevicePlace
 
-    place = DevicePlace(int(found[1] or 0))
+    place = DevicePlace(index)
     place.check_device()
     return place
 
@@ -156,8 +156,15 @@ def run(arguments: argparse.Namespace) -> int:
     scope = HOST if is_host else GPU
     if arguments.quick:
         scope = replace(scope, moved_mib=(QUICK_MIB,), regions=QUICK_REGIONS, rounds=QUICK_ROUNDS)
-    scope = replace(scope, rounds=arguments.rounds or scope.rounds)
+    scope = replace(
+        scope,
+        rounds=arguments.rounds or scope.rounds,
+        pieces_kib=tuple(arguments.pieces or scope.pieces_kib),
+        moved_mib=tuple(sorted(arguments.moved or scope.moved_mib, reverse=True)),
+    )
     _check_fits(place, scope, arguments.spread)
+    if not list(_moves(scope, scope.shape(arguments.spread))):
+        raise ConfigError(f"--pieces and --moved leave nothing to move: in each of {scope.regions} regions at least one piece has to fit")
     with stop_requests() as stop:
         cells = measure(place, scope, arguments.spread, stop)
     rows = (make_rows if is_host else make_device_rows)(cells)
