@@ -79,26 +79,26 @@ class Way:
     """Not timed: once more, into memory that has forgotten everything. KVFerryError when other bytes came."""
 
 
-def open_ways(memory: Memory, regions: Sequence[Region]) -> tuple[dict[str, DataPlane], RawNixl | None]:
-    """Every data plane over this memory, and NIXL bare. Without NIXL there is neither of the two."""
+def open_ways(memory: Memory, regions: Sequence[Region], only: str | None) -> tuple[dict[str, DataPlane], RawNixl | None]:
+    """Every data plane over this memory, and NIXL bare. Without NIXL there is neither of the two. `only`: that plane, and nothing else."""
     usable = {}
     for name, plane in memory.planes().items():
         with contextlib.suppress(MissingDependency):
-            if plane.register(regions):
+            if only in (None, name) and plane.register(regions):
                 usable[name] = plane
-    if "nixl" not in usable:
+    if "nixl" not in usable or only is not None:
         return usable, None
     size_bytes = sum(region.size_bytes for region in regions) * (1 if memory.spare_address is None else 2)
     return usable, RawNixl(memory.address, size_bytes, memory.kind, memory.device)
 
 
-def serve(pipe: Connection, shape: Shape, place: Place) -> None:
+def serve(pipe: Connection, shape: Shape, place: Place, only: str | None) -> None:
     """The producer's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the pipe's end is enough
     memory = place.allocate(shape.total_bytes)
     memory.fill()
     regions = shape.registered(memory.address, memory.kind, memory.device)
-    planes, raw = open_ways(memory, regions)
+    planes, raw = open_ways(memory, regions, only)
     offers = {name: plane.offer() for name, plane in planes.items()}
     with contextlib.suppress(EOFError, OSError):  # the other side has ended
         pipe.send(Producer(regions, memory.spare_address, memory.source(), offers, raw.metadata() if raw else None))
@@ -115,10 +115,13 @@ def serve(pipe: Connection, shape: Shape, place: Place) -> None:
 
 
 @contextlib.contextmanager
-def start_producer(shape: Shape, stop: StopRequest | None = None, place: Place | None = None) -> Iterator[Producer]:
+def start_producer(
+    shape: Shape, stop: StopRequest | None = None, place: Place | None = None, only: str | None = None
+) -> Iterator[Producer]:
+    """`only`: the name of a plane, when the others are not wanted."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, shape, place or HostPlace()), daemon=True)
+    process = context.Process(target=serve, args=(theirs, shape, place or HostPlace(), only), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -159,20 +162,22 @@ class Consumer:
     @classmethod
     @contextlib.contextmanager
     def connected(
-        cls, shape: Shape, producer: Producer, stop: StopRequest | None = None, place: Place | None = None
+        cls, shape: Shape, producer: Producer, stop: StopRequest | None = None, place: Place | None = None, only: str | None = None
     ) -> Iterator["Consumer"]:
         with ExitStack() as stack:
             memory = (place or HostPlace()).allocate(shape.total_bytes)
             stack.callback(memory.close)
-            planes, raw = open_ways(memory, shape.registered(memory.address, memory.kind, memory.device))
-            for name, plane in planes.items():
+            planes, raw = open_ways(memory, shape.registered(memory.address, memory.kind, memory.device), only)
+            for plane in planes.values():
                 stack.callback(plane.close)
+            shared = {name: plane for name, plane in planes.items() if name in producer.offers}
+            for name, plane in shared.items():
                 plane.connect(PRODUCER, producer.offers[name], producer.regions)
             if raw is not None and producer.raw_nixl is not None:
                 stack.callback(raw.close)
                 raw.connect(producer.raw_nixl)
             memory.open_source(producer.source)
-            yield cls(memory, producer, planes, raw, stop or StopRequest())
+            yield cls(memory, producer, shared, raw, stop or StopRequest())
 
     @property
     def planes(self) -> list[str]:

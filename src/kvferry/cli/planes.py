@@ -60,7 +60,7 @@ class Kit:
     """Empty without a connector: then no plane but memory is asked for."""
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
-    staging: StagingSettings = StagingSettings()
+    staging: StagingSettings = field(default_factory=StagingSettings)
     planes: tuple[str, ...] = IMPLEMENTED
     faults: str = ""
     """What data planes do wrong on purpose; for negative controls."""

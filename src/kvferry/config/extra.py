@@ -101,8 +101,8 @@ class NixlExtraConfig(ExtraConfig):
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that work here."""
     staging_piece_bytes: Natural | None = None
-    """Over NIXL, a transfer whose pieces are smaller on average goes through a staging ring; 0: none does; null: 262144 for GPU memory, 0 for
-    host memory (`kvferry doctor` measures where it begins to pay)."""
+    """Over NIXL, a transfer whose pieces are smaller on average goes through a staging ring; 0: none does; null: 262144 for GPU memory,
+    0 for host memory."""
     staging_ring_bytes: Natural | None = None
     """Memory of the staging ring, of the kind and on the device that the cache is; null: 268435456 on a GPU, 67108864 on a host."""
     peers: Texts = ()
