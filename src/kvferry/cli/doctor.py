@@ -34,6 +34,8 @@ from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
 from kvferry.planes.nixl_agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
+from kvferry.planes.staging_settings import StagingSettings
+from kvferry.types import MemoryKind
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "examine", "parse_backend", "run"]
 
@@ -43,8 +45,6 @@ EXAMPLES = """\
   kvferry doctor --backends LIBFABRIC
   kvferry doctor --json | jq '.findings[] | select(.level != "ok")'"""
 
-DEFAULT_STAGING_BYTES = 256 * 1024
-"""Of `staging_piece_bytes`, for memory of a GPU."""
 SHOWN_SETTINGS = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_RCACHE_MAX_UNRELEASED")
 """Of those that the nixl plane makes: they change what moves, the others what is logged."""
 API_PORT = 8000
@@ -108,9 +108,10 @@ def _gpus(names: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
     """One of each kind is measured."""
     settings = {name: value for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items() if name in SHOWN_SETTINGS}
     findings = [ucx_settings_finding(settings, environ)] if names else []
+    staging = StagingSettings().resolved(MemoryKind.VRAM)
     for name in dict.fromkeys(names):
         index = names.index(name)
-        findings += gpu_speed_findings(f"cuda:{index} ({name})", measure_gpu(index, environ), DEFAULT_STAGING_BYTES)
+        findings += gpu_speed_findings(f"cuda:{index} ({name})", measure_gpu(index, environ), staging.piece_bytes)
     return findings
 
 
