@@ -129,9 +129,9 @@ class Runner:
         self._device.trim()
 
     @property
-    def device_bytes(self) -> int:
-        """What this process holds of a GPU's memory by way of torch; 0 on CPUs."""
-        return self._device.held_bytes
+    def device(self) -> RankDevice:
+        """What it computes on. After `load`."""
+        return self._device
 
     def _bound_memory(self) -> None:
         self._num_steps += 1
