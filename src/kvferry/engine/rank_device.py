@@ -28,7 +28,7 @@ class RankDevice:
     num_sharing: int = 1
     """Ranks of this engine that compute on it, this one among them."""
     has_own_gpus: bool = False
-    """Whether every rank of this engine has a GPU for itself."""
+    """Whether every rank of this engine has a GPU for itself: only then can NCCL join them."""
 
     @property
     def is_cuda(self) -> bool:
