@@ -33,7 +33,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-gpu test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -65,6 +65,11 @@ test: $(STAMP) $(TEST_EXTRAS) setup-browser  ## all tests, real vLLM's among the
 test-embedded: $(STAMP) setup-browser  ## all tests but those with real vLLM
 	@$(COMPILE)
 	$(PYTEST) -m 'not vllm' $(PYTEST_FLAGS)
+
+test-gpu: $(STAMP)  ## the tests that need a GPU; without one they are skipped
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then exec $(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS); \
+	else echo "torch has no GPU here: the tests in tests/gpu are skipped"; fi
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 

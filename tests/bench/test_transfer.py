@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.transfer import MEMCPY, RAW_NIXL, Cell, make_baselines, make_rows, parse_plot
+from kvferry.bench.transfer import MEMCPY, RAW_NIXL, Cell, make_baselines, make_device_rows, make_rows, parse_device, parse_plot
+from kvferry.bench.transfer_memory import HostPlace
 from kvferry.bench.transfer_moves import RUN_BLOCKS, Blocks, Pattern, plan_move
 from kvferry.bench.transfer_plot import draw
+from kvferry.errors import ConfigError
 from kvferry.planes.runs import coalesce
 
 FACTS = {"processor": "a <fast> one", "cores": 2, "moved_mib": 256, "spread": 1}
@@ -47,10 +49,22 @@ def test_a_region_too_small_for_a_run_is_refused() -> None:
         plan_move(Blocks(4096, 1, 7), Pattern.RUNS, 1, 0)
 
 
+@given(st.integers(1, 3), st.integers(1, 40), st.sampled_from(Pattern), st.integers(1, 600))
+def test_a_part_of_a_move_has_whole_runs_in_every_region(regions: int, runs: int, pattern: Pattern, most: int) -> None:
+    move = plan_move(Blocks(4096, regions, runs * RUN_BLOCKS), pattern, 1, 0)
+    part = move.part(most)
+    assert len(part.local_blocks) % (regions * RUN_BLOCKS) == 0
+    assert len(part.local_blocks) <= max(most, regions * RUN_BLOCKS)
+    whole = set(zip(move.local_blocks.tolist(), move.remote_blocks.tolist(), strict=True))
+    assert set(zip(part.local_blocks.tolist(), part.remote_blocks.tolist(), strict=True)) <= whole
+    assert sum(each.total_bytes for each in part.pieces()) == part.total_bytes
+    assert move.joined().total_bytes == move.total_bytes
+
+
 def cell(**seconds: list[float]) -> Cell:
     move = plan_move(Blocks(1000, 1, 1000), Pattern.SCATTERED, 1, 0)
     named = {name.replace("_", " "): values for name, values in seconds.items()}
-    return Cell(move, Pattern.SCATTERED, named, {name: 7 for name in named if name not in (MEMCPY, RAW_NIXL)})
+    return Cell(move, Pattern.SCATTERED, named, {name: 7 for name in named if name != MEMCPY and not name.startswith(RAW_NIXL)})
 
 
 def test_rows_tell_medians_and_ratios() -> None:
@@ -65,6 +79,37 @@ def test_rows_tell_medians_and_ratios() -> None:
         "pieces": 1000,
         "copies": 7,
     }
+
+
+def test_rows_of_a_gpu_tell_how_much_was_timed_and_compare_with_one_long_piece() -> None:
+    measured = cell(memcpy=[0.001], raw_nixl=[0.01], raw_nixl_contiguous=[0.002], raw_nixl_write=[0.02], nixl=[0.004])
+    part = measured.move.part(80)
+    measured = Cell(measured.move, measured.pattern, measured.seconds, {"nixl": 7}, {"nixl": part, "raw nixl": part})
+    [row] = make_device_rows([measured])
+    told = {name: row[name] for name in ("moved_bytes", "timed_bytes", "pieces", "median_us", "of_contiguous_nixl", "gbps", "of_memcpy")}
+    assert told == {
+        "moved_bytes": 1_000_000,
+        "timed_bytes": 80_000,
+        "pieces": 80,
+        "median_us": 4000.0,
+        "of_contiguous_nixl": 0.04,
+        "gbps": 0.02,
+        "of_memcpy": 0.02,
+    }
+    [baseline] = make_baselines([measured])
+    assert (baseline["contiguous_nixl_gbps"], baseline["raw_nixl_write_gbps"], baseline["raw_nixl_timed_bytes"]) == (0.5, 0.05, 80_000)
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:-1", "cuda:x", "CPU"])
+def test_a_device_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="cpu, cuda or cuda:N"):
+        parse_device(text)
+    assert parse_device("cpu") == HostPlace()
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        parse_device("cuda:999")
 
 
 def test_without_nixl_there_is_nothing_to_compare_with() -> None:

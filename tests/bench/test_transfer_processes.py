@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvferry.bench.transfer import Scope, make_baselines, make_device_rows, measure
+from kvferry.bench.transfer_device import DevicePlace
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer_sides import Consumer, Shape, start_producer
+from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError
 
 DEADLINE_S = 60.0
@@ -117,6 +120,23 @@ def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
     assert "Traceback" not in ran.stderr
 
 
+def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
+    ran = subprocess.run(
+        [*QUICK, "--rounds", "1", "--json", "--pieces", "32", "--moved", "2", "4"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert [(row["piece_bytes"], row["pattern"], row["pieces"]) for row in told["rows"] if row["plane"] == "shm"] == [
+        (32768, "scattered", 128),
+        (32768, "runs", 128),
+        (32768, "scattered", 64),
+        (32768, "runs", 64),
+    ]
+    refused = subprocess.run([*QUICK, "--pieces", "65536"], capture_output=True, text=True, timeout=100, check=False)
+    assert refused.returncode == 2
+    assert "leave nothing to move" in refused.stderr
+
+
 def test_bytes_that_went_astray_are_noticed() -> None:
     shape = Shape(2, 1 << 20)
     move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)
@@ -132,3 +152,21 @@ def test_bytes_that_went_astray_are_noticed() -> None:
         with pytest.raises(KVFerryError, match="other bytes"):
             consumer.check(move)
         assert np.count_nonzero(move.local_blocks >= 256) == 128
+
+
+def test_what_runs_on_a_gpu_runs_on_the_processor_too() -> None:
+    """Every way but those of CUDA itself, in two sizes, the slow ones in part; each is seen to bring the right bytes."""
+    scope = Scope((4, 64, 2048), (16, 4), regions=2, rounds=2, way_s=0.05, most_descriptors=64, leaves_out=True)
+    cells = measure(DevicePlace(None), scope, 1, StopRequest())
+    rows, baselines = make_device_rows(cells), make_baselines(cells)
+    assert {row["plane"] for row in rows} == {"nixl"}
+    found = [(row["piece_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20) for row in rows]
+    patterns = ("scattered", "runs")
+    assert found == [(kib, pattern, 16) for kib in (4, 64) for pattern in patterns] + [(2048, "scattered", 16)] + [
+        (kib, pattern, 4) for kib in (4, 64) for pattern in patterns
+    ] + [(2048, "scattered", 4)]
+    assert [row["timed_bytes"] for row in rows if row["piece_bytes"] == 4096] == [64 * 4096] * 4
+    assert all(row[key] > 0 for row in rows for key in ("gbps", "of_memcpy", "of_raw_nixl", "of_contiguous_nixl", "median_us"))
+    assert all(
+        each[key] > 0 for each in baselines for key in ("memcpy_gbps", "raw_nixl_gbps", "raw_nixl_write_gbps", "contiguous_nixl_gbps")
+    )

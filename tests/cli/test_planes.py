@@ -44,19 +44,20 @@ def names(made: Kit, memory: CacheMemory | None) -> list[str]:
 
 
 def test_shared_memory_is_preferred_and_the_operator_can_pin(memory: CacheMemory) -> None:
-    assert names(kit(), memory) == ["shm", "nixl", "tcp"]
+    assert names(kit(), memory) == ["shm", "cuda_ipc", "nixl", "tcp"]
     assert names(kit(planes=["nixl", "shm"]), memory) == ["nixl", "shm"]
     assert names(kit(planes=["nixl"]), memory) == ["nixl"]
     assert names(kit(planes=["shm"]), memory) == ["shm"]
     assert names(kit(planes=["tcp"]), memory) == ["tcp"]
+    assert names(kit(planes=["cuda_ipc"]), None) == ["cuda_ipc"]
 
 
 def test_memory_that_is_not_shared_has_no_shm_plane() -> None:
-    assert names(kit(), None) == ["nixl", "tcp"]
+    assert names(kit(), None) == ["cuda_ipc", "nixl", "tcp"]
 
 
 def test_a_plane_that_is_known_but_not_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names mooncake, which is not here yet; use shm, nixl or tcp"):
+    with pytest.raises(ConfigError, match="names mooncake, which is not here yet; use shm, cuda_ipc, nixl, tcp"):
         kit(planes=["mooncake"])
 
 
@@ -77,7 +78,7 @@ def test_the_settings_of_a_nixl_connector_inside_a_multi_connector_count() -> No
 def test_faults_are_made_only_on_demand_and_only_known_ones(memory: CacheMemory) -> None:
     faulty = kit({"KVFERRY_FAULTS": "corrupt:every=1"}).data_planes(memory)
     plain = kit().data_planes(memory)
-    assert [type(plane) is type(other) for plane, other in zip(faulty, plain, strict=True)] == [False, False, False]
+    assert [type(plane) is type(other) for plane, other in zip(faulty, plain, strict=True)] == [False] * 4
     for plane in (*faulty, *plain):
         plane.close()
     with pytest.raises(ConfigError):

@@ -29,6 +29,7 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.ports.order import EngineOrder, HostOrder
 from kvferry.testing.local_kit import LocalMemory
 from kvferry.types import Region
 
@@ -111,6 +112,9 @@ class MemoryKit:
 
     def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
         return HostBlockStore(mirror, HostMirror(engine, mirror))
+
+    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
+        return HostOrder()
 
     def control_plane(self) -> ControlPlane:
         return MemoryControlPlane(self.network)

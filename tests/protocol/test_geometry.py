@@ -106,13 +106,11 @@ def test_an_engine_that_would_show_others_a_block_loaded_in_part_takes_only_bloc
         check_geometry("p", ours, make(Form(block_size=2)))
 
 
-def test_small_runs_into_memory_that_cannot_be_rearranged_are_refused_with_the_way_out() -> None:
+def test_device_memory_meets_every_layout_and_block_size_too() -> None:
     far = make(Form(memory=MemoryKind.VRAM))
-    check_geometry("p", far, make())
-    with pytest.raises(IncompatiblePeer, match=r"ours 'HND in device memory \(kv_buffer_device cpu .*, theirs 'NHD'"):
-        check_geometry("p", far, make(Form(layout=KVLayout.NHD)))
-    with pytest.raises(IncompatiblePeer, match="block_size: ours 4, theirs 2"):
-        check_geometry("p", far, make(Form(block_size=2)))
+    for form in (Form(), Form(layout=KVLayout.NHD), Form(block_size=2), Form(block_size=8, layout=KVLayout.NHD)):
+        check_geometry("p", far, make(form))
+        check_geometry("p", make(form), far)
 
 
 def test_engines_that_do_not_understand_different_layers_do_not_meet() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from kvferry.planes.runs import Offsets
 from kvferry.ports.data import Pieces
 
-__all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "plan_move"]
+__all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "blocks_per_region", "plan_move"]
 
 RUN_BLOCKS = 8
 """Adjacent blocks in a run, on both sides."""
@@ -53,6 +53,19 @@ class Move:
     def total_bytes(self) -> int:
         return len(self.local_blocks) * self.blocks.piece_bytes
 
+    def part(self, most: int) -> "Move":
+        """About so many of its blocks, equally many in every region and whole runs of them; itself where it has no more."""
+        regions = self.blocks.regions
+        taken = max(1, most // regions // RUN_BLOCKS) * RUN_BLOCKS
+        if len(self.local_blocks) <= taken * regions:
+            return self
+        return Move(self.blocks, *(side.reshape(regions, -1)[:, :taken].ravel() for side in (self.local_blocks, self.remote_blocks)))
+
+    def joined(self) -> "Move":
+        """As many bytes that lie together on both sides: the first blocks, in their order."""
+        first = np.arange(len(self.local_blocks), dtype=np.int64)
+        return Move(self.blocks, first, first)
+
     def pieces(self) -> list[Pieces]:
         """As a ferry asks a plane for it: one entry for each region."""
         size, per_region = self.blocks.piece_bytes, self.blocks.per_region
@@ -65,12 +78,18 @@ class Move:
         return parts
 
 
+def blocks_per_region(blocks: Blocks, pattern: Pattern, spread: int) -> int:
+    """How many of each region's blocks move; none when not even one run fits."""
+    run = _run(pattern)
+    return blocks.per_region // run // spread * run
+
+
 def plan_move(blocks: Blocks, pattern: Pattern, spread: int, seed: int) -> Move:
     """A `spread`th of every region's blocks, in random order on both sides. At least one run has to fit."""
     random = np.random.default_rng(seed)
-    run = 1 if pattern is Pattern.SCATTERED else RUN_BLOCKS
+    run = _run(pattern)
     places = blocks.per_region // run
-    moved = places // spread
+    moved = blocks_per_region(blocks, pattern, spread) // run
     if moved < 1:
         raise ValueError(f"{blocks.per_region} blocks in a region are too few for runs of {run}, spread over {spread} times their size")
     sides = []
@@ -79,3 +98,7 @@ def plan_move(blocks: Blocks, pattern: Pattern, spread: int, seed: int) -> Move:
         within = (starts[:, None] + np.arange(run)).ravel()
         sides.append((np.arange(blocks.regions)[:, None] * blocks.per_region + within).ravel().astype(np.int64))
     return Move(blocks, *sides)
+
+
+def _run(pattern: Pattern) -> int:
+    return 1 if pattern is Pattern.SCATTERED else RUN_BLOCKS

@@ -5,37 +5,36 @@ moves: what one of them has posted is not torn down under way.
 """
 
 import contextlib
-import ctypes
-import mmap
 import multiprocessing
-import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import numpy as np
 
+from kvferry.bench.transfer_memory import HostPlace, Memory, Place, Source, check_moved
 from kvferry.bench.transfer_moves import Move
-from kvferry.bench.transfer_raw_nixl import RawNixl
+from kvferry.bench.transfer_raw_nixl import Listed, RawMove, RawNixl
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError, MissingDependency
-from kvferry.planes.nixl import NetworkReach, NixlDataPlane
-from kvferry.planes.shared_memory import SharedMemory
-from kvferry.planes.shm import ShmDataPlane
-from kvferry.planes.tcp import TcpDataPlane
+from kvferry.planes.runs import Offsets
 from kvferry.ports.data import Completion, DataPlane, Pieces, PlaneOffer
-from kvferry.types import EngineId, Epoch, PeerId, Region
+from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
-__all__ = ["Consumer", "Producer", "Shape", "make_planes", "start_producer"]
+__all__ = ["MEMCPY", "RAW_NIXL", "RAW_NIXL_ONE", "RAW_NIXL_WRITE", "Consumer", "Producer", "Shape", "Way", "start_producer"]
 
+MEMCPY = "memcpy"
+RAW_NIXL = "raw nixl"
+RAW_NIXL_WRITE = "raw nixl write"
+RAW_NIXL_ONE = "raw nixl contiguous"
+"""What moves without a plane of ours: plain copy; NIXL READ and WRITE, a descriptor for each block; NIXL READ of one long piece."""
 PRODUCER = PeerId(EngineId("producer"), Epoch("1"), 0)
 START_S = 60.0
-MOVE_S = 120.0
 END_S = 10.0
-SERVING_S = 0.001
 LOOK_S = 0.1
 PAGE_BYTES = 4096
 
@@ -51,45 +50,59 @@ class Shape:
     def total_bytes(self) -> int:
         return self.regions * self.region_bytes
 
-    def registered(self, address: int) -> list[Region]:
+    def registered(self, address: int, kind: MemoryKind = MemoryKind.DRAM, device: int = 0) -> list[Region]:
         blocks = self.region_bytes // PAGE_BYTES
-        return [Region(f"layer {n}", address + n * self.region_bytes, PAGE_BYTES, PAGE_BYTES, blocks) for n in range(self.regions)]
+        starts = [address + n * self.region_bytes for n in range(self.regions)]
+        return [Region(f"layer {n}", start, PAGE_BYTES, PAGE_BYTES, blocks, kind, device) for n, start in enumerate(starts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Producer:
     """What the producer says of itself. `raw_nixl` is None where NIXL is not installed."""
 
-    pid: int
-    fd: int
     regions: list[Region]
+    spare_address: int | None
+    source: Source | None
     offers: dict[str, PlaneOffer]
     raw_nixl: bytes | None
 
 
-def make_planes(memory: SharedMemory, regions: Sequence[Region]) -> tuple[dict[str, DataPlane], RawNixl | None]:
-    """Every data plane of this machine over this memory, and NIXL bare. Without NIXL there is neither of the two."""
-    planes: list[DataPlane] = [ShmDataPlane(memory), NixlDataPlane(reach=NetworkReach.THIS_HOST), TcpDataPlane("127.0.0.1", "127.0.0.1")]
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """One way to make a move, or a part of it."""
+
+    name: str
+    move: Move
+    run: Callable[[], int | None]
+    """The timed part: how many copies or descriptors it took, where that is told."""
+    verify: Callable[[], None]
+    """Not timed: once more, into memory that has forgotten everything. KVFerryError when other bytes came."""
+
+
+def open_ways(memory: Memory, regions: Sequence[Region], only: str | None) -> tuple[dict[str, DataPlane], RawNixl | None]:
+    """Every data plane over this memory, and NIXL bare. Without NIXL there is neither of the two. `only`: that plane, and nothing else."""
     usable = {}
-    for plane in planes:
+    for name, plane in memory.planes().items():
         with contextlib.suppress(MissingDependency):
-            if plane.register(regions):
-                usable[plane.name] = plane
-    raw = RawNixl(memory.address, memory.size_bytes) if "nixl" in usable else None
-    return usable, raw
+            if only in (None, name) and plane.register(regions):
+                usable[name] = plane
+    if "nixl" not in usable or only is not None:
+        return usable, None
+    size_bytes = sum(region.size_bytes for region in regions) * (1 if memory.spare_address is None else 2)
+    return usable, RawNixl(memory.address, size_bytes, memory.kind, memory.device)
 
 
-def serve(pipe: Connection, shape: Shape) -> None:
-    """The producer's whole life: every 8 bytes say where they are, so that a reader can tell."""
+def serve(pipe: Connection, shape: Shape, place: Place, only: str | None) -> None:
+    """The producer's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the pipe's end is enough
-    memory = SharedMemory.allocate(shape.total_bytes)
-    np.frombuffer(memory.buffer, np.uint64)[:] = np.arange(1, shape.total_bytes // 8 + 1, dtype=np.uint64)
-    regions = shape.registered(memory.address)
-    planes, raw = make_planes(memory, regions)
+    memory = place.allocate(shape.total_bytes)
+    memory.fill()
+    regions = shape.registered(memory.address, memory.kind, memory.device)
+    planes, raw = open_ways(memory, regions, only)
     offers = {name: plane.offer() for name, plane in planes.items()}
     with contextlib.suppress(EOFError, OSError):  # the other side has ended
-        pipe.send(Producer(os.getpid(), memory.fd, regions, offers, raw.metadata() if raw else None))
-        while not pipe.poll(SERVING_S):
+        pipe.send(Producer(regions, memory.spare_address, memory.source(), offers, raw.metadata() if raw else None))
+        while not pipe.poll(memory.serving_s):
             for plane in planes.values():
                 plane.poll()
             if raw is not None:
@@ -102,10 +115,13 @@ def serve(pipe: Connection, shape: Shape) -> None:
 
 
 @contextlib.contextmanager
-def start_producer(shape: Shape, stop: StopRequest | None = None) -> Iterator[Producer]:
+def start_producer(
+    shape: Shape, stop: StopRequest | None = None, place: Place | None = None, only: str | None = None
+) -> Iterator[Producer]:
+    """`only`: the name of a plane, when the others are not wanted."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, shape), daemon=True)
+    process = context.Process(target=serve, args=(theirs, shape, place or HostPlace(), only), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -135,11 +151,9 @@ def _wait_for(pipe: Connection, stop: StopRequest) -> None:
 class Consumer:
     """Reads from the producer in every way: each plane, raw NIXL and plain memcpy."""
 
-    def __init__(
-        self, memory: SharedMemory, source: mmap.mmap, planes: dict[str, DataPlane], raw: RawNixl | None, stop: StopRequest
-    ) -> None:
+    def __init__(self, memory: Memory, producer: Producer, planes: Mapping[str, DataPlane], raw: RawNixl | None, stop: StopRequest) -> None:
         self._memory = memory
-        self._source_address = np.frombuffer(source, np.uint8).ctypes.data
+        self._producer = producer
         self._planes = planes
         self._raw = raw
         self._stop = stop
@@ -147,20 +161,23 @@ class Consumer:
 
     @classmethod
     @contextlib.contextmanager
-    def connected(cls, shape: Shape, producer: Producer, stop: StopRequest | None = None) -> Iterator["Consumer"]:
+    def connected(
+        cls, shape: Shape, producer: Producer, stop: StopRequest | None = None, place: Place | None = None, only: str | None = None
+    ) -> Iterator["Consumer"]:
         with ExitStack() as stack:
-            memory = SharedMemory.allocate(shape.total_bytes)
+            memory = (place or HostPlace()).allocate(shape.total_bytes)
             stack.callback(memory.close)
-            planes, raw = make_planes(memory, shape.registered(memory.address))
-            for name, plane in planes.items():
+            planes, raw = open_ways(memory, shape.registered(memory.address, memory.kind, memory.device), only)
+            for plane in planes.values():
                 stack.callback(plane.close)
+            shared = {name: plane for name, plane in planes.items() if name in producer.offers}
+            for name, plane in shared.items():
                 plane.connect(PRODUCER, producer.offers[name], producer.regions)
             if raw is not None and producer.raw_nixl is not None:
                 stack.callback(raw.close)
-                raw.connect(producer.raw_nixl, producer.regions[0].address)
-            source = _map(producer, shape.total_bytes)
-            stack.callback(source.close)
-            yield cls(memory, source, planes, raw, stop or StopRequest())
+                raw.connect(producer.raw_nixl)
+            memory.open_source(producer.source)
+            yield cls(memory, producer, shared, raw, stop or StopRequest())
 
     @property
     def planes(self) -> list[str]:
@@ -170,32 +187,48 @@ class Consumer:
     def has_raw_nixl(self) -> bool:
         return self._raw is not None
 
+    def ways(self, move: Move, most_descriptors: int | None) -> list[Way]:
+        """Every way to make this move, ready to be timed. Those that need long for a descriptor move no more of it than is given here."""
+        part = move if most_descriptors is None else move.part(most_descriptors)
+        ways = [Way(MEMCPY, move, partial(self._copy, move), lambda: None), *self._raw_ways(move, part)]
+        for name in self._planes:
+            chosen = part if name in self._memory.slow_ways else move
+            run = partial(self._read_pieces, name, chosen.pieces())
+            ways.append(Way(name, chosen, run, partial(self._verify, run, chosen)))
+        return ways
+
     def prepare(self, move: Move) -> None:
-        """Not timed: what was planned, as planes and raw NIXL take it."""
+        """What `read` is to read."""
         self._pieces = move.pieces()
-        if self._raw is not None:
-            self._raw.prepare(move.blocks, move)
-
-    def copy(self, move: Move) -> None:
-        """Plain memcpy: as many bytes in one call, from the same memory to the same memory."""
-        self._stop.check()
-        ctypes.memmove(self._memory.address, self._source_address, move.total_bytes)
-
-    def read_raw(self) -> None:
-        assert self._raw is not None
-        self._stop.check()
-        self._raw.read(time.monotonic() + MOVE_S, self._stop)
 
     def read(self, plane_name: str) -> Completion:
         """The move that was prepared, as a ferry does it: ask, then poll as often as the plane wants to be polled."""
+        return self._read(plane_name, self._pieces)
+
+    def forget(self) -> None:
+        """Overwrite what has arrived, so that the next check is of the next move."""
+        self._memory.forget()
+
+    def check(self, move: Move) -> None:
+        """KVFerryError unless every block that moved is its source, from the first to the last byte, and no other was written."""
+        check_moved(self._memory.edges(move.blocks.count), move)
+
+    def _copy(self, move: Move) -> None:
+        self._stop.check()
+        self._memory.copy(move.total_bytes)
+
+    def _read_pieces(self, plane_name: str, pieces: Sequence[Pieces]) -> int:
+        return self._read(plane_name, pieces).pieces
+
+    def _read(self, plane_name: str, pieces: Sequence[Pieces]) -> Completion:
         self._stop.check()
         plane = self._planes[plane_name]
-        deadline = time.monotonic() + MOVE_S
-        plane.read(PRODUCER, self._pieces)
+        deadline = time.monotonic() + self._memory.move_s
+        plane.read(PRODUCER, pieces)
         while not (ended := plane.poll()):
             if time.monotonic() > self._stop.sooner(deadline):
                 self._stop.check()
-                raise KVFerryError(f"a read over {plane_name} did not end within {MOVE_S:.0f} s; is the machine overloaded?")
+                raise KVFerryError(f"a read over {plane_name} did not end within {self._memory.move_s:.0f} s; is the machine overloaded?")
             interval_s = plane.poll_interval_s()
             if interval_s:
                 time.sleep(interval_s)
@@ -203,27 +236,45 @@ class Consumer:
             raise KVFerryError(f"a read over {plane_name} failed: {ended[0].error}")
         return ended[0]
 
-    def forget(self) -> None:
-        """Overwrite what has arrived, so that the next check is of the next move."""
-        np.frombuffer(self._memory.buffer, np.uint8).fill(0)
+    def _raw_ways(self, move: Move, part: Move) -> list[Way]:
+        if self._raw is None:
+            return []
+        raw, here, there = self._raw, self._memory.address, self._producer.regions[0].address
+        raw.forget()
+        read = partial(self._run_raw, raw.prepare("READ", _listed(here, part, part.local_blocks), _listed(there, part, part.remote_blocks)))
+        ways = [Way(RAW_NIXL, part, read, partial(self._verify, read, part))]
+        spare, their_spare = self._memory.spare_address, self._producer.spare_address
+        if spare is None or their_spare is None:
+            return ways
+        one = partial(self._run_raw, raw.prepare("READ", *(_one_piece(address, move.total_bytes) for address in (here, there))))
+        ways.append(Way(RAW_NIXL_ONE, move, one, partial(self._verify, one, move.joined())))
+        write = raw.prepare("WRITE", _listed(spare, part, part.remote_blocks), _listed(their_spare, part, part.local_blocks))
+        whole = [_one_piece(address, move.blocks.count * move.blocks.piece_bytes) for address in (here, their_spare)]
+        erase, fetch = raw.prepare("WRITE", *whole), raw.prepare("READ", *whole)
+        ways.append(Way(RAW_NIXL_WRITE, part, partial(self._run_raw, write), partial(self._verify_write, [erase, write, fetch], part)))
+        return ways
 
-    def check(self, move: Move) -> None:
-        """KVFerryError unless every block that moved is its source, from the first to the last byte, and no other was written."""
-        rows = np.frombuffer(self._memory.buffer, np.uint64).reshape(move.blocks.count, -1)
-        words = rows.shape[1]
-        expected = np.zeros(move.blocks.count, np.uint64)
-        expected[move.local_blocks] = move.remote_blocks * words + 1
-        is_moved = expected > 0
-        last = expected + np.uint64(words - 1) * is_moved
-        sums = rows.sum(axis=1, dtype=np.uint64)
-        expected_sums = (expected + last) * np.uint64(words // 2)
-        if not (np.array_equal(rows[:, 0], expected) and np.array_equal(rows[:, -1], last) and np.array_equal(sums, expected_sums)):
-            raise KVFerryError("a move brought other bytes than were asked for; this is a bug")
+    def _run_raw(self, move: RawMove) -> None:
+        assert self._raw is not None
+        self._stop.check()
+        self._raw.run(move, time.monotonic() + self._memory.move_s, self._stop)
+
+    def _verify(self, run: Callable[[], object], move: Move) -> None:
+        self.forget()
+        run()
+        self.check(move)
+
+    def _verify_write(self, steps: Sequence[RawMove], move: Move) -> None:
+        """What was written is in the producer's spare memory: that is overwritten, written to, and fetched."""
+        self.forget()
+        for step in steps:
+            self._run_raw(step)
+        self.check(move)
 
 
-def _map(producer: Producer, size_bytes: int) -> mmap.mmap:
-    fd = os.open(f"/proc/{producer.pid}/fd/{producer.fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
+def _listed(address: int, move: Move, chosen: Offsets) -> Listed:
+    return Listed(address, move.blocks.piece_bytes, move.blocks.count, chosen)
+
+
+def _one_piece(address: int, size_bytes: int) -> Listed:
+    return Listed(address, size_bytes, 1, np.zeros(1, np.int64))

@@ -24,6 +24,7 @@ class BenchmarkEntry:
 
 
 BENCHMARKS = {
+    "decode-beside": BenchmarkEntry("kvferry.bench.decode_beside", "a decode step of the embedded engine while KV arrives, and without"),
     "handover": BenchmarkEntry("kvferry.bench.handover", "from P's last token to D's first: pull, push, and push while P computes"),
     "leases": BenchmarkEntry("kvferry.bench.leases", "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process"),
     "multiturn": BenchmarkEntry(

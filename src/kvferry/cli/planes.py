@@ -20,6 +20,7 @@ from kvferry.config import (
 )
 from kvferry.errors import ConfigError
 from kvferry.planes.block_store import HostBlockStore
+from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.fabric import has_fabric
 from kvferry.planes.mirror import HostMirror
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
@@ -30,11 +31,12 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.ports.order import EngineOrder, HostOrder
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["Kit", "nixl_settings"]
 
-IMPLEMENTED = ("shm", "nixl", "tcp")
+IMPLEMENTED = ("shm", "cuda_ipc", "nixl", "tcp")
 """In order of preference. NIXL without RDMA says itself that it is good on one host only; then `tcp` is before it."""
 
 
@@ -72,7 +74,7 @@ class Kit:
         nixl = nixl_settings(transfer)
         for plane in nixl.planes:
             if plane not in IMPLEMENTED:
-                raise ConfigError(f"kv_connector_extra_config.planes names {plane}, which is not here yet; use shm, nixl or tcp")
+                raise ConfigError(f"kv_connector_extra_config.planes names {plane}, which is not here yet; use {', '.join(IMPLEMENTED)}")
         faults = fault_spec_from_environment(environ)
         if faults:
             _with_faults([], faults)
@@ -101,6 +103,8 @@ class Kit:
                     _log.warning(NIXL_OVER_TCP)
             elif name == "tcp":
                 made.append(TcpDataPlane(self.bind_host, self.advertised_host))
+            elif name == "cuda_ipc":
+                made.append(CudaIpcDataPlane())
             elif isinstance(memory, SharedMemory):
                 made.append(ShmDataPlane(memory))
         return _with_faults(made, self.faults) if self.faults else made
@@ -115,6 +119,14 @@ class Kit:
         from kvferry.planes.cuda_mirror import CudaMirror
 
         return HostBlockStore(mirror, CudaMirror(engine, mirror, (memory.address, memory.size_bytes)))
+
+    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
+        devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}
+        if not devices:
+            return HostOrder()
+        from kvferry.planes.cuda_order import CudaOrder
+
+        return CudaOrder(devices.pop())
 
     def control_plane(self) -> ControlPlane:
         return self._listening_on(0)

@@ -99,7 +99,7 @@ class NixlExtraConfig(ExtraConfig):
     push_write: Text = "fenced"
     """In push: when P writes into D's blocks, instead of D reading P's: fenced (where D itself can end it: over tcp), always, never."""
     planes: Texts = ()
-    """Pins the data planes, in order of preference: shm, nixl, tcp; empty: all that work here."""
+    """Pins the data planes, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that work here."""
     peers: Texts = ()
     """In push behind a router that signs nothing: side channels (host:port) of engines that are believed without a ticket (on D of its P's,
     on P of its D's); the two legs then meet by their request id."""

@@ -38,6 +38,7 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.ports.order import EngineOrder, HostOrder
 from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.geometry import Geometry, region_info
@@ -60,6 +61,7 @@ class PullWorker:
         self._handshake: PullHandshakeMetadata | None = None
         self._wake_engine: Callable[[], None] | None = None
         self._mirror: CacheMemory | None = None
+        self._order: EngineOrder = HostOrder()
         self._stats = TransferStats()
         self._news = PullNews()
         self._reported = FerrySnapshot()
@@ -68,6 +70,7 @@ class PullWorker:
     def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
         """Register the cache, or its mirror, with every plane that can carry it, and start the ferry."""
         own = geometry_of(self._config, self._cache, kv_caches)
+        self._order = self._config.kit.engine_order(own.regions)
         geometry = self._seen_by_planes(own)
         planes = self._registered_planes(geometry)
         control = self._config.kit.control_plane()
@@ -95,7 +98,7 @@ class PullWorker:
 
     def start_load_kv(self, metadata: PullMetadata) -> None:
         if metadata.commands:
-            self._ferry_thread().submit(metadata.commands)
+            self._ferry_thread().submit(metadata.commands, self._order.mark())
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()

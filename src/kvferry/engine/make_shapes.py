@@ -70,7 +70,8 @@ FAMILIES = {
     "mla": Family("DeepseekV2ForCausalLM", "deepseek_v2", AttentionKind.LATENT, has_qk_norm=False),
     "window": Family("Gemma3ForCausalLM", "gemma3_text", AttentionKind.WINDOWS, has_qk_norm=True),
 }
-SIZES = {"tiny": Size(4, 256, 256, 4, 2, 64, 4096)}
+SIZES = {"tiny": Size(4, 256, 256, 4, 2, 64, 4096), "middle": Size(16, 1024, 4096, 16, 8, 64, 4096)}
+"""The middle one, of 1 GB, is for measurements on GPUs: its answers are not as sensitive."""
 
 
 def make_config(family: Family, size: Size) -> dict[str, Any]:

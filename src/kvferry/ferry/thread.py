@@ -4,21 +4,33 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from kvferry.errors import KVFerryError, LocalProtocolError
 from kvferry.events import BytesMoved, Event, HandshakeFailed, KeptBlocksFetched, MessageDropped, PeerConnected, PrefillCompleted
 from kvferry.ferry.commands import Command
 from kvferry.ferry.ferry import Ferry, FerrySnapshot
+from kvferry.ports.order import Mark
 
 __all__ = ["FerryThread"]
 
 MAX_QUEUED = 1_000_000
 CLOSE_TIMEOUT_S = 10.0
+MARK_INTERVAL_S = 0.001
+"""How often the engine's device is asked how far it is, while commands wait for it. Mostly it is there already."""
 
 _log = logging.getLogger(__name__)
 
 _FOR_THE_RECORD = (BytesMoved, HandshakeFailed, KeptBlocksFetched, MessageDropped, PeerConnected, PrefillCompleted)
 """Events that no request waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What the engine said at once, and how far its device must be before it counts."""
+
+    commands: tuple[Command, ...]
+    mark: Mark | None
 
 
 class FerryThread:
@@ -29,8 +41,10 @@ class FerryThread:
         self._wake_ferry = wake_ferry
         self._wake_engine: Callable[[], None] = _nobody
         # A deque's append and popleft are atomic, and each end has one user: no lock is needed.
-        self._inbox: deque[Command] = deque()
+        self._inbox: deque[_Batch] = deque()
         self._outbox: deque[Event] = deque()
+        self._num_submitted, self._num_taken = 0, 0
+        """Commands; each is counted by one thread."""
         self._is_closing = False
         self._failure: str | None = None
         self._snapshot = FerrySnapshot()
@@ -43,16 +57,19 @@ class FerryThread:
         """`wake` is called, from the ferry's thread, when there is news the engine waits for."""
         self._wake_engine = wake
 
-    def submit(self, commands: Iterable[Command]) -> None:
-        """Hand over commands; never waits. KVFerryError when the ferry has died."""
+    def submit(self, commands: Iterable[Command], mark: Mark | None = None) -> None:
+        """Hand over commands; never waits. They are obeyed in order, and not before the engine's device has passed the mark.
+        KVFerryError when the ferry has died."""
         if self._failure is not None:
             raise KVFerryError(f"the ferry has stopped: {self._failure}")
-        before = len(self._inbox)
-        self._inbox.extend(commands)
-        if len(self._inbox) > MAX_QUEUED:
+        batch = _Batch(tuple(commands), mark)
+        if not batch.commands:
+            return
+        self._inbox.append(batch)
+        self._num_submitted += len(batch.commands)
+        if self._num_submitted - self._num_taken > MAX_QUEUED:
             raise LocalProtocolError(f"more than {MAX_QUEUED} commands wait for the ferry")
-        if len(self._inbox) > before:
-            self._wake_ferry()
+        self._wake_ferry()
 
     def take_events(self) -> list[Event]:
         if self._failure is not None:
@@ -88,7 +105,9 @@ class FerryThread:
             self._ferry.close()
 
     def _turn(self) -> None:
-        events = self._ferry.step(self._take_commands(), late_commands=self._take_commands)
+        commands = self._take_commands()
+        wait_s = min(MARK_INTERVAL_S, self._ferry.idle_s()) if self._inbox else None
+        events = self._ferry.step(commands, wait_s=wait_s, late_commands=self._take_commands)
         self._snapshot = self._ferry.snapshot()
         if not events:
             return
@@ -97,7 +116,12 @@ class FerryThread:
             self._wake_engine()
 
     def _take_commands(self) -> list[Command]:
-        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+        """Those whose mark has been passed, in order: none overtakes another."""
+        commands: list[Command] = []
+        while self._inbox and (self._inbox[0].mark is None or self._inbox[0].mark.has_passed()):
+            commands += self._inbox.popleft().commands
+        self._num_taken += len(commands)
+        return commands
 
 
 def _nobody() -> None:

@@ -1,5 +1,6 @@
-/* Copies many runs of bytes between two buffers, without the interpreter's lock.
+/* What is done for every piece of a transfer: runs copied between two buffers, offsets checked, addresses written down.
  *
+ * Runs are copied without the interpreter's lock.
  * Two runs are copied at a time, 128 bytes of each in turn: while one starts, and waits for memory, the other keeps memory busy. The
  * second comes from the other half of the list, so that both halves are walked in the caller's order (sorted by source: the processor
  * then foresees what is read next). On x86-64 full chunks are stored past the caches, as memcpy does with one large copy.
@@ -101,7 +102,59 @@ static PyObject *copy_runs(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* A sum of bits has its sign when one of the numbers had: no branch for each, so the compiler does several at a time. */
+static int64_t bits_outside(const int64_t *offsets, Py_ssize_t count, int64_t last)
+{
+    uint64_t bits = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        bits |= (uint64_t)offsets[i] | ((uint64_t)last - (uint64_t)offsets[i]);
+    return (int64_t)bits;
+}
+
+static PyObject *are_within(PyObject *module, PyObject *args)
+{
+    Py_buffer offsets;
+    long long last;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*L:are_within", &offsets, &last))
+        return NULL;
+    Py_ssize_t count = offsets.len / (Py_ssize_t)sizeof(int64_t);
+    int are_inside = last >= 0 ? bits_outside(offsets.buf, count, last) >= 0 : count == 0;
+    PyBuffer_Release(&offsets);
+    return PyBool_FromLong(are_inside);
+}
+
+static PyObject *add_all(PyObject *module, PyObject *args)
+{
+    Py_buffer table, offsets;
+    Py_ssize_t first;
+    long long base;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "w*ny*L:add_all", &table, &first, &offsets, &base))
+        return NULL;
+    Py_ssize_t count = offsets.len / (Py_ssize_t)sizeof(int64_t), room = table.len / (Py_ssize_t)sizeof(int64_t);
+    int fits = first >= 0 && first <= room && count <= room - first;
+    uint64_t bits = 0;
+    if (fits) {
+        uint64_t *to = (uint64_t *)table.buf + first;
+        const uint64_t *from = offsets.buf;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            to[i] = from[i] + (uint64_t)base;
+            bits |= to[i];
+        }
+    }
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&offsets);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "the offsets leave the table");
+        return NULL;
+    }
+    return PyLong_FromLongLong((long long)bits);
+}
+
 static PyMethodDef methods[] = {
+    {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
+    {"add_all", add_all, METH_VARARGS, "add_all(table, first, offsets, base): table[first + i] = offsets[i] + base; all of these, or-ed."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
+from kvferry.planes.offsets import are_within
 from kvferry.ports.data import Pieces
 from kvferry.types import Region
 
@@ -58,7 +59,7 @@ def _check_side(
     if not 0 <= region < len(regions):
         raise error(f"region {region} is not one of {whose} {len(regions)} regions")
     size_bytes = regions[region].size_bytes
-    if len(offsets) and (int(offsets.min()) < 0 or int(offsets.max()) > size_bytes - piece_bytes):
+    if not are_within(offsets, size_bytes - piece_bytes):
         raise error(
             f"offsets {int(offsets.min())} to {int(offsets.max())} with {piece_bytes} bytes a piece leave {whose} region "
             f"{region} of {size_bytes} bytes"

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.errors import ConfigError
+from kvferry.planes import cuda_driver
+from kvferry.planes.runs import Bytes
 from kvferry.ports.data import Completion, DataPlane, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -23,7 +25,7 @@ class Faults:
     """What goes wrong. 0: never."""
 
     corrupt_every: int = 0
-    """Every n-th read arrives with its first piece of each region wrong; what peers wrote into lent blocks, with the first of those."""
+    """Every n-th read arrives with its first block of each region wrong; what peers wrote into lent blocks, with the first of those."""
     fail_every: int = 0
     """Every n-th transfer fails after it has moved."""
     delay_polls: int = 0
@@ -129,8 +131,9 @@ class FaultyDataPlane:
             return completion
         if pieces is not None and self._is_corruption_due():
             for part in pieces:
-                if len(part.local_offsets):
-                    self._corrupt(part.local_region, int(part.local_offsets[0]), part.piece_bytes)
+                count = max(1, self._regions[part.local_region].block_bytes // part.piece_bytes)
+                for offset in part.local_offsets[:count].tolist():
+                    self._corrupt(part.local_region, offset, part.piece_bytes)
         if self._is_due(self._ended - 1, self._faults.fail_every):
             return replace(completion, error="a fault was asked for")
         return completion
@@ -154,13 +157,14 @@ class FaultyDataPlane:
         """The right bytes in the wrong places: wrong for certain, and still numbers that a model can compute with.
 
         Not moved by whole tokens: attention does not see in which order the tokens of one head lie."""
-        of, shift = self._regions[region], size_bytes // 2 + 8
-        if of.memory is MemoryKind.VRAM:
-            # Imported only where there is a device: it takes torch with CUDA.
-            from kvferry.planes.cuda_faults import corrupt
+        address = self._regions[region].address + offset
+        if self._regions[region].memory is MemoryKind.DRAM:
+            piece = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+            piece[:] = _wrong(piece)
+        else:
+            cuda_driver.write_memory(address, _wrong(np.frombuffer(cuda_driver.read_memory(address, size_bytes), np.uint8)).tobytes())
 
-            corrupt(of.device, of.address + offset, size_bytes, shift)
-            return
-        piece = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(of.address + offset))
-        moved = np.roll(piece, shift)
-        piece[:] = moved if not np.array_equal(moved, piece) else piece ^ 1
+
+def _wrong(piece: Bytes) -> Bytes:
+    moved = np.roll(piece, len(piece) // 2 + 8)
+    return moved if not np.array_equal(moved, piece) else piece ^ np.uint8(1)

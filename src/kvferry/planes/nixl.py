@@ -28,11 +28,12 @@ from kvferry.planes.nixl_generations import Generations
 from kvferry.planes.nixl_transfer import Agent, Link, NixlTransfer
 from kvferry.planes.runs import Runs, batches, coalesce, concatenate
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
-from kvferry.types import PeerId, Region
+from kvferry.types import MemoryKind, PeerId, Region
 
 __all__ = ["NetworkReach", "NixlDataPlane", "load_nixl"]
 
-MAX_BATCH_BYTES = 32 * 1024 * 1024
+MAX_BATCH_BYTES = {MemoryKind.DRAM: 32 * 1024 * 1024, MemoryKind.VRAM: 1024 * 1024 * 1024}
+"""Posting copies host memory on the way. Device memory is copied by the device, and then each post costs more than many bytes."""
 MAX_BATCH_RUNS = 1000
 """Below 1,024, from where on NIXL divides a batch among threads of its own. They spin while something is under way, on cores that the
 engine computes on, and have a connection each, so that an error of one says nothing about the others."""
@@ -229,7 +230,7 @@ class NixlDataPlane:
         """Descriptors are made when the first batch is posted, not when the transfer is asked for."""
         local, remote = self._regions, link.regions
         runs = [coalesce(part).moved(local[part.local_region].address, remote[part.remote_region].address) for part in pieces]
-        yield from batches(concatenate(runs), MAX_BATCH_BYTES, MAX_BATCH_RUNS)
+        yield from batches(concatenate(runs), MAX_BATCH_BYTES[local[0].memory], MAX_BATCH_RUNS)
 
     def _progress(self, agent: NixlAgent) -> None:
         # The thread's own CPU time: a call that was merely interrupted did not move anything.

@@ -10,6 +10,7 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.ports.order import EngineOrder
 from kvferry.types import Region
 
 __all__ = ["PlaneKit"]
@@ -27,6 +28,9 @@ class PlaneKit(Protocol):
 
     def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
         """The same for a staged cache: planes see `mirror`, which lies in `memory` (of this kit) and follows the engine's regions."""
+
+    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
+        """When what an engine with these regions has asked for is done."""
 
     def control_plane(self) -> ControlPlane:
         """A worker's control plane, bound to a free port of the advertised interface."""

@@ -6,7 +6,7 @@ What cannot be planned is refused at the handshake, by `check_geometry`, with th
 from dataclasses import dataclass
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.arrangement import is_dense, reads_in_producers_order
+from kvferry.protocol.arrangement import is_dense
 from kvferry.protocol.messages import RankLayout, RegionInfo
 from kvferry.protocol.ranks import can_divide, heads_of
 from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
@@ -107,10 +107,6 @@ def check_geometry(peer: str, local: Geometry, remote: Geometry) -> None:
         differences["tp_size"] = (local.tp_size, remote.tp_size)
     if not _can_divide_blocks(local, remote):
         differences["block_size"] = (local.block_size, remote.block_size)
-    if not differences and _needs_rearranging(local, remote):
-        is_layout = local.layout is not remote.layout
-        differences |= {"kv_cache_layout": (_elsewhere(local), str(remote.layout))} if is_layout else {}
-        differences |= {} if is_layout else {"block_size": (local.block_size, remote.block_size)}
     if differences:
         raise IncompatiblePeer(peer, differences)
 
@@ -131,18 +127,6 @@ def _bytes_that_differ(local: Geometry, remote: Geometry) -> _Pairs:
             "order in a block": (_described(local), _described(remote)),
         }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _needs_rearranging(local: Geometry, remote: Geometry) -> bool:
-    """Whether blocks in memory that we cannot rearrange would have to be read in runs of a few bytes."""
-    theirs = {layer: region for region in remote.regions for layer in region.layer_names}
-    far = [region for region in local.regions if region.memory is not MemoryKind.DRAM]
-    pairs = [(region.axes, theirs[layer].axes, region.item_bytes) for region in far for layer in region.layer_names]
-    return any(ours is not None and other is not None and reads_in_producers_order(ours, other, size) for ours, other, size in pairs)
-
-
-def _elsewhere(local: Geometry) -> str:
-    return f"{local.layout} in device memory (kv_buffer_device cpu bridges it)"
 
 
 def _described(geometry: Geometry) -> list[str]:

@@ -10,6 +10,7 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.ports.order import EngineOrder, HostOrder
 from kvferry.types import Region
 
 __all__ = ["LocalKit", "LocalMemory"]
@@ -53,6 +54,9 @@ class LocalKit:
 
     def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
         return self.block_store(mirror)
+
+    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
+        return HostOrder()
 
     def control_plane(self) -> ControlPlane:
         raise ConfigError("this engine was started without planes and cannot talk to others; start it with a full plane kit")

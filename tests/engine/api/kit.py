@@ -9,6 +9,7 @@ from kvferry.ports.block_store import BlockStore
 from kvferry.ports.control import ControlPlane
 from kvferry.ports.data import DataPlane
 from kvferry.ports.memory import CacheMemory
+from kvferry.ports.order import EngineOrder, HostOrder
 from kvferry.types import Region
 
 __all__ = ["PrivateMemoryKit"]
@@ -38,6 +39,9 @@ class PrivateMemoryKit:
 
     def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
         raise NotImplementedError
+
+    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
+        return HostOrder()
 
     def control_plane(self) -> ControlPlane:
         raise NotImplementedError

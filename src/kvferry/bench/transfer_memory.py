@@ -1,0 +1,185 @@
+"""The memory of one side of `kvferry bench transfer`: what it takes to fill, move and check it, wherever it lies.
+
+Every 8 bytes of a producer's memory say where they are, so that a reader can tell which it got.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.bench.transfer_moves import Move
+from kvferry.errors import KVFerryError
+from kvferry.planes.copiers import copy_by_numpy, fastest_copier
+from kvferry.planes.nixl import NetworkReach, NixlDataPlane
+from kvferry.planes.shared_memory import SharedMemory, available_bytes, check_fits
+from kvferry.planes.shm import ShmDataPlane
+from kvferry.planes.tcp import TcpDataPlane
+from kvferry.ports.data import DataPlane
+from kvferry.types import MemoryKind
+
+__all__ = ["Edges", "HostPlace", "Memory", "Place", "Source", "check_moved"]
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where another process finds a producer's memory."""
+
+    pid: int
+    fd: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edges:
+    """Of each block the first word, the last one, and the sum of all."""
+
+    first: Words
+    last: Words
+    sums: Words
+
+
+class Memory(Protocol):
+    """One side's memory. Whoever allocates it closes it."""
+
+    kind: MemoryKind
+    device: int
+    serving_s: float
+    """How long the producer may sleep between two turns of its planes."""
+    move_s: float
+    """How long a move may take before something is wrong."""
+    slow_ways: frozenset[str]
+    """Planes that need long for each descriptor: they move less at a time."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def spare_address(self) -> int | None:
+        """As much memory again, which no plane serves: raw NIXL writes from there to there. None: nothing is written."""
+
+    def planes(self) -> Mapping[str, DataPlane]:
+        """Every data plane that can carry such memory, fresh and unregistered, by the name it is told under."""
+
+    def source(self) -> Source | None:
+        """For `open_source` of the other side."""
+
+    def open_source(self, source: Source | None) -> None:
+        """Make ready what `copy` and writes take their bytes from."""
+
+    def fill(self) -> None:
+        """Let every 8 bytes say where they are."""
+
+    def forget(self) -> None:
+        """Overwrite everything, so that the next check is of the next move."""
+
+    def copy(self, size_bytes: int) -> None:
+        """One plain copy of as many bytes in one piece, until it is through: the fastest there is."""
+
+    def edges(self, count: int) -> Edges:
+        """Of the memory, cut into so many blocks."""
+
+    def close(self) -> None: ...
+
+
+class Place(Protocol):
+    """Where memory is taken. Plain data: it travels to the other process."""
+
+    def allocate(self, size_bytes: int) -> Memory: ...
+
+    def check_room(self, size_bytes: int) -> None:
+        """ConfigError when two sides of this size do not fit."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What results are read beside."""
+
+
+def check_moved(edges: Edges, move: Move) -> None:
+    """KVFerryError unless every block that moved is its source, from the first to the last byte, and no other was written."""
+    words = move.blocks.piece_bytes // 8
+    expected = np.zeros(move.blocks.count, np.uint64)
+    expected[move.local_blocks] = move.remote_blocks * words + 1
+    is_moved = expected > 0
+    last = expected + np.uint64(words - 1) * is_moved
+    sums = (expected + last) * np.uint64(words // 2)
+    if not (np.array_equal(edges.first, expected) and np.array_equal(edges.last, last) and np.array_equal(edges.sums, sums)):
+        raise KVFerryError("a move brought other bytes than were asked for; this is a bug")
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Shared memory of this host. Implements `Place`."""
+
+    def allocate(self, size_bytes: int) -> Memory:
+        return HostMemory(SharedMemory.allocate(size_bytes))
+
+    def check_room(self, size_bytes: int) -> None:
+        check_fits(2 * size_bytes, available_bytes())
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"copied_by": "numpy" if fastest_copier() is copy_by_numpy else "compiled loop"}
+
+
+class HostMemory:
+    """Implements `Memory`."""
+
+    kind = MemoryKind.DRAM
+    device = 0
+    serving_s = 0.001
+    move_s = 120.0
+    slow_ways: frozenset[str] = frozenset()
+    spare_address = None
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._opened: mmap.mmap | None = None
+        self._source_address = 0
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    def planes(self) -> Mapping[str, DataPlane]:
+        return {
+            "shm": ShmDataPlane(self._memory),
+            "nixl": NixlDataPlane(reach=NetworkReach.THIS_HOST),
+            "tcp": TcpDataPlane("127.0.0.1", "127.0.0.1"),
+        }
+
+    def source(self) -> Source | None:
+        return Source(os.getpid(), self._memory.fd)
+
+    def open_source(self, source: Source | None) -> None:
+        assert source is not None
+        fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._opened = mmap.mmap(fd, self._memory.size_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._source_address = np.frombuffer(self._opened, np.uint8).ctypes.data
+
+    def fill(self) -> None:
+        np.frombuffer(self._memory.buffer, np.uint64)[:] = np.arange(1, self._memory.size_bytes // 8 + 1, dtype=np.uint64)
+
+    def forget(self) -> None:
+        np.frombuffer(self._memory.buffer, np.uint8).fill(0)
+
+    def copy(self, size_bytes: int) -> None:
+        """memcpy, from the producer's memory to ours."""
+        ctypes.memmove(self.address, self._source_address, size_bytes)
+
+    def edges(self, count: int) -> Edges:
+        rows = np.frombuffer(self._memory.buffer, np.uint64).reshape(count, -1)
+        return Edges(rows[:, 0], rows[:, -1], rows.sum(axis=1, dtype=np.uint64))
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        self._memory.close()

@@ -1,0 +1,85 @@
+"""Copies between addresses of this process: many pieces of one size from anywhere to anywhere, handed over as a whole.
+
+What moves KV without a peer's help stands on this: the gathering and scattering of staged transfers, and the plane that reads a peer's
+memory on the same GPU. Whoever asks has checked every address. Called by one thread.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.planes.copiers import fastest_copier
+from kvferry.planes.runs import Bytes, Offsets, Runs
+
+__all__ = ["AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddressCopies:
+    """Copy `i` moves `size_bytes` bytes from address `source_base + sources[i]` to `target_base + targets[i]`, valid in this process."""
+
+    size_bytes: int
+    sources: Offsets
+    targets: Offsets
+    source_base: int = 0
+    target_base: int = 0
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.size_bytes * len(self.sources)
+
+    def rows(self, first: int, end: int) -> "AddressCopies":
+        """Some of them, or all, without copying anything."""
+        if first == 0 and end >= len(self.sources):
+            return self
+        return AddressCopies(self.size_bytes, self.sources[first:end], self.targets[first:end], self.source_base, self.target_base)
+
+
+class CopyJob(Protocol):
+    def is_done(self) -> bool:
+        """Whether every byte is in place. Never waits. TransportError when the device has failed."""
+
+
+class AddressCopier(Protocol):
+    def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
+        """Begin to copy. Targets do not overlap each other, nor any source."""
+
+    def close(self) -> None:
+        """Wait until nothing of it is under way, and let go of what it holds. Idempotent."""
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+
+class HostAddressCopier:
+    """Copies host memory at once: the caller keeps each call small."""
+
+    def __init__(self) -> None:
+        self._copy = fastest_copier()
+
+    def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
+        for part in copies:
+            if len(part) and part.size_bytes:
+                source, first_source = _stretch(part.sources, part.source_base, part.size_bytes)
+                target, first_target = _stretch(part.targets, part.target_base, part.size_bytes)
+                sizes = np.full(len(part), part.size_bytes, np.int64)
+                self._copy(target, source, Runs(part.sources - first_source, part.targets - first_target, sizes))
+        return _Done()
+
+    def close(self) -> None:
+        return None
+
+
+def _stretch(offsets: Offsets, base: int, size_bytes: int) -> tuple[Bytes, int]:
+    """All memory from the first to the last of them, and the offset it begins at. There may be gaps: nobody touches those."""
+    first = int(offsets.min())
+    length = int(offsets.max()) + size_bytes - first
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(base + first)), first

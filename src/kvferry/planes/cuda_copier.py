@@ -1,0 +1,167 @@
+"""Copies between addresses that a GPU can reach: one kernel for all pieces of a size, on a stream of its own.
+
+Called by one thread, with the device's context current in it. It never waits for the device but in `close`. Without triton, or without the
+compiler it needs, plain torch does the same, slower.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvferry.errors import TransportError
+from kvferry.planes.address_copy import AddressCopies, CopyJob
+from kvferry.planes.offsets import add_all
+from kvferry.planes.runs import Offsets
+
+__all__ = ["TABLE_ROWS", "CudaAddressCopier", "copy_by_torch"]
+
+TABLE_ROWS = 65_536
+"""Pieces of one launch. Writing down the addresses of so many takes about 0.1 ms of this thread."""
+FALLBACK_BYTES = 32 * 1024 * 1024
+"""What plain torch copies at a time: its indices take as much memory again."""
+SCRATCH_BYTES = 128 * 1024
+ALIGNMENT = 16
+
+_log = logging.getLogger(__name__)
+
+Launch = Callable[[torch.Tensor, int, int, bool], None]
+"""`piece_kernel.launch_copy`, or what stands in for it."""
+
+
+class _Table:
+    """Addresses in pinned memory, which kernels read as their own."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(2 * TABLE_ROWS, dtype=torch.int64, pin_memory=True)
+        self._numbers: Offsets = self.tensor.numpy()
+
+    def write(self, parts: Sequence[AddressCopies]) -> tuple[int, int]:
+        """How many copies these are, and all their addresses, or-ed."""
+        count, bits = 0, 0
+        for part in parts:
+            bits |= add_all(self._numbers, count, part.sources, part.source_base)
+            bits |= add_all(self._numbers, TABLE_ROWS + count, part.targets, part.target_base)
+            count += len(part)
+        return count, bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    event: torch.cuda.Event
+
+    def is_done(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError as error:
+            raise TransportError(f"the GPU has failed ({error}); nothing more can be copied by this process") from error
+
+
+class CudaAddressCopier:
+    """Implements `planes.address_copy.AddressCopier`."""
+
+    def __init__(self, device: int, launch: Launch | None = None) -> None:
+        self._device = torch.device("cuda", device)
+        self._stream = torch.cuda.Stream(self._device)
+        self._free = [_Table()]
+        self._used: deque[tuple[torch.cuda.Event, _Table]] = deque()
+        self._launch = launch or self._best_launch()
+
+    def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
+        """Neighbours of one size go together, as many as a table holds."""
+        done = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            for size_bytes, parts in _launches(copies):
+                table = self._take_table()
+                self._used.append((done, table))
+                count, bits = table.write(parts)
+                self._launch(table.tensor, count, size_bytes, (bits | size_bytes) % ALIGNMENT == 0)
+            done.record(self._stream)
+        return _Job(done)
+
+    def wait(self) -> None:
+        """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.wait()
+        self._used.clear()
+        self._free.clear()
+
+    def _take_table(self) -> _Table:
+        """One that no kernel reads any more. They are used in turn, on one stream."""
+        if not self._free and self._used and self._used[0][0].query():
+            self._free.append(self._used.popleft()[1])
+        return self._free.pop() if self._free else _Table()
+
+    def _best_launch(self) -> Launch:
+        try:
+            # Imported only where there is a device, and not everywhere is there triton.
+            from kvferry.planes.piece_kernel import launch_copy, warm_up
+
+            with torch.cuda.stream(self._stream):
+                warm_up(self._free[0].tensor, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
+            self._stream.synchronize()
+        except Exception as error:  # whatever keeps a compiler from working: there is another way
+            _log.warning("triton does not work here (%s); pieces are copied by plain torch, slower", error)
+            return copy_by_torch
+        return launch_copy
+
+
+def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[AddressCopies]]]:
+    """What one kernel copies: pieces of one size, at most a table's worth."""
+    waiting, room, size_bytes = list[AddressCopies](), TABLE_ROWS, 0
+    for part in copies:
+        first = 0
+        while first < len(part) and part.size_bytes:
+            if waiting and (not room or size_bytes != part.size_bytes):
+                yield size_bytes, waiting
+                waiting, room = [], TABLE_ROWS
+            size_bytes = part.size_bytes
+            taken = part.rows(first, first + room)
+            waiting.append(taken)
+            first, room = first + len(taken), room - len(taken)
+    if waiting:
+        yield size_bytes, waiting
+
+
+def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool) -> None:
+    """What the kernel does, by indexing: the table is turned into an index for every word."""
+    word_bytes = 8 if is_aligned else 1
+    words = torch.arange(size_bytes // word_bytes, device="cuda")
+    step = max(1, FALLBACK_BYTES // size_bytes)
+    for first in range(0, count, step):
+        end = min(count, first + step)
+        half = len(table) // 2
+        sources, targets = _words_at(table[first:end], words, word_bytes), _words_at(table[half + first : half + end], words, word_bytes)
+        targets.memory[targets.indices] = sources.memory[sources.indices]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Words:
+    memory: torch.Tensor
+    indices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Device memory from the first to the last of some addresses, as CUDA's array interface wants it. Gaps are not touched."""
+
+    address: int
+    words: int
+    word_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        typestr = "<i8" if self.word_bytes == 8 else "|u1"
+        return {"shape": (self.words,), "typestr": typestr, "data": (self.address, False), "version": 3}
+
+
+def _words_at(addresses: torch.Tensor, words: torch.Tensor, word_bytes: int) -> _Words:
+    first = int(addresses.min())
+    length = (int(addresses.max()) - first) // word_bytes + len(words)
+    memory = torch.as_tensor(_Stretch(first, length, word_bytes), device="cuda")
+    return _Words(memory, ((addresses.cuda() - first) // word_bytes)[:, None] + words)

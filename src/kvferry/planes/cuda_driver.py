@@ -1,0 +1,119 @@
+"""The few calls of CUDA's driver that torch does not have: memory of this process shown to others, and theirs opened here.
+
+Any thread, with the device's context current in it (`enter_device`). Errors are TransportError; a machine without a driver is one too.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import TransportError
+
+__all__ = [
+    "HANDLE_BYTES",
+    "Allocation",
+    "allocation_of",
+    "can_reach",
+    "close_handle",
+    "device_with",
+    "export_handle",
+    "open_handle",
+    "read_memory",
+    "uuid_of",
+    "write_memory",
+]
+
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One allocation of device memory: where it begins, and how long it is."""
+
+    address: int
+    size_bytes: int
+
+
+def allocation_of(address: int) -> Allocation:
+    """The allocation that an address lies in."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return Allocation(base.value, size.value)
+
+
+def export_handle(allocation: Allocation) -> bytes:
+    """By which another process of this host opens it."""
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(allocation.address))
+    return bytes(ctypes.string_at(ctypes.addressof(handle), HANDLE_BYTES))
+
+
+def open_handle(handle: bytes) -> int:
+    """The address here of another process's allocation. Close it."""
+    opened, address = _Handle(), ctypes.c_uint64()
+    ctypes.memmove(ctypes.addressof(opened), handle, HANDLE_BYTES)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(LAZY_PEER_ACCESS))
+    return address.value
+
+
+def close_handle(address: int) -> None:
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def read_memory(address: int, size_bytes: int) -> bytes:
+    """What lies there, once the device has come to it."""
+    here = ctypes.create_string_buffer(size_bytes)
+    _call("cuMemcpyDtoH_v2", here, ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+    return here.raw
+
+
+def write_memory(address: int, content: bytes) -> None:
+    _call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+
+
+def uuid_of(device: int) -> bytes:
+    """Names the GPU the same in every process, however they number theirs."""
+    number, name = ctypes.c_int(), ctypes.create_string_buffer(UUID_BYTES)
+    _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
+    _call("cuDeviceGetUuid_v2", name, number)
+    return name.raw
+
+
+def device_with(uuid: bytes) -> int | None:
+    """The number of a GPU in this process; None when it does not see that one."""
+    count = ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    return next((number for number in range(count.value) if uuid_of(number) == uuid), None)
+
+
+def can_reach(device: int, other: int) -> bool:
+    """Whether kernels on one GPU can touch the memory of another."""
+    answer = ctypes.c_int()
+    _call("cuDeviceCanAccessPeer", ctypes.byref(answer), ctypes.c_int(device), ctypes.c_int(other))
+    return bool(answer.value)
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransportError(f"CUDA's driver cannot be loaded ({error})") from error
+    driver.cuInit(0)
+    return driver
+
+
+def _call(name: str, *arguments: Any) -> None:
+    driver = _driver()
+    status = getattr(driver, name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        raise TransportError(f"{name} failed: {(text.value or b'unknown error').decode()} (CUDA error {status})")

@@ -1,0 +1,234 @@
+"""The `cuda_ipc` data plane: caches on GPUs of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
+
+Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its pieces,
+on a stream of its own (very long ones: several), and nobody waits for it: `poll` asks whether it is through. Facts, CUDA 13:
+
+- Memory that is open here stays as it is when its owner dies, until it is closed. So a dead peer costs its transfers, never this process;
+  but what is open would hold its whole cache on the device, so peers are looked at every now and then.
+- A kernel that touches memory which is not there ends the process's use of the GPU for good. So what a peer offers is believed only as far
+  as the driver confirms it: the length of every allocation is asked for here.
+- Handles of a process cannot be opened by itself, and of memory from CUDA's virtual memory calls (torch's expandable segments) there are
+  none.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvferry.errors import LocalProtocolError, TransportError
+from kvferry.planes import cuda_driver
+from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
+from kvferry.planes.cuda_transfer import CudaTransfer
+from kvferry.planes.fabric import host_reach
+from kvferry.planes.gather import Direction
+from kvferry.planes.lending import no_fence
+from kvferry.planes.process import start_ticks
+from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.types import MemoryKind, PeerId, Region
+
+if TYPE_CHECKING:
+    from kvferry.planes.cuda_device import CudaDevice
+
+__all__ = ["CudaIpcDataPlane"]
+
+DEATH_CHECK_S = 2.0
+"""How often peers that nothing is read from are looked at."""
+SPIN_S = 100e-6
+"""How long one poll looks at the kernels under way: most are through before another turn of the ferry has begun."""
+
+_log = logging.getLogger(__name__)
+
+
+class CudaIpcDataPlane:
+    """Implements `ports.data.DataPlane`. Nothing of CUDA is loaded before `register` is given memory of a device."""
+
+    def __init__(self) -> None:
+        self._regions: tuple[Region, ...] = ()
+        self._device: CudaDevice | None = None
+        self._offer: CudaOffer | None = None
+        self._peers: dict[PeerId, PeerMemory] = {}
+        self._transfers: deque[CudaTransfer] = deque()
+        self._last_handle = 0
+        self._next_death_check = 0.0
+
+    @property
+    def name(self) -> str:
+        return "cuda_ipc"
+
+    def register(self, regions: Sequence[Region]) -> bool:
+        if {region.memory for region in regions} != {MemoryKind.VRAM} or len({region.device for region in regions}) != 1:
+            return False
+        # Imported only where there is a device: it takes torch with CUDA.
+        from kvferry.planes.cuda_device import CudaDevice
+
+        device = CudaDevice(regions[0].device)
+        try:
+            device.enter()
+            self._offer = _own_offer(regions, device.number)
+        except TransportError as error:
+            _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
+            return False
+        device.prepare()
+        self._device, self._regions = device, tuple(regions)
+        return True
+
+    def offer(self) -> PlaneOffer:
+        if self._offer is None:
+            raise LocalProtocolError("the cuda_ipc plane is used before its memory is registered")
+        return PlaneOffer(self.name, host_reach(), msgspec.msgpack.encode(self._offer))
+
+    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+        device = self._entered()
+        check_regions(regions, peer)
+        decoded = decode_offer(peer, offer)
+        if decoded.pid == os.getpid():
+            raise TransportError(f"{peer} is this very process, whose memory cannot be opened again; drop this peer")
+        self.disconnect(peer)
+        self._peers[peer] = PeerMemory(peer, decoded, tuple(regions), device.number)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._drop(peer, f"peer {peer} was disconnected")
+
+    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+        return self._start(peer, pieces, Direction.READ)
+
+    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
+        return self._start(peer, pieces, Direction.WRITE)
+
+    @property
+    def fences_writes(self) -> bool:
+        return False
+
+    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise no_fence(self.name)
+
+    def take_back(self, number: int) -> Handle:
+        raise no_fence(self.name)
+
+    def poll(self) -> list[Completion]:
+        if self._device is None:
+            return []
+        now = time.monotonic()
+        if now >= self._next_death_check:
+            self._next_death_check = now + DEATH_CHECK_S
+            for peer in [peer for peer, memory in self._peers.items() if memory.has_ended()]:
+                self._drop(peer, has_ended(peer))
+        if not self._transfers:
+            return []
+        launched = self._launch_next()
+        others = [transfer for transfer in self._transfers if transfer is not launched]
+        if launched is None:
+            _look_at(others, now + SPIN_S)
+        return self._take_ended(others)
+
+    def cancel(self, handle: Handle) -> None:
+        for transfer in self._transfers:
+            if transfer.handle == handle:
+                transfer.stop("cancelled")
+
+    def poll_interval_s(self) -> float | None:
+        if self._transfers:
+            return 0.0
+        return DEATH_CHECK_S if self._peers else None
+
+    def serving_interval_s(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        """Waits for the kernels under way: they may be touching memory that is given back next."""
+        if self._device is None:
+            return
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._transfers.clear()
+        device, self._device = self._device, None
+        device.close()
+
+    def _entered(self) -> "CudaDevice":
+        if self._device is None:
+            raise LocalProtocolError("the cuda_ipc plane is used before its memory is registered, or after it is closed")
+        self._device.enter()
+        return self._device
+
+    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction) -> Handle:
+        memory = self._peers.get(peer)
+        if memory is None:
+            raise TransportError(f"peer {peer} is not connected over cuda_ipc")
+        check_pieces(pieces, self._regions, memory.regions, peer)
+        copies = [self._copies(part, memory, direction) for part in pieces]
+        self._last_handle += 1
+        self._transfers.append(CudaTransfer(Handle(self._last_handle), peer, copies))
+        return Handle(self._last_handle)
+
+    def _copies(self, part: Pieces, memory: PeerMemory, direction: Direction) -> AddressCopies:
+        ours, theirs = self._regions[part.local_region].address, memory.addresses[part.remote_region]
+        if direction is Direction.READ:
+            return AddressCopies(part.piece_bytes, part.remote_offsets, part.local_offsets, theirs, ours)
+        return AddressCopies(part.piece_bytes, part.local_offsets, part.remote_offsets, ours, theirs)
+
+    def _launch_next(self) -> CudaTransfer | None:
+        """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
+        copier = self._entered().copier
+        for _ in range(len(self._transfers)):
+            transfer = self._transfers[0]
+            self._transfers.rotate(-1)
+            if transfer.is_launching:
+                transfer.launch(copier)
+                return transfer
+        return None
+
+    def _take_ended(self, transfers: Sequence[CudaTransfer]) -> list[Completion]:
+        ended = [transfer for transfer in transfers if transfer.has_ended()]
+        if not ended:
+            return []
+        for peer in {transfer.peer for transfer in ended}:
+            # What was read from a process that has gone may be anything.
+            if peer in self._peers and self._peers[peer].has_ended():
+                self._drop(peer, has_ended(peer))
+        self._transfers = deque(transfer for transfer in self._transfers if transfer not in ended)
+        return [transfer.completion() for transfer in ended]
+
+    def _drop(self, peer: PeerId, why: str) -> None:
+        """Its memory is closed once no kernel touches it: those under way are through in a moment, whatever the peer does."""
+        memory = self._peers.pop(peer, None)
+        if memory is None:
+            return
+        for transfer in self._transfers:
+            if transfer.peer == peer:
+                transfer.stop(why)
+        device = self._entered()
+        if any(transfer.peer == peer for transfer in self._transfers):
+            device.wait()
+        try:
+            memory.close()
+        except TransportError as error:
+            _log.warning("memory of a peer cannot be closed peer=%s reason=%s", peer, error)
+
+
+def _look_at(transfers: Sequence[CudaTransfer], until: float) -> None:
+    """Until one of them has ended, or it is time for something else."""
+    while not any(transfer.has_ended() for transfer in transfers) and time.monotonic() < until:
+        pass
+
+
+def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:
+    """Every allocation that holds a region, once."""
+    ticks = start_ticks(os.getpid())
+    if ticks is None:
+        raise LocalProtocolError("/proc does not show this process, so its cache cannot be offered over cuda_ipc; mount /proc")
+    allocations: dict[int, OfferedAllocation] = {}
+    for region in regions:
+        found = cuda_driver.allocation_of(region.address)
+        if region.address + region.size_bytes > found.address + found.size_bytes:
+            raise TransportError(f"region {region.name!r} lies in several allocations")
+        if found.address not in allocations:
+            handle = cuda_driver.export_handle(found)
+            allocations[found.address] = OfferedAllocation(handle, found.address, found.size_bytes)
+    return CudaOffer(os.getpid(), ticks, cuda_driver.uuid_of(device), list(allocations.values()))

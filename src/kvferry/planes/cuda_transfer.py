@@ -1,0 +1,75 @@
+"""One transfer by kernels of ours: its pieces as addresses, a launch at a time. Owned by the plane's thread."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from kvferry.errors import TransportError
+from kvferry.planes.address_copy import AddressCopier, AddressCopies, CopyJob
+from kvferry.ports.data import Completion, Handle
+from kvferry.types import PeerId
+
+__all__ = ["CudaTransfer"]
+
+FIRST_ROWS, MORE_ROWS = 8192, 65_536
+"""Pieces handed over at a time. The first are few, so that the device has work while the next are written down."""
+
+
+class CudaTransfer:
+    def __init__(self, handle: Handle, peer: PeerId, copies: Sequence[AddressCopies]) -> None:
+        self.handle = handle
+        self.peer = peer
+        self._began = time.perf_counter()
+        self._launches = _launches(copies)
+        self._next = next(self._launches, None)
+        self._last: CopyJob | None = None
+        self._error: str | None = None
+        self._total_bytes = 0
+        self._num_launches = 0
+        self._post_s = 0.0
+
+    @property
+    def is_launching(self) -> bool:
+        return self._next is not None
+
+    def launch(self, copier: AddressCopier) -> None:
+        """Some more of it."""
+        assert self._next is not None, "all of it has been launched"
+        began = time.perf_counter()
+        self._last = copier.start(self._next)
+        self._total_bytes += sum(part.total_bytes for part in self._next)
+        self._next = next(self._launches, None)
+        self._num_launches += 1
+        self._post_s += time.perf_counter() - began
+
+    def stop(self, why: str) -> None:
+        """Launch no more of it; the first reason counts."""
+        self._next = None
+        self._error = self._error or why
+
+    def has_ended(self) -> bool:
+        """Whether no kernel of it touches memory any more, and none will. One stream: the last one ends last."""
+        try:
+            return not self.is_launching and (self._last is None or self._last.is_done())
+        except TransportError as error:
+            self.stop(str(error))
+            return True
+
+    def completion(self) -> Completion:
+        elapsed = time.perf_counter() - self._began
+        return Completion(self.handle, self._error, self._total_bytes, self._num_launches, self._post_s, elapsed)
+
+
+def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
+    """What is handed over at a time."""
+    waiting, room = list[AddressCopies](), FIRST_ROWS
+    for part in copies:
+        first = 0
+        while first < len(part):
+            taken = part.rows(first, first + room)
+            waiting.append(taken)
+            first, room = first + len(taken), room - len(taken)
+            if not room:
+                yield waiting
+                waiting, room = [], MORE_ROWS
+    if waiting:
+        yield waiting

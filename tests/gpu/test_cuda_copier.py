@@ -1,0 +1,70 @@
+"""Pieces of any size and alignment are copied between device addresses, by the kernel and by plain torch alike."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.planes.address_copy import AddressCopies, CopyJob
+from kvferry.planes.cuda_copier import TABLE_ROWS, CudaAddressCopier, copy_by_torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
+
+MEMORY_BYTES = 64 * 1024 * 1024
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def copier(request: pytest.FixtureRequest) -> CudaAddressCopier:
+    return CudaAddressCopier(0, copy_by_torch if request.param == "torch" else None)
+
+
+def wait_for(job: CopyJob) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not job.is_done():
+        assert time.monotonic() < deadline
+
+
+def scattered(size_bytes: int, count: int, odd: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources anywhere, targets apart from each other; both `odd` bytes past what is aligned."""
+    random = np.random.default_rng(seed)
+    step = -(-size_bytes // 16) * 16
+    slots = (MEMORY_BYTES - odd) // step
+    return random.integers(0, slots, count) * step + odd, random.permutation(slots)[:count] * step + odd
+
+
+@pytest.mark.parametrize("odd", [0, 8, 1])
+@pytest.mark.parametrize(
+    ("size_bytes", "count"), [(1, 5), (16, 1000), (256, 20_000), (1000, 300), (4096, 1000), (16384, 200), (1 << 20, 9)]
+)
+def test_every_piece_arrives_and_nothing_else_is_touched(copier: CudaAddressCopier, size_bytes: int, count: int, odd: int) -> None:
+    source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
+    bytes_there, expected = source.cpu().numpy(), target.cpu().numpy().copy()
+    before = expected.copy()
+    sources, targets = scattered(size_bytes, count, odd, seed=count)
+    for origin, to in zip(sources.tolist(), targets.tolist(), strict=True):
+        expected[to : to + size_bytes] = bytes_there[origin : origin + size_bytes]
+    wait_for(copier.start([AddressCopies(size_bytes, sources, targets, source.data_ptr(), target.data_ptr())]))
+    assert np.array_equal(target.cpu().numpy(), expected)
+    assert not np.array_equal(expected, before), "the control: nothing was asked for"
+    copier.close()
+
+
+def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(copier: CudaAddressCopier) -> None:
+    source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
+    rows = np.arange(TABLE_ROWS + 100, dtype=np.int64) * 16
+    half = MEMORY_BYTES // 2
+    parts = [
+        AddressCopies(16, rows, rows[::-1].copy(), source.data_ptr(), target.data_ptr()),
+        AddressCopies(4096, rows[:9] * 256, rows[:9] * 256, source.data_ptr() + half, target.data_ptr() + half),
+        AddressCopies(16, np.empty(0, np.int64), np.empty(0, np.int64)),
+    ]
+    wait_for(copier.start(parts))
+    size = len(rows) * 16
+    assert torch.equal(target[:size].view(-1, 16), source[:size].view(-1, 16).flip(0))
+    assert torch.equal(target[half : half + 9 * 4096], source[half : half + 9 * 4096])
+    assert not target[size:half].any()
+    copier.close()

@@ -1,0 +1,44 @@
+"""Copies between addresses of this process, in host memory."""
+
+import numpy as np
+import pytest
+
+from kvferry.planes.address_copy import AddressCopies, HostAddressCopier
+
+SIZE = 64 * 1024
+
+
+@pytest.mark.parametrize("size_bytes", [1, 7, 16, 999, 4096])
+def test_every_piece_arrives_and_nothing_else_is_touched(size_bytes: int) -> None:
+    random = np.random.default_rng(size_bytes)
+    source, target = (random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2))
+    before = target.copy()
+    slots = SIZE // size_bytes
+    count = min(slots // 2, 500)
+    sources, targets = (random.permutation(slots)[:count].astype(np.int64) * size_bytes for _ in range(2))
+    expected = target.copy()
+    for origin, to in zip(sources.tolist(), targets.tolist(), strict=True):
+        expected[to : to + size_bytes] = source[origin : origin + size_bytes]
+    part = AddressCopies(size_bytes, sources, targets, source.ctypes.data, target.ctypes.data)
+    assert HostAddressCopier().start([part]).is_done()
+    assert np.array_equal(target, expected)
+    assert not np.array_equal(expected, before), "the control: nothing was asked for"
+
+
+def test_addresses_may_be_given_whole_or_from_a_base() -> None:
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    offsets = np.array([0, 32], np.int64)
+    HostAddressCopier().start([AddressCopies(8, source.ctypes.data + offsets, target.ctypes.data + offsets)])
+    assert target.nonzero()[0].tolist() == [*range(1, 8), *range(32, 40)]
+
+
+def test_some_rows_are_a_view_of_all() -> None:
+    part = AddressCopies(8, np.arange(10, dtype=np.int64), np.arange(10, dtype=np.int64), 100, 200)
+    some = part.rows(3, 5)
+    assert (some.sources.tolist(), some.targets.tolist(), some.source_base, some.target_base) == ([3, 4], [3, 4], 100, 200)
+    assert part.rows(0, 99) is part
+
+
+def test_nothing_is_nothing() -> None:
+    empty = np.empty(0, np.int64)
+    assert HostAddressCopier().start([AddressCopies(8, empty, empty), AddressCopies(0, empty + 1, empty + 1)]).is_done()

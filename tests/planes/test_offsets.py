@@ -1,0 +1,34 @@
+"""The compiled arithmetic over offsets says what numpy says."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.planes.offsets import add_all, are_within
+
+WIDE = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(WIDE, max_size=40), st.integers(-5, 2**62))
+def test_offsets_are_within_exactly_when_each_is(numbers: list[int], last: int) -> None:
+    offsets = np.array(numbers, np.int64)
+    expected = all(0 <= number <= last for number in numbers)
+    assert are_within(offsets, last) is expected
+    assert are_within(np.repeat(offsets, 2)[::2], last) is expected, "not contiguous: numpy looks at them"
+
+
+@given(st.lists(st.integers(0, 2**50), max_size=40), st.integers(0, 2**50), st.integers(0, 5))
+def test_a_base_is_added_to_all_and_the_bits_of_all_are_told(numbers: list[int], base: int, first: int) -> None:
+    table = np.full(50, -1, np.int64)
+    bits = add_all(table, first, np.array(numbers, np.int64), base)
+    sums = [number + base for number in numbers]
+    assert table.tolist() == [-1] * first + sums + [-1] * (50 - first - len(sums))
+    assert bits == int(np.bitwise_or.reduce(np.array([0, *sums], np.int64)))
+
+
+def test_a_table_is_never_overrun() -> None:
+    table = np.zeros(4, np.int64)
+    with pytest.raises(ValueError, match=r"table|broadcast"):
+        add_all(table, 2, np.arange(3, dtype=np.int64), 0)
+    assert not table.any()
