@@ -102,7 +102,7 @@ def test_rows_of_a_gpu_tell_how_much_was_timed_and_compare_with_one_long_piece()
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:-1", "cuda:x", "CPU"])
 def test_a_device_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="cpu, cuda or cuda:N"):
+    with pytest.raises(ConfigError, match="cpu, cuda or cuda:N"):
         parse_device(text)
     assert parse_device("cpu") == HostPlace()
 

@@ -120,6 +120,23 @@ def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
     assert "Traceback" not in ran.stderr
 
 
+def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
+    ran = subprocess.run(
+        [*QUICK, "--rounds", "1", "--json", "--pieces", "32", "--moved", "2", "4"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert [(row["piece_bytes"], row["pattern"], row["pieces"]) for row in told["rows"] if row["plane"] == "shm"] == [
+        (32768, "scattered", 128),
+        (32768, "runs", 128),
+        (32768, "scattered", 64),
+        (32768, "runs", 64),
+    ]
+    refused = subprocess.run([*QUICK, "--pieces", "65536"], capture_output=True, text=True, timeout=100, check=False)
+    assert refused.returncode == 2
+    assert "leave nothing to move" in refused.stderr
+
+
 def test_bytes_that_went_astray_are_noticed() -> None:
     shape = Shape(2, 1 << 20)
     move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)

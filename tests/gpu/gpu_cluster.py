@@ -32,7 +32,16 @@ class GpuCluster(Cluster):
         return self.serve(f"plain {dtype}", "--device", "cuda", "--dtype", dtype, is_plain=True)
 
     def serve_on_gpu(
-        self, name: str, plane: str, mode: str, *flags: str, shape: Shape | None = None, faults: str = "", **settings: Any
+        self,
+        name: str,
+        plane: str,
+        mode: str,
+        *flags: str,
+        shape: Shape | None = None,
+        faults: str = "",
+        port: int = 0,
+        engine_id: str = "",
+        **settings: Any,
     ) -> Starting:
         """`settings`: the connector's, besides the plane that is pinned."""
         shape = shape or Shape(16, "HND")
@@ -42,4 +51,6 @@ class GpuCluster(Cluster):
             extra={"planes": [plane], **settings},
             environment={**shape.variables, **({"KVFERRY_FAULTS": faults} if faults else {})},
             connector=CONNECTORS[mode],
+            port=port,
+            engine_id=engine_id,
         )

@@ -26,7 +26,6 @@ from kvferry.bench.vllm_pairs import parse_count, say
 from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
 from kvferry.engine.make_model import make_model
-from kvferry.errors import ConfigError
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "Steps", "add_arguments", "make_rows", "run"]
 
@@ -99,10 +98,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        place = parse_device(arguments.device)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--device: {error}") from error
+    place = parse_device(arguments.device)
     stage = HOST if isinstance(place, HostPlace) else GPU
     plane = arguments.plane or stage.plane
     with stop_requests() as stop, ExitStack() as stack:

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from kvferry.bench.transfer_sides import MEMCPY, RAW_NIXL, RAW_NIXL_ONE, RAW_NIX
 from kvferry.bench.vllm_pairs import parse_count, say
 from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
+from kvferry.engine.device_names import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
 
 __all__ = [
@@ -55,7 +55,6 @@ EXAMPLES = """\
 
 MIB = 1024 * 1024
 SEED = 4
-DEVICE = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 LEAST_ROUNDS = 3
 
 
@@ -74,6 +73,8 @@ class Scope:
     """How many pieces ways move at most that need long for each."""
     leaves_out: bool = False
     """A way that does not work is left out; else it ends the benchmark."""
+    warms_up: bool = False
+    """Before each move that is timed there is one of the same kind: a GPU that was left alone for a while is slow at first."""
 
     def shape(self, spread: int) -> Shape:
         return Shape(self.regions, self.moved_mib[0] * MIB * spread // self.regions)
@@ -81,7 +82,9 @@ class Scope:
 
 HOST = Scope((4, 16, 64, 256, 1024), (256,), regions=8, rounds=9)
 """256 MiB are far more than any cache of a processor holds."""
-GPU = Scope((4, 16, 64, 256, 1024, 4096, 16384), (1024, 64), regions=8, rounds=25, way_s=0.6, most_descriptors=8192, leaves_out=True)
+GPU = Scope(
+    (4, 16, 64, 256, 1024, 4096, 16384), (1024, 64), regions=8, rounds=25, way_s=0.6, most_descriptors=8192, leaves_out=True, warms_up=True
+)
 """NIXL takes some 9 µs for each descriptor on a GPU: a GiB in pieces of 4 KiB would take 2.4 s a move."""
 QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
 
@@ -124,6 +127,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="how many times larger than what moves each cache is, so that what moves has gaps (default: %(default)s, no gaps)",
     )
+    parser.add_argument("--pieces", nargs="+", type=parse_count, metavar="KIB", help="sizes of pieces (default: all of them)")
+    parser.add_argument("--moved", nargs="+", type=parse_count, metavar="MIB", help="how much a move carries (default: 256; cuda: 1024 64)")
     parser.add_argument("--quick", action="store_true", help="little memory and two rounds: whether it works, not how fast")
 
 
@@ -137,15 +142,14 @@ def parse_plot(text: str) -> Path:
 
 
 def parse_device(text: str) -> Place:
-    """For argparse. ConfigError, which says what to do, when there is no such GPU."""
-    if not (found := DEVICE.fullmatch(text)):
-        raise argparse.ArgumentTypeError(f"{text[:80]!a} is not a device; write cpu, cuda or cuda:N")
-    if text == "cpu":
+    """For argparse. ConfigError, which says what to do, when there is no such device."""
+    index = first_gpu(text)
+    if index is None:
         return HostPlace()
     # Imported only when asked for: it takes torch.
     from kvferry.bench.transfer_device import DevicePlace
 
-    place = DevicePlace(int(found[1] or 0))
+    place = DevicePlace(index)
     place.check_device()
     return place
 
@@ -156,8 +160,15 @@ def run(arguments: argparse.Namespace) -> int:
     scope = HOST if is_host else GPU
     if arguments.quick:
         scope = replace(scope, moved_mib=(QUICK_MIB,), regions=QUICK_REGIONS, rounds=QUICK_ROUNDS)
-    scope = replace(scope, rounds=arguments.rounds or scope.rounds)
+    scope = replace(
+        scope,
+        rounds=arguments.rounds or scope.rounds,
+        pieces_kib=tuple(arguments.pieces or scope.pieces_kib),
+        moved_mib=tuple(sorted(arguments.moved or scope.moved_mib, reverse=True)),
+    )
     _check_fits(place, scope, arguments.spread)
+    if not list(_moves(scope, scope.shape(arguments.spread))):
+        raise ConfigError(f"--pieces and --moved leave nothing to move: in each of {scope.regions} regions at least one piece has to fit")
     with stop_requests() as stop:
         cells = measure(place, scope, arguments.spread, stop)
     rows = (make_rows if is_host else make_device_rows)(cells)
@@ -338,6 +349,8 @@ def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scop
         for way in working[shift:] + working[:shift]:
             if not _is_turn(turn, turns[way.name], max(turns.values())):
                 continue
+            if scope.warms_up:
+                way.run()
             began = time.perf_counter()
             used = way.run()
             seconds[way.name].append(time.perf_counter() - began)

@@ -14,6 +14,7 @@ import torch
 
 from kvferry.bench.transfer_memory import Edges, Memory, Source
 from kvferry.errors import ConfigError
+from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.ports.data import DataPlane
 from kvferry.types import MemoryKind
@@ -84,7 +85,7 @@ class DeviceMemory:
         return self.address + self._size_bytes
 
     def planes(self) -> Mapping[str, DataPlane]:
-        return {"nixl": NixlDataPlane(reach=NetworkReach.THIS_HOST)}
+        return {"cuda_ipc": CudaIpcDataPlane(), "nixl": NixlDataPlane(reach=NetworkReach.THIS_HOST)}
 
     def source(self) -> Source | None:
         return None

@@ -72,14 +72,16 @@ class CudaAddressCopier:
 
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         """Neighbours of one size go together, as many as a table holds."""
-        done = torch.cuda.Event()
+        done, tables = torch.cuda.Event(), list[_Table]()
         with torch.cuda.stream(self._stream):
             for size_bytes, parts in _launches(copies):
                 table = self._take_table()
-                self._used.append((done, table))
+                tables.append(table)
                 count, bits = table.write(parts)
                 self._launch(table.tensor, count, size_bytes, (bits | size_bytes) % ALIGNMENT == 0)
             done.record(self._stream)
+        # Not before: an event that was never recorded counts as passed.
+        self._used.extend((done, table) for table in tables)
         return _Job(done)
 
     def wait(self) -> None:
