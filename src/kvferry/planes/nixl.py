@@ -177,7 +177,14 @@ class NixlDataPlane:
             return BUSY_INTERVAL_S
         return SERVING_INTERVAL_S if time.monotonic() < self._busy_until + QUIET_AFTER_S else QUIET_SERVING_INTERVAL_S
 
-    # -- notifications, for planes that stand on this one ---------------------------------------------------------------
+    # -- for planes that stand on this one -----------------------------------------------------------------------------
+
+    def move(self, peer: PeerId, operation: str, runs: Runs) -> Handle:
+        """As `read` ("READ") or `write` ("WRITE"), of runs given by their addresses: joined already, and checked."""
+        link = self._links.get(peer)
+        if link is None:
+            raise TransportError(f"peer {peer} is not connected over nixl")
+        return self._enqueue(link, operation, batches(runs, MAX_BATCH_BYTES[self._regions[0].memory], MAX_BATCH_RUNS))
 
     def identity(self) -> tuple[str, bytes]:
         """The serving agent, by its name and its metadata: whoever has connected to these can notify us."""
@@ -255,13 +262,16 @@ class NixlDataPlane:
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
         check_pieces(pieces, self._regions, link.regions, peer)
+        return self._enqueue(link, operation, self._batches(pieces, link))
+
+    def _enqueue(self, link: Link, operation: str, batches: Iterator[Runs]) -> Handle:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:
             self._drop(link, str(error))
             raise
         self._last_handle += 1
-        transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, self._batches(pieces, link))
+        transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, batches)
         self._transfers.append(transfer)
         return transfer.handle
 

@@ -40,6 +40,7 @@ BUSY_S = 0.002
 """So long after the last message we look for the next one all the time: a chunk takes less than a sleep."""
 WAITING_INTERVAL_S = 0.001
 CLOSE_PATIENCE_S = 2.0
+TIDY_S = 1.0
 DEVICE_TURN_BYTES = 1 << 40
 
 _log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class _Staging:
     routes: ReturnRoutes
     postmark: Postmark
     heard_at: float = 0.0
+    tidied_at: float = 0.0
     num_dropped: int = 0
     """Notifications that were not understood."""
 
@@ -142,7 +144,7 @@ class StagedNixlDataPlane:
         if self._staging is not None and decoded.ring_bytes > 0 and regions:
             size, like = decoded.ring_bytes, regions[0]
             theirs.append(Region("staging", decoded.ring_address, size, size, 1, like.memory, like.device))
-            ring = RingOf(decoded.agent, len(regions), size)
+            ring = RingOf(decoded.agent, decoded.ring_address, size)
         self._plain.connect(peer, offer, theirs)
         self._peers[peer] = _Peer(tuple(regions), ring)
 
@@ -233,7 +235,7 @@ class StagedNixlDataPlane:
             memory,
             region,
             ring.copier,
-            StagedTransfers(ring, len(regions), own, self._plain, metadata, self._reclaim_s),
+            StagedTransfers(ring, own, self._plain, metadata, self._reclaim_s),
             WindowLender(ring, lent, regions, self._reclaim_s),
             ReturnRoutes(self._plain, region),
             Postmark(self._key, name),
@@ -323,7 +325,9 @@ class StagedNixlDataPlane:
         self._send(staging, staging.transfers.take_mail(), now)
         staging.lender.advance(now)
         self._send(staging, staging.lender.take_mail(), now)
-        staging.routes.forget_idle(now, staging.lender.senders())
+        if now > staging.tidied_at + TIDY_S:
+            staging.tidied_at = now
+            staging.routes.forget_idle(now, staging.lender.senders())
 
     def _send(self, staging: _Staging, mail: Iterable[Mail], now: float) -> None:
         for agent, messages in mail:

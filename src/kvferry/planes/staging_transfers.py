@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.errors import TransportError
+from kvferry.planes.runs import Runs
 from kvferry.planes.staging_lane import CopyLane, StagingRing, stretch_end
 from kvferry.planes.staging_lender import RECLAIM_S
 from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
@@ -47,18 +48,19 @@ Mail = tuple[str, tuple[Message, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RingOf:
-    """A peer's ring: whose agent has it, which region it is for NIXL, and its size."""
+    """A peer's ring: whose agent has it, and where it is in the peer."""
 
     agent: str
-    region: int
+    address: int
     size_bytes: int
 
 
 class Wire(Protocol):
     """What moves stretches between two rings."""
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle: ...
-    def write(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle: ...
+    def move(self, peer: PeerId, operation: str, runs: Runs) -> Handle:
+        """READ or WRITE, by addresses here and there."""
+
     def cancel(self, handle: Handle) -> None: ...
 
 
@@ -130,11 +132,8 @@ class _Transfer:
 
 
 class StagedTransfers:
-    def __init__(
-        self, ring: StagingRing, ring_region: int, table: WindowTable, wire: Wire, metadata: bytes, reclaim_s: float = RECLAIM_S
-    ) -> None:
+    def __init__(self, ring: StagingRing, table: WindowTable, wire: Wire, metadata: bytes, reclaim_s: float = RECLAIM_S) -> None:
         self._ring = ring
-        self._ring_region = ring_region
         self._table = table
         self._wire = wire
         self._metadata = metadata
@@ -329,8 +328,8 @@ class StagedTransfers:
         end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
         if end <= transfer.posted:
             return
-        pieces = _between(lane.window, self._ring_region, there, transfer.ring.region, transfer.posted, end)
-        handle = (self._wire.read if transfer.is_read else self._wire.write)(transfer.peer, pieces)
+        runs = _between(lane.window, there, transfer.posted, end).moved(self._ring.address, transfer.ring.address)
+        handle = self._wire.move(transfer.peer, "READ" if transfer.is_read else "WRITE", runs)
         transfer.wires.append((end, handle))
         transfer.posted = end
         self._by_wire[handle] = transfer
@@ -408,12 +407,11 @@ class StagedTransfers:
         transfer.state, transfer.since = state, now
 
 
-def _between(here: Window, region_here: int, there: Window, region_there: int, start: int, end: int) -> list[Pieces]:
-    """The same bytes in both rings, cut where one of the windows ends."""
-    pieces = []
+def _between(here: Window, there: Window, start: int, end: int) -> Runs:
+    """The same bytes in both windows, cut where one of them ends."""
+    places = []
     while start < end:
         (offset, size), (offset_there, size_there) = next(here.places(start, end)), next(there.places(start, end))
-        size = min(size, size_there)
-        pieces.append(Pieces(region_here, region_there, size, np.array([offset], np.int64), np.array([offset_there], np.int64)))
-        start += size
-    return pieces
+        places.append((offset, offset_there, min(size, size_there)))
+        start += places[-1][2]
+    return Runs(*np.array(places, np.int64).T)
