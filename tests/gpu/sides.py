@@ -8,11 +8,12 @@ import torch
 
 from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
 from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Bytes, Side, layout
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "vram_regions"]
+__all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "staged_nixl_side", "vram_regions"]
 
 
 class DeviceBytes:
@@ -67,3 +68,9 @@ def cuda_ipc_side() -> Side:
 
 def nixl_side() -> Side:
     return over_device(NixlDataPlane())
+
+
+def staged_nixl_side() -> Side:
+    """Everything is staged, through a ring that holds a part of the large transfers."""
+    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=16 << 20, chunk_bytes=2 << 20, min_runs=2)
+    return over_device(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"))

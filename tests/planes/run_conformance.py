@@ -4,11 +4,11 @@ import os
 import sys
 import traceback
 
-from tests.planes.sides import nixl_side, shm_side
+from tests.planes.sides import nixl_side, shm_side, staged_nixl_side
 
 from kvferry.testing.plane_conformance import CASES, PairSource, SpawnedFar
 
-MAKERS = {"nixl": nixl_side, "shm": shm_side}
+MAKERS = {"nixl": nixl_side, "shm": shm_side, "staged-nixl": staged_nixl_side}
 
 
 def main(plane: str) -> int:

@@ -8,6 +8,7 @@ from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
 from kvferry.planes.nixl import NixlDataPlane
 from kvferry.planes.shared_memory import SharedMemory
 from kvferry.planes.shm import ShmDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
 from kvferry.planes.tcp import TcpDataPlane
 from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Side, layout
@@ -21,6 +22,7 @@ __all__ = [
     "nixl_side",
     "shm_side",
     "shm_side_without_compiler",
+    "staged_nixl_side",
     "tcp_side",
 ]
 
@@ -60,6 +62,13 @@ def shm_side_without_compiler() -> Side:
 def nixl_side() -> Side:
     memory = SharedMemory.allocate(MEMORY_BYTES)
     return _registered(NixlDataPlane(), memory)
+
+
+def staged_nixl_side() -> Side:
+    """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2)
+    return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"), memory)
 
 
 def tcp_side() -> Side:

@@ -16,6 +16,7 @@ from tests.planes.sides import (
     nixl_side,
     shm_side,
     shm_side_without_compiler,
+    staged_nixl_side,
     tcp_side,
 )
 
@@ -32,6 +33,7 @@ SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
     "tcp-one-process": (tcp_side, LocalFar),
     "tcp": (tcp_side, SpawnedFar),
     "nixl": (nixl_side, SpawnedFar),
+    "staged-nixl": (staged_nixl_side, SpawnedFar),
 }
 FENCED = ("fenced-memory", "tcp-one-process", "tcp")
 IMMORTAL = ("shm-one-process",)
@@ -67,11 +69,12 @@ def test_the_plane_admits_only_what_was_lent(name: str, case: Case) -> None:
         source.close()
 
 
-def test_nixl_keeps_its_contract_over_an_emulated_transport() -> None:
+@pytest.mark.parametrize("plane", ["nixl", "staged-nixl"])
+def test_nixl_keeps_its_contract_over_an_emulated_transport(plane: str) -> None:
     # UCX reads its settings once per process, so the whole suite runs in another one.
     root = Path(__file__).parents[2]
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.planes.run_conformance", "nixl"],
+        [sys.executable, "-m", "tests.planes.run_conformance", plane],
         cwd=root,
         env=os.environ | {"UCX_TLS": "tcp"},
         capture_output=True,

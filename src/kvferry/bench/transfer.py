@@ -74,7 +74,7 @@ class Scope:
     leaves_out: bool = False
     """A way that does not work is left out; else it ends the benchmark."""
     warms_up: bool = False
-    """Before each move that is timed there is one of the same kind: a GPU that was left alone for a while is slow at first, for everybody."""
+    """Before each move that is timed there is one of the same kind: a GPU that was left alone for a while is slow at first."""
 
     def shape(self, spread: int) -> Shape:
         return Shape(self.regions, self.moved_mib[0] * MIB * spread // self.regions)

@@ -25,6 +25,7 @@ from kvferry.planes.fabric import has_fabric
 from kvferry.planes.mirror import HostMirror
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shm import SharedMemory, ShmDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
 from kvferry.planes.tcp import TcpDataPlane
 from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
 from kvferry.ports.block_store import BlockStore
@@ -59,6 +60,7 @@ class Kit:
     """Empty without a connector: then no plane but memory is asked for."""
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
+    staging: StagingSettings = field(default_factory=StagingSettings)
     planes: tuple[str, ...] = IMPLEMENTED
     faults: str = ""
     """What data planes do wrong on purpose; for negative controls."""
@@ -85,6 +87,7 @@ class Kit:
             secret=b"" if secret is None else secret.key,
             backends=nixl.backends,
             num_threads=nixl.num_threads,
+            staging=StagingSettings(nixl.staging_piece_bytes, nixl.staging_ring_bytes),
             planes=nixl.planes or IMPLEMENTED,
             faults=faults,
         )
@@ -98,7 +101,7 @@ class Kit:
         for name in self.planes:
             if name == "nixl":
                 reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
-                made.append(NixlDataPlane(self.backends, self.num_threads, reach))
+                made.append(StagedNixlDataPlane(NixlDataPlane(self.backends, self.num_threads, reach), self.staging, self.secret))
                 if reach is NetworkReach.ANYWHERE and "tcp" not in self.planes and not has_fabric(self.backends, os.environ):
                     _log.warning(NIXL_OVER_TCP)
             elif name == "tcp":

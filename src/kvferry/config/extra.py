@@ -100,6 +100,11 @@ class NixlExtraConfig(ExtraConfig):
     """In push: when P writes into D's blocks, instead of D reading P's: fenced (where D itself can end it: over tcp), always, never."""
     planes: Texts = ()
     """Pins the data planes, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that work here."""
+    staging_piece_bytes: Natural | None = None
+    """Over NIXL, a transfer whose pieces are smaller on average goes through a staging ring; 0: none does; null: 262144 for GPU memory,
+    0 for host memory."""
+    staging_ring_bytes: Natural | None = None
+    """Memory of the staging ring, of the kind and on the device that the cache is; null: 268435456 on a GPU, 67108864 on a host."""
     peers: Texts = ()
     """In push behind a router that signs nothing: side channels (host:port) of engines that are believed without a ticket (on D of its P's,
     on P of its D's); the two legs then meet by their request id."""

@@ -28,8 +28,8 @@ ALIGNMENT = 16
 
 _log = logging.getLogger(__name__)
 
-Launch = Callable[[torch.Tensor, int, int, bool], None]
-"""`piece_kernel.launch_copy`, or what stands in for it."""
+Launch = Callable[[torch.Tensor, int, int, bool, torch.cuda.Stream], None]
+"""`piece_kernel.PieceKernel`, or what stands in for it."""
 
 
 class _Table:
@@ -72,14 +72,15 @@ class CudaAddressCopier:
 
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         """Neighbours of one size go together, as many as a table holds."""
-        done = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):
-            for size_bytes, parts in _launches(copies):
-                table = self._take_table()
-                self._used.append((done, table))
-                count, bits = table.write(parts)
-                self._launch(table.tensor, count, size_bytes, (bits | size_bytes) % ALIGNMENT == 0)
-            done.record(self._stream)
+        done, tables = torch.cuda.Event(), list[_Table]()
+        for size_bytes, parts in _launches(copies):
+            table = self._take_table()
+            tables.append(table)
+            count, bits = table.write(parts)
+            self._launch(table.tensor, count, size_bytes, (bits | size_bytes) % ALIGNMENT == 0, self._stream)
+        done.record(self._stream)
+        # Not before: an event that was never recorded counts as passed.
+        self._used.extend((done, table) for table in tables)
         return _Job(done)
 
     def wait(self) -> None:
@@ -100,15 +101,13 @@ class CudaAddressCopier:
     def _best_launch(self) -> Launch:
         try:
             # Imported only where there is a device, and not everywhere is there triton.
-            from kvferry.planes.piece_kernel import launch_copy, warm_up
+            from kvferry.planes.piece_kernel import PieceKernel
 
             with torch.cuda.stream(self._stream):
-                warm_up(self._free[0].tensor, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
-            self._stream.synchronize()
+                return PieceKernel(self._free[0].tensor, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
         except Exception as error:  # whatever keeps a compiler from working: there is another way
             _log.warning("triton does not work here (%s); pieces are copied by plain torch, slower", error)
             return copy_by_torch
-        return launch_copy
 
 
 def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[AddressCopies]]]:
@@ -128,16 +127,17 @@ def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[Addre
         yield size_bytes, waiting
 
 
-def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool) -> None:
+def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
     """What the kernel does, by indexing: the table is turned into an index for every word."""
-    word_bytes = 8 if is_aligned else 1
-    words = torch.arange(size_bytes // word_bytes, device="cuda")
+    word_bytes, half = 8 if is_aligned else 1, len(table) // 2
     step = max(1, FALLBACK_BYTES // size_bytes)
-    for first in range(0, count, step):
-        end = min(count, first + step)
-        half = len(table) // 2
-        sources, targets = _words_at(table[first:end], words, word_bytes), _words_at(table[half + first : half + end], words, word_bytes)
-        targets.memory[targets.indices] = sources.memory[sources.indices]
+    with torch.cuda.stream(stream):
+        words = torch.arange(size_bytes // word_bytes, device="cuda")
+        for first in range(0, count, step):
+            end = min(count, first + step)
+            sources = _words_at(table[first:end], words, word_bytes)
+            targets = _words_at(table[half + first : half + end], words, word_bytes)
+            targets.memory[targets.indices] = sources.memory[sources.indices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

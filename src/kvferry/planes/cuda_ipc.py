@@ -213,9 +213,10 @@ class CudaIpcDataPlane:
 
 
 def _look_at(transfers: Sequence[CudaTransfer], until: float) -> None:
-    """Until one of them has ended, or it is time for something else."""
+    """Until one of them has ended, or it is time for something else. The engine's thread is let in between two looks: it computes with the
+    same interpreter."""
     while not any(transfer.has_ended() for transfer in transfers) and time.monotonic() < until:
-        pass
+        os.sched_yield()
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:

@@ -61,6 +61,11 @@ class CudaTransfer:
 
 def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
+    num_rows = sum(len(part.sources) for part in copies)
+    if num_rows <= FIRST_ROWS:
+        if num_rows:
+            yield list(copies)
+        return
     waiting, room = list[AddressCopies](), FIRST_ROWS
     for part in copies:
         first = 0

@@ -50,6 +50,8 @@ QUIET_SERVING_INTERVAL_S = 0.1
 """While peers may read, but nothing has moved for so long: a turn of the ferry takes 0.3 ms when caches have gone cold, and an idle process
 shall take less than 1 % of a core. The ferry looks more often by itself when a read is likely to begin."""
 CLOSE_PATIENCE_S = 2.0
+MAX_NOTES, MAX_NOTE_BYTES = 1024, 256 * 1024
+"""Notifications that nobody has taken yet. What is beyond is dropped: anybody who can reach NIXL can send some."""
 
 
 class NetworkReach(Enum):
@@ -84,6 +86,7 @@ class NixlDataPlane:
         self._transfers: deque[NixlTransfer] = deque()
         self._last_handle = 0
         self._busy_until = 0.0
+        self._notes: deque[bytes] | None = None
 
     @property
     def name(self) -> str:
@@ -174,6 +177,49 @@ class NixlDataPlane:
             return BUSY_INTERVAL_S
         return SERVING_INTERVAL_S if time.monotonic() < self._busy_until + QUIET_AFTER_S else QUIET_SERVING_INTERVAL_S
 
+    # -- for planes that stand on this one -----------------------------------------------------------------------------
+
+    def move(self, peer: PeerId, operation: str, runs: Runs) -> Handle:
+        """As `read` ("READ") or `write` ("WRITE"), of runs given by their addresses: joined already, and checked."""
+        link = self._links.get(peer)
+        if link is None:
+            raise TransportError(f"peer {peer} is not connected over nixl")
+        return self._enqueue(link, operation, batches(runs, MAX_BATCH_BYTES[self._regions[0].memory], MAX_BATCH_RUNS))
+
+    def identity(self) -> tuple[str, bytes]:
+        """The serving agent, by its name and its metadata: whoever has connected to these can notify us."""
+        agent = self._registered()
+        return agent.name, agent.metadata()
+
+    def connect_agent(self, peer: PeerId, name: str, metadata: bytes, regions: Sequence[Region]) -> None:
+        """As `connect`, with what `identity` tells there."""
+        self.connect(peer, PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(name, metadata))), regions)
+
+    def is_connected(self, peer: PeerId) -> bool:
+        return peer in self._links
+
+    def notify(self, peer: PeerId, note: bytes) -> None:
+        """Send a peer a few bytes. They arrive whole and in order, or the connection fails; whether they have arrived is not known.
+        TransportError, and the peer is disconnected, when it is known to be gone."""
+        link = self._links.get(peer)
+        if link is None:
+            raise TransportError(f"peer {peer} is not connected over nixl")
+        try:
+            self._posting.reach(link, self._transfers, self._open_posting_agent).notify(note, link)
+        except TransportError as error:
+            self._drop(link, str(error))
+            raise
+
+    def take_notes(self) -> list[bytes]:
+        """What has been sent to us, by anybody. The first call says that they are wanted."""
+        if self._notes is None:
+            self._notes = deque(maxlen=MAX_NOTES)
+        if self._serving is not None:
+            self._progress(self._serving)
+        notes = list(self._notes)
+        self._notes.clear()
+        return notes
+
     def close(self) -> None:
         """Waits a bounded time for what is posted, then ends all agents, so that no byte is written afterwards."""
         if self._serving is None:
@@ -216,13 +262,16 @@ class NixlDataPlane:
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
         check_pieces(pieces, self._regions, link.regions, peer)
+        return self._enqueue(link, operation, self._batches(pieces, link))
+
+    def _enqueue(self, link: Link, operation: str, batches: Iterator[Runs]) -> Handle:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:
             self._drop(link, str(error))
             raise
         self._last_handle += 1
-        transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, self._batches(pieces, link))
+        transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, batches)
         self._transfers.append(transfer)
         return transfer.handle
 
@@ -235,7 +284,9 @@ class NixlDataPlane:
     def _progress(self, agent: NixlAgent) -> None:
         # The thread's own CPU time: a call that was merely interrupted did not move anything.
         began = time.thread_time()
-        agent.progress()
+        notes = agent.progress()
+        if notes and self._notes is not None and agent is self._serving:
+            self._notes.extend(note for note in notes if len(note) <= MAX_NOTE_BYTES)
         if time.thread_time() - began > BUSY_S:
             self._busy_until = time.monotonic() + BUSY_MEMORY_S
 

@@ -28,7 +28,7 @@ from kvferry.planes.nixl_transfer import Link, Posted, Telemetry, Uncertain
 from kvferry.planes.runs import Offsets, Runs
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["NixlAgent", "load_nixl"]
+__all__ = ["CUDA_ENVIRONMENT", "DEFAULT_ENVIRONMENT", "NixlAgent", "load_nixl"]
 
 DIVIDED_FROM = 1024
 """Descriptors, from which on NIXL uses its threads."""
@@ -158,9 +158,20 @@ class NixlAgent:
         with contextlib.suppress(*self._errors):
             self._agent.release_xfer_handle(posted.handle)
 
-    def progress(self) -> None:
-        with contextlib.suppress(*self._errors):
-            self._agent.get_new_notifs()
+    def progress(self) -> list[bytes]:
+        """Let NIXL work. What peers have sent by `notify` since the last time, from whomever."""
+        try:
+            received = self._agent.get_new_notifs()
+        except self._errors:
+            return []
+        return [note for notes in received.values() for note in notes]
+
+    def notify(self, note: bytes, link: Link) -> None:
+        """Send a peer a few bytes, whole and in order. TransportError when it is known to be gone."""
+        try:
+            self._agent.send_notif(link.agent, note)
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot send anything to {link.peer} ({error})") from error
 
     def close(self) -> None:
         """Idempotent. All handles are to be released and forgotten before: the agent would live on, and might crash the interpreter when

@@ -1,0 +1,174 @@
+"""What staging costs and gains over NIXL, for docs/decisions/037-staged-nixl.md: scattered pieces read plainly, staged through rings of
+several sizes, and one contiguous piece of the same bytes, in turn, between two processes.
+
+    python scripts/measure_staging.py [--device cuda] [--mib 256] [--pieces 4 16 64] [--rings 64/4 256/32] [--rounds 9] [--json]
+
+A ring is given as its MiB / the MiB of a chunk. The median of each way is told, with its spread, and its rate beside the contiguous one's.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.planes.nixl import NetworkReach, NixlDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
+from kvferry.ports.data import DataPlane, Pieces
+from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
+
+MIB = 1 << 20
+PEER = PeerId(EngineId("producer"), Epoch("1"), 0)
+PATTERN = 8191
+"""Bytes after which the producer's memory repeats itself: no piece looks like its neighbour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    device: str
+    total_bytes: int
+    rings: tuple[tuple[int, int], ...]
+
+    @property
+    def kind(self) -> MemoryKind:
+        return MemoryKind.VRAM if self.device == "cuda" else MemoryKind.DRAM
+
+    def planes(self) -> dict[str, DataPlane]:
+        made: dict[str, DataPlane] = {"plain": NixlDataPlane(reach=NetworkReach.THIS_HOST)}
+        for ring, chunk in self.rings:
+            settings = StagingSettings(1 << 30, ring * MIB, chunk * MIB)
+            made[f"staged {ring}/{chunk}"] = StagedNixlDataPlane(NixlDataPlane(reach=NetworkReach.THIS_HOST), settings, b"a measurement")
+        return made
+
+
+class Memory:
+    def __init__(self, plan: Plan) -> None:
+        import torch  # only where it is asked for
+
+        pattern = (torch.arange(plan.total_bytes, dtype=torch.int32, device=plan.device) % PATTERN % 251).to(torch.uint8)
+        self.bytes = pattern
+        if plan.device == "cuda":
+            torch.cuda.synchronize()
+        self.region = Region("kv", pattern.data_ptr(), plan.total_bytes, plan.total_bytes, 1, plan.kind)
+
+
+def serve(pipe: Connection, plan: Plan) -> None:
+    memory, planes = Memory(plan), plan.planes()
+    for plane in planes.values():
+        assert plane.register([memory.region])
+    pipe.send((memory.region, {name: plane.offer() for name, plane in planes.items()}))
+    while name := pipe.recv():  # the plane that is measured next: only that one is polled
+        pipe.send(name)
+        while not pipe.poll(0):
+            for _ in range(100):
+                planes[name].poll()
+    os._exit(0)
+
+
+def read(pipe: Connection, name: str, plane: DataPlane, pieces: Pieces) -> float:
+    pipe.send(name)
+    pipe.recv()
+    began = time.perf_counter()
+    plane.read(PEER, [pieces])
+    while not (ended := plane.poll()):
+        pass
+    elapsed_s = time.perf_counter() - began
+    assert ended[0].ok, ended[0].error
+    return elapsed_s
+
+
+def scattered(total_bytes: int, piece_bytes: int, seed: int) -> Pieces:
+    random, count = np.random.default_rng(seed), total_bytes // piece_bytes
+    local, remote = (random.permutation(count).astype(np.int64) * piece_bytes for _ in range(2))
+    return Pieces(0, 0, piece_bytes, local, remote)
+
+
+def check(memory: Memory, pieces: Pieces) -> None:
+    """Every byte of the whole memory is the one that was named."""
+    import torch
+
+    device, size = memory.bytes.device, pieces.piece_bytes
+    order = torch.as_tensor(pieces.remote_offsets[np.argsort(pieces.local_offsets)], device=device)
+    step = max(1, 64 * MIB // size)
+    for first in range(0, len(order), step):
+        part = order[first : first + step]
+        expected = ((part[:, None] + torch.arange(size, device=device)[None, :]) % PATTERN % 251).to(torch.uint8)
+        assert torch.equal(memory.bytes[first * size : first * size + expected.numel()].view(len(part), size), expected), "wrong bytes"
+
+
+def measure(
+    pipe: Connection, plan: Plan, piece_bytes: int, rounds: int, memory: Memory, planes: Mapping[str, DataPlane]
+) -> list[dict[str, Any]]:
+    one = Pieces(0, 0, plan.total_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    pieces = scattered(plan.total_bytes, piece_bytes, seed=piece_bytes)
+    # Descriptors by the hundred thousand take seconds: of those fewer bytes are moved.
+    most = 4096 if plan.device == "cuda" else len(pieces.local_offsets)
+    few = Pieces(0, 0, piece_bytes, pieces.local_offsets[:most], pieces.remote_offsets[:most])
+    ways = {"contiguous": ("plain", one), "plain": ("plain", few)} | {name: (name, pieces) for name in planes if name != "plain"}
+    for name, (plane, wanted) in ways.items():
+        read(pipe, plane, planes[plane], wanted)
+        if name.startswith("staged"):
+            memory.bytes.zero_()
+            read(pipe, plane, planes[plane], wanted)
+            check(memory, wanted)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, (plane, wanted) in ways.items():
+            times[name].append(read(pipe, plane, planes[plane], wanted))
+    rates = {name: ways[name][1].total_bytes / statistics.median(each) / 1e9 for name, each in times.items()}
+    return [
+        {
+            "piece_kib": piece_bytes / 1024,
+            "way": name,
+            "gbps": round(rates[name], 2),
+            "median_us": round(statistics.median(each) * 1e6),
+            "spread_us": [round(min(each) * 1e6), round(max(each) * 1e6)],
+            "of_contiguous": round(rates[name] / rates["contiguous"], 3),
+            "moved_mib": ways[name][1].total_bytes / MIB,
+        }
+        for name, each in times.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--pieces", type=int, nargs="+", default=[4, 16, 64], help="KiB")
+    parser.add_argument("--rings", nargs="+", default=["64/4"], help="MiB of the ring / MiB of a chunk")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    rings = tuple((int(ring), int(chunk)) for ring, _, chunk in (each.partition("/") for each in given.rings))
+    plan = Plan(given.device, given.mib * MIB, rings)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    producer = context.Process(target=serve, args=(theirs, plan), daemon=True)
+    producer.start()
+    theirs.close()
+    memory, planes = Memory(plan), plan.planes()
+    for plane in planes.values():
+        assert plane.register([memory.region])
+    region, offers = ours.recv()
+    for name, plane in planes.items():
+        plane.connect(PEER, offers[name], [region])
+    for kib in given.pieces:
+        for row in measure(ours, plan, kib * 1024, given.rounds, memory, planes):
+            print(json.dumps(row) if given.json else "  ".join(f"{value}" for value in row.values()), flush=True)
+    ours.send("")
+    producer.join(10)
+    for plane in planes.values():
+        plane.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Copies between a transfer's places and its window, in the order of the stream. Owned by the thread of its plane."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.planes.address_copy import AddressCopier, AddressCopies, CopyJob
+from kvferry.planes.staging_ring import Window
+from kvferry.planes.staging_stream import Stream
+
+__all__ = ["CopyLane", "StagingPace", "StagingRing", "stretch_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPace:
+    """How much is done at a time."""
+
+    chunk_bytes: int
+    """What is gathered by one job: the other side hears of it when it is complete."""
+    turn_bytes: int
+    """What one turn begins to copy. Host memory is copied in the turn itself, so it is little there."""
+
+    def within(self, window: Window) -> "StagingPace":
+        """A window holds at least two chunks: one is filled while the other is emptied."""
+        chunk_bytes = max(1, min(self.chunk_bytes, window.size_bytes // 2))
+        return StagingPace(chunk_bytes, max(chunk_bytes, self.turn_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class StagingRing:
+    """The ring of this process, and what copies from and to it."""
+
+    address: int
+    size_bytes: int
+    copier: AddressCopier
+    pace: StagingPace
+
+
+@dataclass(slots=True, eq=False)
+class CopyLane:
+    """One transfer's copies. `started` and `done` count bytes of the stream."""
+
+    ring: StagingRing
+    stream: Stream
+    window: Window
+    is_gathering: bool
+    grain: int = 1
+    started: int = 0
+    done: int = 0
+    _jobs: deque[tuple[int, CopyJob]] = field(default_factory=deque)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._jobs
+
+    def collect(self) -> None:
+        """Take note of what is complete. TransportError when the device has failed; then nothing of it is under way any more."""
+        try:
+            while self._jobs and self._jobs[0][1].is_done():
+                self.done = self._jobs.popleft()[0]
+        except BaseException:
+            self._jobs.clear()
+            raise
+
+    def advance(self, limit: int, total: int) -> int:
+        """Begin to copy up to byte `limit`, as far as one turn goes: the bytes begun. Small pieces wait for others, or for a lull."""
+        began, pace = self.started, self.ring.pace.within(self.window)
+        most = pace.chunk_bytes if self.is_gathering else pace.turn_bytes
+        while self.started - began < pace.turn_bytes:
+            end = stretch_end(self.started, limit, most, self.grain, total)
+            if end <= self.started or (end - self.started < pace.chunk_bytes and end < total and self._jobs):
+                break
+            self._start(end)
+        return self.started - began
+
+    def _start(self, end: int) -> None:
+        cut: Callable[[int, int, int, Window], list[AddressCopies]]
+        cut = self.stream.gathered if self.is_gathering else self.stream.scattered
+        self._jobs.append((end, self.ring.copier.start(cut(self.started, end, self.ring.address, self.window))))
+        self.started = end
+
+
+def stretch_end(start: int, limit: int, most: int, grain: int, total: int) -> int:
+    """Where a stretch of at most `most` bytes ends that begins at `start`: before `limit`, and between two grains or at the very end."""
+    end = min(limit, start + most)
+    return max(start, end if end == total else end - end % grain)

@@ -1,0 +1,417 @@
+"""Our own staged transfers: each waits for a window of our ring, asks its peer for one there, and then moves chunk by chunk.
+
+    read     they gather ──▶ READ into our window ──▶ we scatter
+    write    we gather ──▶ WRITE into their window ──▶ they scatter
+
+Owned by the thread of its plane, which brings messages, the time and what has become of what was posted, and sends what there is to be
+sent. The window here is had before the one there is asked for, and windows that are lent are of another part of the ring: so two planes
+never wait for each other.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.planes.runs import Runs
+from kvferry.planes.staging_lane import CopyLane, StagingRing, stretch_end
+from kvferry.planes.staging_lender import RECLAIM_S
+from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
+from kvferry.planes.staging_stream import Segment, Stream, common_grain
+from kvferry.planes.staging_wire import Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped, cut_into_parts
+from kvferry.ports.data import Completion, Handle, Pieces
+from kvferry.types import PeerId, Region
+
+__all__ = ["Mail", "RingOf", "StagedTransfers", "ToInitiator", "Wire"]
+
+MAX_POSTED = 2
+"""Stretches of one transfer on the wire at once."""
+PING_S = 1.0
+"""A transfer that has nothing to say says so, and is answered: both know that the other is there."""
+GRANT_PATIENCE_S = 5.0
+"""How long a transfer waits for a window of its peer. Then it goes without."""
+STOP_PATIENCE_S = 5.0
+"""How long a stopped write waits for what is on the wire, and then as long for its peer to say that it touches nothing any more."""
+PARTS_PER_TURN = 8
+KNOWN_S = 20.0
+"""A peer that has answered so lately knows how to answer: it is not told again. It remembers for longer."""
+
+ToInitiator = Granted | Reached | Ended
+Mail = tuple[str, tuple[Message, ...]]
+"""What is to be sent as one notification, and to which agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingOf:
+    """A peer's ring: whose agent has it, and where it is in the peer."""
+
+    agent: str
+    address: int
+    size_bytes: int
+
+
+class Wire(Protocol):
+    """What moves stretches between two rings."""
+
+    def move(self, peer: PeerId, operation: str, runs: Runs) -> Handle:
+        """READ or WRITE, by addresses here and there."""
+
+    def cancel(self, handle: Handle) -> None: ...
+
+
+class _State(Enum):
+    QUEUED = "waits for a window here"
+    ASKED = "waits for a window there"
+    MOVING = "moving"
+    STOPPING = "what is under way is waited for"
+    CLOSING = "its owner is waited for"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    handle: Handle
+    peer: PeerId
+    is_read: bool
+    pieces: Sequence[Pieces]
+    total_bytes: int
+    stream: Stream
+    ring: RingOf
+    began_s: float
+    state: _State = _State.QUEUED
+    lane: CopyLane | None = None
+    window_there: Window | None = None
+    parts: Iterator[Part] = field(default_factory=lambda: iter(()))
+    reached: int = 0
+    posted: int = 0
+    landed: int = 0
+    wires: deque[tuple[int, Handle]] = field(default_factory=deque)
+    """What is on the wire: where each ends, in order."""
+    arrived: set[Handle] = field(default_factory=set)
+    advanced: int = 0
+    spoken_at: float = 0.0
+    heard_s: float = 0.0
+    """Our clock in the last message that the peer has certainly had."""
+    since: float = 0.0
+    """When it came into its state."""
+    error: str | None = None
+    is_certain: bool = True
+    """Nothing that was posted can still arrive there."""
+    is_ended_there: bool = False
+    descriptors: int = 0
+    post_s: float = 0.0
+
+    @property
+    def wire_limit(self) -> int:
+        assert self.lane is not None
+        assert self.window_there is not None
+        if self.is_read:
+            return min(self.reached, self.lane.done + self.lane.window.size_bytes)
+        return min(self.lane.done, self.reached + self.window_there.size_bytes)
+
+    @property
+    def copy_limit(self) -> int:
+        assert self.lane is not None
+        return self.landed if self.is_read else min(self.total_bytes, self.landed + self.lane.window.size_bytes)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.lane is not None and (self.lane.done if self.is_read else self.reached) == self.total_bytes
+
+    @property
+    def can_move(self) -> bool:
+        if self.state is _State.MOVING:
+            assert self.lane is not None
+            return bool(self.wires) or not self.lane.is_idle or self.posted < self.wire_limit or self.lane.started < self.copy_limit
+        return self.state is _State.STOPPING
+
+
+class StagedTransfers:
+    def __init__(self, ring: StagingRing, table: WindowTable, wire: Wire, metadata: bytes, reclaim_s: float = RECLAIM_S) -> None:
+        self._ring = ring
+        self._table = table
+        self._wire = wire
+        self._metadata = metadata
+        self._reclaim_s = reclaim_s
+        self._transfers: dict[Handle, _Transfer] = {}
+        self._queue: deque[_Transfer] = deque()
+        self._by_wire: dict[Handle, _Transfer] = {}
+        self._outgoing: list[tuple[str, Message]] = []
+        self._ended: list[Completion] = []
+        self._unstaged: list[tuple[Handle, PeerId, Sequence[Pieces], bool]] = []
+        self._heard_at: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._transfers) + len(self._ended) + len(self._unstaged)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether the next turn may have something to do."""
+        return bool(self._ended or self._unstaged or self._outgoing) or any(each.can_move for each in self._transfers.values())
+
+    def start(
+        self, handle: Handle, peer: PeerId, ring: RingOf, pieces: Sequence[Pieces], regions: Sequence[Region], *, is_read: bool
+    ) -> None:
+        """The pieces have been checked against both sides' regions, and are not empty."""
+        stream = Stream()
+        for part in pieces:
+            stream.append(Segment(regions[part.local_region].address, part.piece_bytes, part.local_offsets))
+        transfer = _Transfer(handle, peer, is_read, pieces, stream.total_bytes, stream, ring, time.perf_counter())
+        self._transfers[handle] = transfer
+        self._queue.append(transfer)
+
+    def peers(self) -> set[PeerId]:
+        """Those that something is moved with."""
+        return {transfer.peer for transfer in self._transfers.values()}
+
+    def stop_all(self, why: str, now: float) -> None:
+        for transfer in list(self._transfers.values()):
+            self._stop(transfer, why, now)
+
+    def cancel(self, handle: Handle, now: float) -> None:
+        transfer = self._transfers.get(handle)
+        if transfer is not None:
+            self._stop(transfer, "cancelled", now)
+
+    def fail_peer(self, peer: PeerId, why: str, now: float) -> None:
+        """The peer cannot be spoken to any more, or in a moment."""
+        self._heard_at.clear()  # whoever is met again is told anew
+        for transfer in self._of(peer):
+            transfer.is_ended_there = True
+            self._stop(transfer, why, now)
+            self._wind_up(transfer, now)
+
+    def receive(self, sender: str, message: ToInitiator, now: float) -> None:
+        transfer = self._transfers.get(Handle(message.transfer))
+        if transfer is None or transfer.ring.agent != sender:
+            if isinstance(message, Granted):  # it went without, and a window would be kept for it
+                self._outgoing.append((sender, Stopped(message.transfer, is_certain=True)))
+            return
+        peer = transfer.peer
+        self._heard_at[sender] = now
+        if isinstance(message, Ended):
+            transfer.is_ended_there = True
+            if transfer.state is _State.ASKED:
+                self._go_without(transfer)
+            else:
+                self._stop(transfer, f"peer {peer} ended it: {message.why}", now)
+            return
+        if transfer.heard_s < message.heard_s <= now:
+            transfer.heard_s = message.heard_s
+        if isinstance(message, Granted):
+            self._take_window(transfer, message, now)
+        elif message.upto > (transfer.total_bytes if transfer.is_read else transfer.landed):
+            self._stop(transfer, f"peer {peer} says that byte {message.upto} has been moved, which cannot be", now)
+        else:
+            transfer.reached = max(transfer.reached, message.upto)
+
+    def settle(self, completion: Completion, now: float) -> bool:
+        """Take note of what has become of something posted. False when it is not of a staged transfer."""
+        transfer = self._by_wire.pop(completion.handle, None)
+        if transfer is None:
+            return False
+        transfer.descriptors += completion.pieces
+        transfer.post_s += completion.post_s
+        transfer.arrived.add(completion.handle)
+        if completion.error is not None:
+            transfer.is_certain = transfer.is_certain and transfer.is_read
+            self._stop(transfer, completion.error, now)
+        elif transfer.is_read and now > transfer.heard_s + self._reclaim_s / 2:
+            # What was read may be of somebody else by now.
+            self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
+        while transfer.wires and transfer.wires[0][1] in transfer.arrived:
+            end, wired = transfer.wires.popleft()
+            transfer.arrived.discard(wired)
+            if transfer.error is None:
+                transfer.landed = end
+        return True
+
+    def advance(self, now: float) -> None:
+        """One turn of bounded work: begin, post, copy, and see what is over."""
+        self._admit(now)
+        budget = self._ring.pace.turn_bytes
+        for transfer in list(self._transfers.values()):
+            if transfer.state is _State.MOVING:
+                budget -= self._move(transfer, now, may_begin=budget > 0)
+            if transfer.state in (_State.STOPPING, _State.CLOSING):
+                self._wind_up(transfer, now)
+            elif transfer.state in (_State.ASKED, _State.MOVING):
+                self._keep_up(transfer, now)
+        if len(self._transfers) > 1:  # the next turn begins with another
+            first = next(iter(self._transfers))
+            self._transfers[first] = self._transfers.pop(first)
+
+    def take_mail(self) -> Iterator[Mail]:
+        """What is to be sent, in order. Long lists of pieces are written as they are taken."""
+        outgoing, self._outgoing = self._outgoing, []
+        for agent in dict.fromkeys(agent for agent, _ in outgoing):
+            yield agent, tuple(message for to, message in outgoing if to == agent)
+        written = 0
+        for transfer in [each for each in self._transfers.values() if each.state in (_State.ASKED, _State.MOVING)]:
+            while written < PARTS_PER_TURN and (part := next(transfer.parts, None)) is not None:
+                written += 1
+                yield transfer.ring.agent, (part,)
+
+    def take_ended(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def take_unstaged(self) -> list[tuple[Handle, PeerId, Sequence[Pieces], bool]]:
+        """Those that are to go without a ring: handle, peer, pieces, whether it is a read. They are ours no more."""
+        unstaged, self._unstaged = self._unstaged, []
+        return unstaged
+
+    # -- one transfer ----------------------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        """In the order in which they were started; half of our part of the ring at most."""
+        while self._queue:
+            transfer = self._queue[0]
+            most = min(transfer.total_bytes, max(1, self._table.size_bytes // 2))
+            grain = common_grain([part.piece_bytes for part in transfer.pieces], most)
+            window = self._table.take(whole_grains(most, grain))
+            if window is None:
+                return
+            self._queue.popleft()
+            transfer.lane = CopyLane(self._ring, transfer.stream, window, not transfer.is_read, grain)
+            transfer.parts = cut_into_parts(transfer.handle, transfer.pieces)
+            transfer.heard_s = transfer.spoken_at = now
+            self._become(transfer, _State.ASKED, now)
+            metadata = b"" if now < self._heard_at.get(transfer.ring.agent, -KNOWN_S) + KNOWN_S else self._metadata
+            ask = Ask(transfer.handle, now, transfer.is_read, transfer.total_bytes, window.size_bytes, grain, metadata)
+            self._outgoing.append((transfer.ring.agent, ask))
+
+    def _take_window(self, transfer: _Transfer, granted: Granted, now: float) -> None:
+        lane = transfer.lane
+        if transfer.state is not _State.ASKED or lane is None:
+            return
+        window = Window(granted.first, granted.size_bytes)
+        if window.end > transfer.ring.size_bytes or window.size_bytes > lane.window.size_bytes:
+            self._stop(transfer, f"peer {transfer.peer} lends {window}, which cannot be", now)
+            return
+        transfer.window_there = window
+        if window.size_bytes % lane.grain or lane.window.size_bytes % lane.grain:
+            lane.grain = 1
+        self._become(transfer, _State.MOVING, now)
+
+    def _move(self, transfer: _Transfer, now: float, *, may_begin: bool) -> int:
+        """What it has begun to copy, in bytes."""
+        lane, begun = transfer.lane, 0
+        assert lane is not None
+        try:
+            lane.collect()
+            if may_begin:
+                begun = lane.advance(transfer.copy_limit, transfer.total_bytes)
+                lane.collect()
+            self._post(transfer, now)
+        except TransportError as error:
+            self._stop(transfer, str(error), now)
+            return begun
+        if transfer.is_complete:
+            self._say(transfer, now)
+            self._end(transfer)
+        return begun
+
+    def _post(self, transfer: _Transfer, now: float) -> None:
+        """Hand one stretch to the wire. TransportError when the peer is not there any more."""
+        lane, there = transfer.lane, transfer.window_there
+        assert lane is not None
+        assert there is not None
+        if now > transfer.heard_s + self._reclaim_s / 2 or len(transfer.wires) >= MAX_POSTED:
+            return
+        most = max(1, min(lane.window.size_bytes, there.size_bytes) // 2)
+        end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
+        if end <= transfer.posted:
+            return
+        runs = _between(lane.window, there, transfer.posted, end).moved(self._ring.address, transfer.ring.address)
+        handle = self._wire.move(transfer.peer, "READ" if transfer.is_read else "WRITE", runs)
+        transfer.wires.append((end, handle))
+        transfer.posted = end
+        self._by_wire[handle] = transfer
+
+    def _keep_up(self, transfer: _Transfer, now: float) -> None:
+        if now > transfer.heard_s + self._reclaim_s / 2:
+            self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
+        elif transfer.state is _State.ASKED and now > transfer.since + GRANT_PATIENCE_S:
+            self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, is_certain=True)))
+            self._go_without(transfer)
+        elif transfer.landed > transfer.advanced or now > transfer.spoken_at + PING_S:
+            self._say(transfer, now)
+
+    def _say(self, transfer: _Transfer, now: float) -> None:
+        transfer.advanced, transfer.spoken_at = transfer.landed, now
+        self._outgoing.append((transfer.ring.agent, Advanced(transfer.handle, transfer.landed, now)))
+
+    def _stop(self, transfer: _Transfer, why: str, now: float) -> None:
+        """The first reason counts."""
+        if transfer.error is not None or transfer.state is _State.ENDED:
+            return
+        transfer.error = why
+        if transfer.state is _State.QUEUED:
+            self._end(transfer)
+            return
+        self._become(transfer, _State.STOPPING, now)
+        if transfer.is_read:
+            self._cancel_wires(transfer)
+
+    def _wind_up(self, transfer: _Transfer, now: float) -> None:
+        """A stopped transfer has ended once nothing of ours is touched any more; a write waits for the peer to say the same."""
+        assert transfer.lane is not None
+        if transfer.state is _State.STOPPING:
+            if not transfer.is_read and now > transfer.since + STOP_PATIENCE_S:
+                self._cancel_wires(transfer)
+            try:
+                transfer.lane.collect()
+            except TransportError:  # the device has failed: nothing runs on it any more
+                transfer.is_certain = False
+            if transfer.wires or not transfer.lane.is_idle:
+                return
+            self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, transfer.is_certain)))
+            self._become(transfer, _State.CLOSING, now)
+        is_told = transfer.is_read or transfer.advanced == 0 or transfer.is_ended_there
+        if is_told or now > transfer.since + STOP_PATIENCE_S:
+            self._end(transfer)
+
+    def _cancel_wires(self, transfer: _Transfer) -> None:
+        for _, handle in transfer.wires:
+            self._wire.cancel(handle)
+
+    def _go_without(self, transfer: _Transfer) -> None:
+        self._unstaged.append((transfer.handle, transfer.peer, transfer.pieces, transfer.is_read))
+        self._release(transfer)
+
+    def _end(self, transfer: _Transfer) -> None:
+        elapsed_s = time.perf_counter() - transfer.began_s
+        done = transfer.total_bytes if transfer.error is None else transfer.landed
+        self._ended.append(Completion(transfer.handle, transfer.error, done, transfer.descriptors, transfer.post_s, elapsed_s))
+        self._release(transfer)
+
+    def _release(self, transfer: _Transfer) -> None:
+        transfer.state = _State.ENDED
+        if transfer.lane is not None:
+            self._table.give_back(transfer.lane.window)
+        else:
+            self._queue.remove(transfer)
+        del self._transfers[transfer.handle]
+
+    def _of(self, peer: PeerId) -> list[_Transfer]:
+        return [transfer for transfer in self._transfers.values() if transfer.peer == peer]
+
+    @staticmethod
+    def _become(transfer: _Transfer, state: _State, now: float) -> None:
+        transfer.state, transfer.since = state, now
+
+
+def _between(here: Window, there: Window, start: int, end: int) -> Runs:
+    """The same bytes in both windows, cut where one of them ends."""
+    places = []
+    while start < end:
+        (offset, size), (offset_there, size_there) = next(here.places(start, end)), next(there.places(start, end))
+        places.append((offset, offset_there, min(size, size_there)))
+        start += places[-1][2]
+    return Runs(*np.array(places, np.int64).T)

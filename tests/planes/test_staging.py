@@ -1,0 +1,269 @@
+"""The pure parts of staging: windows never overlap, streams move exactly their bytes, and messages survive nobody's tampering."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.errors import LocalProtocolError, RemoteProtocolError
+from kvferry.planes.address_copy import HostAddressCopier
+from kvferry.planes.staging_lane import stretch_end
+from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
+from kvferry.planes.staging_settings import StagingSettings, is_fragmented
+from kvferry.planes.staging_stream import Segment, Stream, common_grain
+from kvferry.planes.staging_wire import (
+    MAX_ENVELOPE_BYTES,
+    MAX_METADATA_BYTES,
+    PART_OFFSETS,
+    Advanced,
+    Ask,
+    Ended,
+    Envelope,
+    Group,
+    Message,
+    OffsetTable,
+    Part,
+    Postmark,
+    cut_into_parts,
+)
+from kvferry.ports.data import Pieces
+from kvferry.types import MemoryKind
+
+SECRET = b"a secret of these tests"
+
+
+# -- windows -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 3), st.integers(1, 64), st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
+def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int, steps: Sequence[tuple[bool, int]]) -> None:
+    table = WindowTable(first * 4096, pages * 4096)
+    taken: list[Window] = []
+    for takes, number in steps:
+        if takes and (window := table.take(number)) is not None:
+            assert table.first <= window.first
+            assert window.end <= table.first + table.size_bytes
+            assert window.size_bytes == number
+            assert all(window.end <= other.first or other.end <= window.first for other in taken)
+            taken.append(window)
+        elif not takes and taken:
+            table.give_back(taken.pop(number % len(taken)))
+    for window in taken:
+        table.give_back(window)
+    assert table.is_free
+    assert table.take(pages * 4096) == Window(first * 4096, pages * 4096)
+
+
+def test_a_window_that_nobody_has_is_not_given_back() -> None:
+    with pytest.raises(LocalProtocolError):
+        WindowTable(0, 4096).give_back(Window(0, 10))
+
+
+@given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 50))
+def test_a_window_holds_its_bytes_in_turn(size: int, start: int, length: int) -> None:
+    places = [at + i for at, count in Window(1000, size).places(start, start + length) for i in range(count)]
+    assert places == [1000 + byte % size for byte in range(start, start + length)]
+
+
+def test_windows_hold_whole_pieces_where_they_can() -> None:
+    assert whole_grains(1000, 300) == 900
+    assert whole_grains(200, 300) == 200
+    assert common_grain([300, 300], 1200) == 300
+    assert common_grain([300, 300], 1199) == 1
+    assert common_grain([300, 400], 10_000) == 1
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 50), st.integers(1, 20), st.integers(1, 100))
+def test_a_stretch_ends_between_two_grains_or_at_the_very_end(start: int, more: int, most: int, grain: int, total: int) -> None:
+    start, limit = min(start, total), min(start + more, total)
+    end = stretch_end(start, max(start, limit), most, grain, total)
+    assert start <= end <= max(start, limit)
+    assert end - start <= most
+    assert end in (start, total) or end % grain == 0
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
+    """(size of a piece, its slots) in a memory of their own each."""
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        slots = draw(st.lists(st.integers(0, 20), unique=True, min_size=0, max_size=12))
+        made.append((draw(st.integers(1, 40)), slots))
+    return made
+
+
+@given(segments(), st.integers(1, 200), st.integers(1, 100), st.integers(0, 64))
+def test_gathered_in_chunks_and_scattered_again_a_stream_is_what_it_was(
+    plan: list[tuple[int, list[int]]], window_bytes: int, chunk: int, first: int
+) -> None:
+    sources = [np.random.default_rng(number).integers(1, 256, 40 * 21, dtype=np.uint8) for number in range(len(plan))]
+    targets = [np.zeros_like(each) for each in sources]
+    ring = np.zeros(first + window_bytes, np.uint8)
+    window, copier = Window(first, window_bytes), HostAddressCopier()
+    streams = [_stream(plan, memories) for memories in (sources, targets)]
+    at = 0
+    while at < streams[0].total_bytes:
+        end = min(streams[0].total_bytes, at + min(chunk, window_bytes))
+        copier.start(streams[0].gathered(at, end, ring.ctypes.data, window))
+        copier.start(streams[1].scattered(at, end, ring.ctypes.data, window))
+        at = end
+    for (size, slots), source, target in zip(plan, sources, targets, strict=True):
+        expected = np.zeros_like(source)
+        for slot in slots:
+            expected[slot * size : (slot + 1) * size] = source[slot * size : (slot + 1) * size]
+        assert np.array_equal(target, expected)
+
+
+def test_equal_pieces_that_are_not_cut_are_one_kind_of_copies() -> None:
+    stream = Stream()
+    for region in range(3):
+        stream.append(Segment(1000 * region, 64, np.arange(8, dtype=np.int64) * 64))
+    assert {part.size_bytes for part in stream.gathered(128, 1024, 0, Window(0, 1024))} == {64}
+
+
+def test_more_than_a_window_holds_is_not_cut() -> None:
+    stream = Stream()
+    stream.append(Segment(0, 64, np.arange(8, dtype=np.int64)))
+    for start, end in ((0, 513), (-1, 5), (5, 4), (0, 101)):
+        with pytest.raises(LocalProtocolError):
+            stream.gathered(start, end, 0, Window(0, 100))
+
+
+def _stream(plan: list[tuple[int, list[int]]], memories: list[np.ndarray]) -> Stream:
+    stream = Stream()
+    for (size, slots), memory in zip(plan, memories, strict=True):
+        stream.append(Segment(memory.ctypes.data, size, np.array(slots, np.int64) * size))
+    return stream
+
+
+# -- which transfers are staged ----------------------------------------------------------------------------------------
+
+
+def test_many_small_pieces_are_staged_and_few_or_large_or_adjacent_ones_are_not() -> None:
+    settings = StagingSettings(piece_bytes=65536).resolved(MemoryKind.DRAM)
+    blocks = np.arange(1000, dtype=np.int64) * 16384
+    shuffled = np.random.default_rng(1).permutation(blocks)
+
+    def fragmented(local: np.ndarray, remote: np.ndarray, size: int = 16384) -> bool:
+        return is_fragmented([Pieces(0, 0, size, local, remote), Pieces(1, 1, size, local, remote)], settings)
+
+    assert fragmented(shuffled, blocks)
+    assert not fragmented(blocks, blocks)
+    assert not fragmented(blocks[::-1], blocks[::-1])
+    assert not fragmented(shuffled[:4], blocks[:4])
+    assert not fragmented(shuffled * 4, blocks * 4, 65536)
+    assert not is_fragmented([], settings)
+    assert not is_fragmented([Pieces(0, 0, 64, blocks[:0], blocks[:0])], settings)
+
+
+def test_without_a_word_of_the_operator_device_memory_is_staged_and_host_memory_is_not() -> None:
+    assert StagingSettings().resolved(MemoryKind.VRAM).is_on
+    assert not StagingSettings().resolved(MemoryKind.DRAM).is_on
+    assert not StagingSettings(piece_bytes=0).resolved(MemoryKind.VRAM).is_on
+    assert StagingSettings(piece_bytes=4096).resolved(MemoryKind.DRAM).is_on
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, (1 << 62) - 1), max_size=50), st.integers(0, 40))
+def test_offsets_come_out_as_they_went_in(numbers: list[int], shift: int) -> None:
+    offsets = np.array(numbers, np.int64) >> shift << shift
+    table = OffsetTable.of(offsets)
+    assert len(table) == len(offsets)
+    assert np.array_equal(table.offsets(), offsets)
+
+
+def test_offsets_of_blocks_take_four_bytes_each() -> None:
+    assert OffsetTable.of(np.arange(1000, dtype=np.int64) * (1 << 20)).width == 4
+
+
+@pytest.mark.parametrize("table", [OffsetTable(5, 0, bytes(10)), OffsetTable(4, 0, bytes(3)), OffsetTable(8, 3, bytes(8))])
+def test_offsets_that_are_no_numbers_are_refused(table: OffsetTable) -> None:
+    with pytest.raises(RemoteProtocolError):
+        table.offsets()
+
+
+def test_parts_name_every_piece_once_in_order_and_layers_share_their_offsets() -> None:
+    random = np.random.default_rng(3)
+    blocks = random.permutation(300).astype(np.int64) * 4096
+    many = random.permutation(3 * PART_OFFSETS + 5).astype(np.int64)
+    pieces = [Pieces(layer, layer + 1, 4096, blocks, blocks) for layer in range(40)] + [Pieces(0, 99, 1, many, many)]
+    parts = list(cut_into_parts(7, pieces))
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert len(parts[0].tables) == 1
+    named = [(group.region, group.piece_bytes, offset) for part in parts for group in part.groups for offset in _offsets(part, group)]
+    assert named == [(part.remote_region, part.piece_bytes, offset) for part in pieces for offset in part.remote_offsets.tolist()]
+    assert all(len(note) <= MAX_ENVELOPE_BYTES for note in Postmark(SECRET, "a").close("b", parts))
+
+
+def test_a_part_that_names_offsets_it_does_not_have_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        _ = Part(1, 0, (), (Group(0, 64, 0),)).num_pieces
+
+
+def test_a_message_reaches_whom_it_is_for_once() -> None:
+    ours, theirs = Postmark(SECRET, "ours"), Postmark(SECRET, "theirs")
+    messages: list[Message] = [Advanced(1, 5, 2.0), Ended(2, "why")]
+    (note,) = ours.close("theirs", messages)
+    envelope = theirs.open(note)
+    assert (envelope.sender, list(envelope.messages)) == ("ours", messages)
+    for again in (note, *Postmark(SECRET, "ours").close("theirs", messages)):
+        with pytest.raises(RemoteProtocolError):
+            theirs.open(again)
+    with pytest.raises(RemoteProtocolError):
+        Postmark(SECRET, "others").open(note)
+    with pytest.raises(RemoteProtocolError):
+        Postmark(b"another secret", "theirs").open(note)
+
+
+def test_the_longest_messages_fit_and_short_ones_travel_together() -> None:
+    ours = Postmark(SECRET, "ours")
+    ask = Ask(1, 0.0, True, 1, 1, 1, bytes(MAX_METADATA_BYTES))
+    messages: list[Message] = [ask, ask, *(Advanced(number, 1 << 60, 1e300) for number in range(300))]
+    notes = list(ours.close("theirs", messages))
+    assert len(notes) == 4
+    assert max(len(note) for note in notes) <= MAX_ENVELOPE_BYTES
+    theirs = Postmark(SECRET, "theirs")
+    assert [message for note in notes for message in theirs.open(note).messages] == messages
+
+
+@given(st.binary(max_size=200))
+def test_whatever_else_is_sent_is_refused(junk: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        Postmark(SECRET, "ours").open(junk)
+
+
+@given(st.recursive(st.none() | st.integers() | st.text() | st.binary(), lambda inner: st.lists(inner, max_size=6), max_leaves=20))
+def test_what_a_member_sends_is_a_message_or_refused(content: object) -> None:
+    key = hmac.digest(SECRET, b"kvferry staged nixl notifications", hashlib.sha256)
+    try:
+        payload = msgspec.msgpack.encode(content)
+    except OverflowError:
+        return
+    with pytest.raises(RemoteProtocolError):
+        Postmark(SECRET, "ours").open(hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload)
+
+
+def test_messages_of_another_version_are_refused() -> None:
+    key = hmac.digest(SECRET, b"kvferry staged nixl notifications", hashlib.sha256)
+    for version, is_ours in ((1, True), (2, False)):
+        payload = msgspec.msgpack.encode(Envelope(version, "theirs", 1, ()))
+        note = hmac.digest(key, b"ours\0" + payload, hashlib.sha256) + payload
+        if is_ours:
+            assert Postmark(SECRET, "ours").open(note).sender == "theirs"
+        else:
+            with pytest.raises(RemoteProtocolError):
+                Postmark(SECRET, "ours").open(note)
+
+
+def _offsets(part: Part, group: Group) -> list[int]:
+    return list(part.tables[group.table].offsets().tolist())
