@@ -110,7 +110,9 @@ def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the order of the current stream."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _count_gpus(device: str) -> int:
