@@ -324,7 +324,7 @@ class StagedTransfers:
         assert there is not None
         if now > transfer.heard_s + self._reclaim_s / 2 or len(transfer.wires) >= MAX_POSTED:
             return
-        most = max(1, min(lane.window.size_bytes, there.size_bytes) // 2)
+        most = max(lane.grain, min(lane.window.size_bytes, there.size_bytes) // 2)
         end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
         if end <= transfer.posted:
             return
