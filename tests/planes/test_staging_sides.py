@@ -122,7 +122,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
     world, near, far = pair(ring_pages=1, chunk_bytes=1000)
     third = Party("third", SIZES, 1, 1000, seed=3)
     world.parties["third"] = third
-    late = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
     for _ in range(2):
         world.turn()
         world.deliver()
@@ -136,7 +136,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
         world.mail = [each for each in world.mail if each[1] != "near"]
         world.deliver()
         if world.now > 1000 + RECLAIM_S + 5 and other is None:
-            other = third.start(far, [scattered(0, 0, 500, 60, 60, seed=4)], is_read=True)
+            other = third.start(far, [scattered(0, 0, 500, 60, 4, seed=4)], is_read=True)
     assert third.ended == {other: None}
     for each in waiting:
         world.hand_over(*each)
@@ -149,7 +149,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
 
 def test_a_read_that_lands_when_its_window_may_be_anothers_has_failed() -> None:
     world, near, far = pair()
-    late = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
     near.wire.is_broken = True
     for _ in range(4):
         world.turn()
