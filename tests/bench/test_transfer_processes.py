@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.transfer import Scope, make_baselines, make_device_rows, measure
+from kvferry.bench.transfer import Scope, measure
 from kvferry.bench.transfer_device import DevicePlace
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer_rows import make_baselines, make_device_rows
 from kvferry.bench.transfer_sides import Consumer, Shape, start_producer
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError

@@ -5,8 +5,8 @@ import os
 import msgspec
 import pytest
 
-from kvferry.bench.transfer import Cell, make_baselines, make_device_rows
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer_rows import Cell, make_baselines, make_device_rows
 from kvferry.cli.findings import Failed, Level
 from kvferry.cli.gpu_findings import GpuReport, GpuSpeeds, gpu_speed_findings, gpu_speeds, staging_advice_bytes, ucx_settings_finding
 from kvferry.cli.probes import measure_gpu

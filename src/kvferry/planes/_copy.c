@@ -119,19 +119,28 @@ static PyObject *copy_runs(PyObject *module, PyObject *args)
     return bits;
 
 #define ADD_BASE                                                         \
-    uint64_t bits = 0;                                                   \
+    uint64_t bits = 0, outside = 0;                                      \
     for (Py_ssize_t i = 0; i < count; i++) {                             \
         uint64_t sum = offsets[i] + base;                                \
+        outside |= offsets[i] | (last - offsets[i]);                     \
         table[i] = sum;                                                  \
         bits |= sum;                                                     \
     }                                                                    \
-    return bits;
+    *all = bits;                                                         \
+    return !(outside >> 63);
 
 static uint64_t bits_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t last) { BITS_OUTSIDE }
-static uint64_t add_base(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base) { ADD_BASE }
+static int add_base(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base, uint64_t last, uint64_t *all)
+{
+    ADD_BASE
+}
 #if HAS_WIDE
 WIDE static uint64_t bits_outside_wide(const uint64_t *offsets, Py_ssize_t count, uint64_t last) { BITS_OUTSIDE }
-WIDE static uint64_t add_base_wide(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base) { ADD_BASE }
+WIDE static int add_base_wide(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base, uint64_t last,
+                              uint64_t *all)
+{
+    ADD_BASE
+}
 #endif
 
 static uint64_t any_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t last)
@@ -143,13 +152,14 @@ static uint64_t any_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t 
     return bits_outside(offsets, count, last);
 }
 
-static uint64_t add_to_all(uint64_t *table, const uint64_t *offsets, Py_ssize_t count, uint64_t base)
+/* Whether all of them were from 0 to last. */
+static int add_to_all(uint64_t *table, const uint64_t *offsets, Py_ssize_t count, uint64_t base, uint64_t last, uint64_t *all)
 {
 #if HAS_WIDE
     if (__builtin_cpu_supports("avx2"))
-        return add_base_wide(table, offsets, count, base);
+        return add_base_wide(table, offsets, count, base, last, all);
 #endif
-    return add_base(table, offsets, count, base);
+    return add_base(table, offsets, count, base, last, all);
 }
 
 static int are_words(const Py_buffer *buffer)
@@ -183,9 +193,10 @@ static PyObject *add_all(PyObject *module, PyObject *args)
     PyObject *into, *numbers, *answer = NULL;
     Py_buffer table, offsets;
     Py_ssize_t first;
-    long long base;
+    long long base, last;
+    uint64_t bits;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OnOL:add_all", &into, &first, &numbers, &base))
+    if (!PyArg_ParseTuple(args, "OnOLL:add_all", &into, &first, &numbers, &base, &last))
         return NULL;
     if (PyObject_GetBuffer(numbers, &offsets, PyBUF_C_CONTIGUOUS) < 0)
         return NULL;
@@ -197,8 +208,10 @@ static PyObject *add_all(PyObject *module, PyObject *args)
         Py_ssize_t count = offsets.len / offsets.itemsize, room = table.len / table.itemsize;
         if (first < 0 || first > room || count > room - first)
             PyErr_SetString(PyExc_ValueError, "the offsets leave the table");
+        else if (!add_to_all((uint64_t *)table.buf + first, offsets.buf, count, (uint64_t)base, (uint64_t)last, &bits) || last < 0)
+            PyErr_SetString(PyExc_IndexError, "an offset leaves its region");
         else
-            answer = PyLong_FromLongLong((long long)add_to_all((uint64_t *)table.buf + first, offsets.buf, count, (uint64_t)base));
+            answer = PyLong_FromLongLong((long long)bits);
     }
     PyBuffer_Release(&table);
     PyBuffer_Release(&offsets);
@@ -207,7 +220,7 @@ static PyObject *add_all(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
-    {"add_all", add_all, METH_VARARGS, "add_all(table, first, offsets, base): table[first + i] = offsets[i] + base; all of these, or-ed."},
+    {"add_all", add_all, METH_VARARGS, "add_all(table, first, offsets, base, last): table[first + i] = offsets[i] + base; all of these, or-ed. IndexError unless all offsets are from 0 to last."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };

@@ -20,9 +20,9 @@ class StagingPace:
     turn_bytes: int
     """What one turn begins to copy. Host memory is copied in the turn itself, so it is little there."""
 
-    def within(self, window: Window) -> "StagingPace":
-        """A window holds at least two chunks: one is filled while the other is emptied."""
-        chunk_bytes = max(1, min(self.chunk_bytes, window.size_bytes // 2))
+    def within(self, window: Window, grain: int) -> "StagingPace":
+        """A window holds at least two chunks: one is filled while the other is emptied. A grain is never cut."""
+        chunk_bytes = max(grain, min(self.chunk_bytes, window.size_bytes // 2))
         return StagingPace(chunk_bytes, max(chunk_bytes, self.turn_bytes))
 
 
@@ -64,7 +64,7 @@ class CopyLane:
 
     def advance(self, limit: int, total: int) -> int:
         """Begin to copy up to byte `limit`, as far as one turn goes: the bytes begun. Small pieces wait for others, or for a lull."""
-        began, pace = self.started, self.ring.pace.within(self.window)
+        began, pace = self.started, self.ring.pace.within(self.window, self.grain)
         most = pace.chunk_bytes if self.is_gathering else pace.turn_bytes
         while self.started - began < pace.turn_bytes:
             end = stretch_end(self.started, limit, most, self.grain, total)

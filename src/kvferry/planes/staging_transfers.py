@@ -318,21 +318,20 @@ class StagedTransfers:
         return begun
 
     def _post(self, transfer: _Transfer, now: float) -> None:
-        """Hand one stretch to the wire. TransportError when the peer is not there any more."""
+        """Hand what is ready to the wire. TransportError when the peer is not there any more."""
         lane, there = transfer.lane, transfer.window_there
         assert lane is not None
         assert there is not None
-        if now > transfer.heard_s + self._reclaim_s / 2 or len(transfer.wires) >= MAX_POSTED:
-            return
-        most = max(1, min(lane.window.size_bytes, there.size_bytes) // 2)
-        end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
-        if end <= transfer.posted:
-            return
-        runs = _between(lane.window, there, transfer.posted, end).moved(self._ring.address, transfer.ring.address)
-        handle = self._wire.move(transfer.peer, "READ" if transfer.is_read else "WRITE", runs)
-        transfer.wires.append((end, handle))
-        transfer.posted = end
-        self._by_wire[handle] = transfer
+        most = max(lane.grain, min(lane.window.size_bytes, there.size_bytes) // 2)
+        while now <= transfer.heard_s + self._reclaim_s / 2 and len(transfer.wires) < MAX_POSTED:
+            end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
+            if end <= transfer.posted:
+                return
+            runs = _between(lane.window, there, transfer.posted, end).moved(self._ring.address, transfer.ring.address)
+            handle = self._wire.move(transfer.peer, "READ" if transfer.is_read else "WRITE", runs)
+            transfer.wires.append((end, handle))
+            transfer.posted = end
+            self._by_wire[handle] = transfer
 
     def _keep_up(self, transfer: _Transfer, now: float) -> None:
         if now > transfer.heard_s + self._reclaim_s / 2:

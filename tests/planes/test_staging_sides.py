@@ -1,0 +1,293 @@
+"""Both sides of staged transfers: every byte arrives, windows come back, and no byte of somebody else's window is ever taken for ours."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.planes.staging_world import RECLAIM_S, Bytes, Party, World, scattered
+
+from kvferry.planes.staging_lender import ToOwner
+from kvferry.planes.staging_wire import Advanced, Ask, Ended, Granted, Group, Message, OffsetTable, Part, Reached, Stopped
+from kvferry.ports.data import Pieces
+
+SIZES = (40_000, 60_000)
+
+
+def pair(ring_pages: int = 4, chunk_bytes: int = 3000) -> tuple[World, Party, Party]:
+    near, far = Party("near", SIZES, ring_pages, chunk_bytes, seed=1), Party("far", SIZES, ring_pages, chunk_bytes, seed=2)
+    return World.of(near, far), near, far
+
+
+def expected(target: Party, source: Party, plans: Sequence[Pieces], *, is_read: bool) -> list[Bytes]:
+    """What the target's memories are after these transfers."""
+    memories = [memory.copy() for memory in target.memories]
+    for part in plans:
+        for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
+            (to, at), (origin, start) = ((part.local_region, local), (part.remote_region, remote))[:: 1 if is_read else -1]
+            memories[to][at : at + part.piece_bytes] = source.memories[origin][start : start + part.piece_bytes]
+    return memories
+
+
+def same(party: Party, memories: Sequence[Bytes]) -> bool:
+    return all(np.array_equal(ours, theirs) for ours, theirs in zip(party.memories, memories, strict=True))
+
+
+@given(
+    st.booleans(),
+    st.lists(st.tuples(st.sampled_from([1, 7, 256, 999, 4096]), st.integers(1, 9)), min_size=1, max_size=4),
+    st.integers(1, 6),
+    st.integers(100, 9000),
+)
+@settings(deadline=None)
+def test_exactly_the_named_bytes_move(is_read: bool, sizes: list[tuple[int, int]], ring_pages: int, chunk_bytes: int) -> None:
+    world, near, far = pair(ring_pages, chunk_bytes)
+    # Each part has a place of its own in the target: what is written twice has no order.
+    plan = []
+    for number, (piece_bytes, count) in enumerate(sizes):
+        part = scattered(0, 0, piece_bytes, min(40, 9000 // piece_bytes), min(count, 9000 // piece_bytes), seed=number)
+        shifts = (number * 9000, 0) if is_read else (0, number * 9000)
+        plan.append(Pieces(0, 0, piece_bytes, part.local_offsets + shifts[0], part.remote_offsets + shifts[1]))
+    target, source = (near, far) if is_read else (far, near)
+    wanted, untouched = expected(target, source, plan, is_read=is_read), [memory.copy() for memory in source.memories]
+    handle = near.start(far, plan, is_read=is_read)
+    world.run()
+    assert near.ended == {handle: None}
+    assert same(target, wanted)
+    assert same(source, untouched)
+    assert near.is_quiet
+    assert far.is_quiet
+
+
+def test_a_plan_that_differs_in_one_offset_gives_other_bytes() -> None:
+    """The control of the test above."""
+    world, near, far = pair()
+    plan = scattered(0, 0, 256, 100, 50, seed=1)
+    other = plan.remote_offsets.copy()
+    other[7] += 256 * 101
+    wanted = expected(near, far, [Pieces(0, 0, 256, plan.local_offsets, other)], is_read=True)
+    near.start(far, [plan], is_read=True)
+    world.run()
+    assert not same(near, wanted)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_many_transfers_pass_a_ring_that_holds_one_each_in_turn(is_read: bool) -> None:
+    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    plans = [scattered(0, 1, 500, 4, 4, seed=number) for number in range(12)]
+    shifted = [Pieces(0, 1, 500, part.local_offsets + 2000 * n, part.remote_offsets + 2000 * n) for n, part in enumerate(plans)]
+    target, source = (near, far) if is_read else (far, near)
+    wanted = expected(target, source, shifted, is_read=is_read)
+    handles = [near.start(far, [part], is_read=is_read) for part in shifted]
+    world.run()
+    assert near.ended == dict.fromkeys(handles)
+    assert near.unstaged == []
+    assert same(target, wanted)
+    assert near.is_quiet
+    assert far.is_quiet
+
+
+def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
+    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    handles = [
+        (side, side.start(other, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)) for side, other in ((near, far), (far, near))
+    ]
+    world.run()
+    assert [side.ended[handle] for side, handle in handles] == [None, None]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("turns", range(12))
+def test_a_cancelled_transfer_gives_everything_back_and_nothing_is_copied_afterwards(is_read: bool, turns: int) -> None:
+    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=is_read)
+    for _ in range(turns):
+        world.turn()
+        world.deliver()
+    near.transfers.cancel(handle, world.now)
+    world.run()
+    assert near.ended[handle] in ("cancelled", None)
+    assert near.ended[handle] == "cancelled" or turns > 5
+    for party in (near, far):
+        for memory in party.memories:
+            memory[:] = 9
+    world.wait(3)
+    assert all(np.all(memory == 9) for party in (near, far) for memory in party.memories)
+    assert near.is_quiet
+    assert far.is_quiet
+
+
+def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> None:
+    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    third = Party("third", SIZES, 1, 1000, seed=3)
+    world.parties["third"] = third
+    late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
+    for _ in range(2):
+        world.turn()
+        world.deliver()
+    # From here on it does not run; what was sent to it waits.
+    waiting: list[tuple[str, str, Message]] = []
+    other = None
+    for _ in range(8 * (int(RECLAIM_S) + 20)):
+        world.now += 0.125
+        world.turn("far", "third")
+        waiting += [each for each in world.mail if each[1] == "near"]
+        world.mail = [each for each in world.mail if each[1] != "near"]
+        world.deliver()
+        if world.now > 1000 + RECLAIM_S + 5 and other is None:
+            other = third.start(far, [scattered(0, 0, 500, 60, 4, seed=4)], is_read=True)
+    assert third.ended == {other: None}
+    for each in waiting:
+        world.hand_over(*each)
+    for _ in range(10):  # what it says now is not heard in time
+        world.turn("near")
+    error = near.ended[late]
+    assert error is not None
+    assert "not been heard" in error
+    assert far.is_quiet
+
+
+def test_a_read_that_lands_when_its_window_may_be_anothers_has_failed() -> None:
+    world, near, far = pair()
+    late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
+    near.wire.is_broken = True
+    for _ in range(4):
+        world.turn()
+        world.deliver()
+    assert near.wire.posted
+    world.now += RECLAIM_S / 2 + 1
+    near.wire.is_broken = False
+    world.run()
+    assert near.ended[late] is not None
+
+
+def test_a_silent_reader_costs_its_window_for_a_while_and_a_silent_writer_for_ever() -> None:
+    for is_read in (True, False):
+        world, near, far = pair()
+        near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=is_read)
+        for _ in range(3):
+            world.turn()
+            world.deliver()
+        assert not far.lent.is_free
+        for _ in range(int(2 * RECLAIM_S)):
+            world.now += 1.0
+            world.turn("far")
+            world.mail.clear()
+        assert far.lent.is_free == is_read
+
+
+def test_the_window_of_a_writer_whose_link_has_failed_comes_back_after_a_while() -> None:
+    world, near, far = pair()
+    near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=False)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    far.lender.lost("near", world.now)
+    world.now += RECLAIM_S - 1
+    world.turn("far")
+    assert not far.lent.is_free
+    world.now += 2
+    world.turn("far")
+    assert far.is_quiet
+
+
+def test_an_owner_that_stood_still_writes_nothing_that_came_meanwhile() -> None:
+    world, near, far = pair()
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=False)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    world.turn("near")
+    world.turn("near")
+    for memory in far.memories:
+        memory[:] = 9  # they are somebody else's by now
+    world.now += 20
+    world.run()
+    world.wait(3)
+    assert near.ended[handle] is not None
+    assert all(np.all(memory == 9) for memory in far.memories)
+    assert near.is_quiet
+    assert far.is_quiet
+
+
+def test_without_a_window_for_a_while_a_transfer_goes_without() -> None:
+    world, near, far = pair(ring_pages=1)
+    assert far.lent.take(4096) is not None
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    world.wait(4)
+    assert near.unstaged == []
+    world.wait(4)
+    assert near.unstaged == [handle]
+    assert near.is_quiet
+    assert not far.lender.is_serving
+
+
+def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:
+    world, near, far = pair(ring_pages=1, chunk_bytes=1000)
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    for _ in range(4):
+        world.turn()
+        world.deliver()
+    for _ in range(int(RECLAIM_S)):
+        world.now += 1.0
+        world.turn("near")
+        world.mail.clear()
+    assert near.ended[handle] is not None
+    assert near.is_quiet
+
+
+NUMBERS = st.integers(0, 3) | st.integers(0, 5000) | st.integers(0, (1 << 62) - 1)
+CLOCKS = st.floats()
+TABLES = st.builds(OffsetTable, st.integers(4, 8), st.integers(0, 31), st.binary(max_size=64))
+GROUPS = st.builds(Group, st.integers(0, 3), st.integers(1, 5000) | st.integers(1, (1 << 62) - 1), st.integers(0, 3))
+COUNTS = NUMBERS.map(lambda number: number + 1)
+TO_OWNER = st.one_of(
+    st.builds(Ask, NUMBERS, CLOCKS, st.booleans(), COUNTS, COUNTS, COUNTS, st.binary(max_size=9)),
+    st.builds(Part, NUMBERS, NUMBERS, st.lists(TABLES, max_size=3).map(tuple), st.lists(GROUPS, max_size=4).map(tuple)),
+    st.builds(Advanced, NUMBERS, NUMBERS, CLOCKS),
+    st.builds(Stopped, NUMBERS, st.booleans()),
+)
+TO_INITIATOR = st.one_of(
+    st.builds(Granted, NUMBERS, NUMBERS, COUNTS, CLOCKS),
+    st.builds(Reached, NUMBERS, NUMBERS, CLOCKS),
+    st.builds(Ended, NUMBERS, st.text(max_size=20)),
+)
+
+
+@given(st.lists(st.tuples(TO_OWNER | TO_INITIATOR, st.booleans()), max_size=30))
+@settings(deadline=None)
+def test_whatever_a_member_says_nothing_breaks_and_others_are_served(said: list[tuple[Message, bool]]) -> None:
+    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    liar = Party("liar", SIZES, 1, 1000, seed=3)
+    world.parties["liar"] = liar
+    plan = scattered(0, 1, 500, 60, 60, seed=3)
+    wanted = expected(near, far, [plan], is_read=True)
+    handle = near.start(far, [plan], is_read=True)
+    for message, is_turn in said:
+        world.hand_over("liar", "far" if isinstance(message, ToOwner) else "near", message)
+        if is_turn:
+            world.turn()
+            world.deliver()
+    for _ in range(80):
+        world.turn()
+        world.deliver()
+        world.now += 0.1
+    assert (near.ended.get(handle, "not ended") is None and same(near, wanted)) or near.unstaged == [handle]
+
+
+@given(st.lists(TO_INITIATOR, max_size=12), st.booleans())
+@settings(deadline=None)
+def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[Message], is_read: bool) -> None:
+    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    plan = scattered(0, 1, 500, 60, 60, seed=3)
+    outside = near.memories[1].copy()
+    near.start(far, [plan], is_read=is_read)
+    world.turn("near")
+    world.mail.clear()
+    for message in said:
+        world.hand_over("far", "near", message)
+        near.wire.posted.clear()
+        world.turn("near")
+        world.mail.clear()
+    assert np.array_equal(near.memories[1], outside)
