@@ -8,11 +8,12 @@ import torch
 
 from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
 from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Bytes, Side, layout
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "vram_regions"]
+__all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "roomy_staged_nixl_side", "staged_nixl_side", "vram_regions"]
 
 
 class DeviceBytes:
@@ -67,3 +68,17 @@ def cuda_ipc_side() -> Side:
 
 def nixl_side() -> Side:
     return over_device(NixlDataPlane())
+
+
+def staged_nixl_side() -> Side:
+    """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
+    return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2))
+
+
+def roomy_staged_nixl_side() -> Side:
+    """Through a ring that holds half of the large region."""
+    return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=64 << 20, chunk_bytes=4 << 20, min_runs=2))
+
+
+def _staged(settings: StagingSettings) -> Side:
+    return over_device(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"))

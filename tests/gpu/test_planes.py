@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.gpu.sides import cuda_ipc_side, nixl_side
+from tests.gpu.sides import cuda_ipc_side, nixl_side, staged_nixl_side
 
 from kvferry.testing.plane_conformance import CASES, Case, PairSource, SpawnedFar
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
-MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side}
+MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "staged-nixl": staged_nixl_side}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
