@@ -22,6 +22,7 @@ __all__ = [
     "nixl_side",
     "shm_side",
     "shm_side_without_compiler",
+    "slow_staged_side",
     "staged_nixl_side",
     "tcp_side",
 ]
@@ -69,6 +70,13 @@ def staged_nixl_side() -> Side:
     memory = SharedMemory.allocate(MEMORY_BYTES)
     settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2)
     return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"), memory)
+
+
+def slow_staged_side() -> Side:
+    """As above, in chunks so small that a long transfer can be met on its way; and who is silent is not waited for long."""
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=256 << 10, chunk_bytes=8192, min_runs=2)
+    return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests", reclaim_s=4.0), memory)
 
 
 def tcp_side() -> Side:

@@ -1,0 +1,278 @@
+"""Staged transfers over real NIXL, between processes: exact bytes, back-pressure, and peers that die, stop or talk nonsense."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import numpy as np
+import pytest
+from tests.planes.sides import nixl_side, slow_staged_side, staged_nixl_side
+from tests.planes.staged_plans import check_read, check_write, mixed, read_as_planned, shuffled
+from tests.planes.staged_reader import read_for_ever
+
+from kvferry.errors import ConfigError, LocalProtocolError, TransportError
+from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
+from kvferry.ports.data import Pieces, PlaneOffer
+from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_REGION, Far, Pair, PairSource, Side, SpawnedFar
+from kvferry.types import EngineId, Epoch, PeerId, Region
+
+SECRET = b"the secret of these tests"
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[PairSource]:
+    made = PairSource(staged_nixl_side, SpawnedFar)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(source: PairSource) -> Iterator[Pair]:
+    with source.pair() as made:
+        made.connect()
+        yield made
+
+
+@pytest.mark.parametrize("piece_bytes", [256, 1000, 4096, 65536, 1 << 20])
+def test_reads_and_writes_bring_exactly_the_named_bytes(pair: Pair, piece_bytes: int) -> None:
+    count = min(20_000, LARGE_BLOCK_BYTES * 640 // piece_bytes)
+    check_read(pair, shuffled(piece_bytes, seed=piece_bytes, count=count))
+    check_write(pair, shuffled(piece_bytes, seed=piece_bytes + 1, count=count))
+
+
+def test_pieces_of_several_sizes_move_in_one_transfer(pair: Pair) -> None:
+    check_read(pair, mixed(seed=1))
+    check_write(pair, mixed(seed=2))
+
+
+def test_another_plan_gives_other_bytes(pair: Pair) -> None:
+    """The control of the tests above."""
+    (plan,) = shuffled(4096, seed=3)
+    remote = plan.remote_offsets.copy()
+    remote[[5, 6]] = remote[[6, 5]]
+    other = read_as_planned(pair, [Pieces(plan.local_region, plan.remote_region, 4096, plan.local_offsets, remote)])
+    check_read(pair, [plan])
+    assert not np.array_equal(pair.near.memory, other)
+
+
+def test_many_transfers_at_once_pass_a_ring_that_holds_two(pair: Pair) -> None:
+    blocks = shuffled(LARGE_BLOCK_BYTES, seed=4)[0]
+    plans = [
+        Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, blocks.local_offsets[n::20], blocks.remote_offsets[n::20]) for n in range(20)
+    ]
+    expected = read_as_planned(pair, plans)
+    handles = [pair.near.plane.read(pair.peer, [plan]) for plan in plans]
+    for completion in pair.wait(*handles).values():
+        assert completion.ok, completion.error
+        assert completion.pieces < len(plans[0].local_offsets)
+    assert np.array_equal(pair.near.memory, expected)
+
+
+def test_transfers_of_both_directions_go_on_side_by_side(pair: Pair) -> None:
+    (read,), (written,) = shuffled(4096, seed=5), shuffled(4096, seed=6)
+    half = len(read.local_offsets) // 2
+    reading = Pieces(LARGE_REGION, LARGE_REGION, 4096, np.sort(read.local_offsets)[:half], read.remote_offsets[:half])
+    writing = Pieces(LARGE_REGION, LARGE_REGION, 4096, np.sort(written.local_offsets)[half:], read.remote_offsets[half:])
+    handles = [pair.near.plane.read(pair.peer, [reading]), pair.near.plane.write(pair.peer, [writing])]
+    assert all(completion.ok for completion in pair.wait(*handles).values())
+
+
+def test_pieces_without_bytes_are_refused(pair: Pair) -> None:
+    offsets = np.zeros(20, np.int64)
+    for start in (pair.near.plane.read, pair.near.plane.write):
+        with pytest.raises(LocalProtocolError):
+            start(pair.peer, [Pieces(0, 0, 0, offsets, offsets)])
+
+
+def test_a_ring_is_no_region_that_a_plan_may_name(pair: Pair) -> None:
+    offsets = np.arange(20, dtype=np.int64) * 64
+    ring = len(pair.near.regions)
+    with pytest.raises(LocalProtocolError):
+        pair.near.plane.read(pair.peer, [Pieces(ring, 0, 64, offsets, offsets)])
+    with pytest.raises(TransportError):
+        pair.near.plane.read(pair.peer, [Pieces(0, ring, 64, offsets, offsets)])
+
+
+def test_peers_without_a_ring_are_read_plainly_either_way() -> None:
+    for ours, theirs in ((nixl_side, staged_nixl_side), (staged_nixl_side, nixl_side)):
+        near, far = ours(), SpawnedFar(theirs)
+        try:
+            far.fill(0)
+            near.plane.connect(PeerId(EngineId("far"), Epoch("1"), 0), far.offer, far.regions)
+            pair = Pair(near, far, PeerId(EngineId("far"), Epoch("1"), 0), 0)
+            (plan,) = shuffled(4096, seed=8, count=500)
+            expected = read_as_planned(pair, [plan])
+            handle = near.plane.read(pair.peer, [plan])
+            completion = pair.wait(handle)[handle]
+            assert (completion.error, completion.pieces) == (None, 500)
+            assert np.array_equal(near.memory, expected)
+        finally:
+            near.close()
+            far.close()
+
+
+def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: PairSource) -> None:
+    with source.pair() as pair:
+        stranger = _over(pair.near, b"another secret")
+        stranger.connect(pair.peer, pair.far.offer, pair.far.regions)
+        (plan,) = shuffled(4096, seed=9, count=400)
+        expected = read_as_planned(pair, [plan])
+        other = Pair(Side(stranger, pair.near.memory, pair.near.regions, lambda: None), pair.far, pair.peer, pair.far_seed)
+        handle = stranger.read(pair.peer, [plan])
+        completion = other.wait(handle)[handle]
+        assert (completion.error, completion.pieces) == (None, 400)
+        assert np.array_equal(pair.near.memory, expected)
+        stranger.close()
+
+
+def test_what_anybody_sends_is_dropped_and_others_are_served(pair: Pair) -> None:
+    chaos = NixlDataPlane()
+    assert chaos.register(pair.near.regions)
+    chaos.connect(pair.peer, PlaneOffer(pair.far.offer.plane, "", pair.far.offer.blob), pair.far.regions)
+    dice = random.Random(7)
+    for number in range(400):
+        chaos.notify(pair.peer, dice.randbytes(dice.choice((0, 1, 31, 32, 33, 200, 70_000))))
+        if number % 100 == 0:
+            check_read(pair, shuffled(65536, seed=number))
+    chaos.close()
+    check_write(pair, shuffled(65536, seed=1))
+
+
+def test_notifications_that_mean_nothing_are_counted() -> None:
+    near, far = staged_nixl_side(), nixl_side()
+    assert isinstance(near.plane, StagedNixlDataPlane)
+    assert isinstance(far.plane, NixlDataPlane)
+    peer = PeerId(EngineId("near"), Epoch("1"), 0)
+    far.plane.connect(peer, near.plane.offer(), near.regions)
+    for note in (b"", b"junk", bytes(300_000), bytes(64)):
+        far.plane.notify(peer, note)
+    deadline = time.monotonic() + DEADLINE_S
+    while near.plane.num_dropped_notes < 3:  # one is too long even to be looked at
+        assert time.monotonic() < deadline
+        far.plane.poll()
+        assert near.plane.poll() == []
+    near.close()
+    far.close()
+
+
+@pytest.mark.slow
+def test_a_killed_reader_leaves_room_for_others_and_its_window_comes_back() -> None:
+    with _owner() as far, _reader(far) as (process, pipe):
+        assert pipe.recv() == "begun"
+        time.sleep(0.05)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join(DEADLINE_S)
+        with PairSourceOf(far).pair() as pair:
+            check_read(pair, shuffled(4096, seed=1, count=2000))
+            time.sleep(5.0)
+            for seed in range(4):  # with windows that were never given back, these would have to go plainly
+                check_read(pair, shuffled(4096, seed=seed, count=2000))
+
+
+@pytest.mark.slow
+def test_a_stopped_reader_fails_what_it_was_reading_and_reads_on() -> None:
+    with _owner() as far, _reader(far) as (process, pipe):
+        assert pipe.recv() == "begun"
+        time.sleep(0.05)
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        with PairSourceOf(far).pair() as pair:
+            check_read(pair, shuffled(4096, seed=1, count=2000))
+        time.sleep(6.0)
+        os.kill(process.pid or 0, signal.SIGCONT)
+        first = _told(pipe)
+        assert first[0] is not None
+        assert _told(pipe) == (None, True)
+
+
+@pytest.mark.slow
+def test_a_stopped_owner_fails_the_read_and_serves_again_when_it_wakes() -> None:
+    with _owner() as far, PairSourceOf(far).pair() as pair:
+        handle = pair.near.plane.read(pair.peer, shuffled(4096, seed=1))
+        assert pair.turn() == []
+        os.kill(far.pid, signal.SIGSTOP)
+        assert pair.wait(handle)[handle].error is not None
+        os.kill(far.pid, signal.SIGCONT)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                pair.connect()
+                break
+            except TransportError:
+                assert time.monotonic() < deadline
+                pair.turn()
+        check_read(pair, shuffled(4096, seed=2, count=2000))
+
+
+def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
+    memory = np.zeros(4096, np.uint8)
+    plane = StagedNixlDataPlane(NixlDataPlane(backends=("UCX", "NOSUCH")), StagingSettings(piece_bytes=1, ring_bytes=4096), SECRET)
+    with pytest.raises(ConfigError, match="NOSUCH"):
+        plane.register([Region("kv", memory.ctypes.data, 64, 64, 64)])
+    plane.close()
+
+
+class PairSourceOf:
+    """Pairs with a far side that somebody else keeps."""
+
+    def __init__(self, far: Far) -> None:
+        self._far = far
+
+    @contextmanager
+    def pair(self) -> Iterator[Pair]:
+        near = slow_staged_side()
+        self._far.fill(1)
+        near.memory[:] = 0
+        made = Pair(near, self._far, PeerId(EngineId("far"), Epoch("2"), 0), 1)
+        made.connect()
+        try:
+            yield made
+        finally:
+            near.close()
+
+
+@contextmanager
+def _owner() -> Iterator[SpawnedFar]:
+    far = SpawnedFar(slow_staged_side)
+    far.fill(1)
+    try:
+        yield far
+    finally:
+        far.close()
+
+
+@contextmanager
+def _reader(far: Far) -> Iterator[tuple[BaseProcess, Connection]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=read_for_ever, args=(theirs, far.offer, far.regions), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.join(DEADLINE_S)
+        ours.close()
+
+
+def _told(pipe: Connection) -> tuple[str | None, bool]:
+    while True:
+        assert pipe.poll(DEADLINE_S)
+        if (told := pipe.recv()) != "begun":
+            error, has_bytes = told
+            return error, has_bytes
+
+
+def _over(side: Side, secret: bytes) -> StagedNixlDataPlane:
+    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2)
+    plane = StagedNixlDataPlane(NixlDataPlane(), settings, secret)
+    assert plane.register(side.regions)
+    return plane
