@@ -13,11 +13,7 @@ from kvferry.ports.data import DataPlane
 from kvferry.testing.plane_sides import MEMORY_BYTES, Bytes, Side, layout
 from kvferry.types import MemoryKind, Region
 
-<<<<<<< HEAD
-__all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "staged_nixl_side", "vram_regions"]
-=======
 __all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "roomy_staged_nixl_side", "staged_nixl_side", "vram_regions"]
->>>>>>> staged-nixl
 
 
 class DeviceBytes:
@@ -75,10 +71,6 @@ def nixl_side() -> Side:
 
 
 def staged_nixl_side() -> Side:
-<<<<<<< HEAD
-    """Everything is staged, through a ring that holds a part of the large transfers."""
-    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=16 << 20, chunk_bytes=2 << 20, min_runs=2)
-=======
     """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
     return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2))
 
@@ -89,5 +81,4 @@ def roomy_staged_nixl_side() -> Side:
 
 
 def _staged(settings: StagingSettings) -> Side:
->>>>>>> staged-nixl
     return over_device(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"))
