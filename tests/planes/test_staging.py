@@ -59,6 +59,18 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int
     assert table.take(pages * 4096) == Window(first * 4096, pages * 4096)
 
 
+def test_one_that_is_alone_has_most_of_a_ring_and_leaves_some_to_the_next() -> None:
+    table = WindowTable(0, 64 * 4096)
+    alone = table.take_share(1 << 30, 1000, is_alone=True)
+    assert alone is not None
+    assert alone == Window(0, 48 * 4096 - 48 * 4096 % 1000)
+    late = table.take_share(1 << 30, 1, is_alone=True)
+    assert late == Window(48 * 4096, 16 * 4096)
+    assert table.take_share(1, 1, is_alone=True) is None
+    table.give_back(alone)
+    assert table.take_share(1 << 30, 1, is_alone=False) == Window(0, 32 * 4096)
+
+
 def test_a_window_that_nobody_has_is_not_given_back() -> None:
     with pytest.raises(LocalProtocolError):
         WindowTable(0, 4096).give_back(Window(0, 10))
@@ -169,6 +181,13 @@ def test_without_a_word_of_the_operator_device_memory_is_staged_and_host_memory_
     assert not StagingSettings().resolved(MemoryKind.DRAM).is_on
     assert not StagingSettings(piece_bytes=0).resolved(MemoryKind.VRAM).is_on
     assert StagingSettings(piece_bytes=4096).resolved(MemoryKind.DRAM).is_on
+
+
+def test_a_ring_that_nobody_has_set_takes_little_of_its_device() -> None:
+    gib = 1 << 30
+    assert StagingSettings().resolved(MemoryKind.VRAM, 140 * gib).ring_bytes == gib
+    assert StagingSettings().resolved(MemoryKind.VRAM, 16 * gib).ring_bytes == 163 << 20
+    assert StagingSettings(ring_bytes=2 * gib).resolved(MemoryKind.VRAM, 16 * gib).ring_bytes == 2 * gib
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -146,6 +146,10 @@ class NixlDataPlane:
         if self._serving is None:
             return []
         self._progress(self._serving)
+        return self.poll_posted()
+
+    def poll_posted(self) -> list[Completion]:
+        """As `poll`, when `take_notes` has just been called."""
         if not self._links and not self._transfers and self._posting.is_settled:
             return []
         for agent in self._posting.connected():
@@ -157,6 +161,8 @@ class NixlDataPlane:
             # Between processes of one host a read is over when it has been posted.
             self._check(posted)
         self._posting.advance(self._transfers)
+        if not any(transfer.has_ended for transfer in self._transfers):
+            return []
         ended = [transfer for transfer in self._transfers if transfer.has_ended]
         self._transfers = deque(transfer for transfer in self._transfers if not transfer.has_ended)
         return [transfer.completion() for transfer in ended]

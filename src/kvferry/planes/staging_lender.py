@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.planes.offsets import are_within
 from kvferry.planes.staging_lane import CopyLane, StagingRing
-from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
+from kvferry.planes.staging_ring import Window, WindowTable
 from kvferry.planes.staging_stream import Segment, Stream
 from kvferry.planes.staging_wire import MAX_PIECES, Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped
 from kvferry.types import Region
@@ -52,6 +52,8 @@ class _Served:
     """With the window, once it is granted."""
     advanced: int = 0
     told: int = 0
+    is_granted: bool = False
+    """Its peer has been told of its window."""
     owes_word: bool = False
     is_ended: bool = False
     """Nothing more is copied. Its window is kept until its peer has stopped."""
@@ -77,8 +79,19 @@ class _Served:
         room = self.advanced + self.lane.window.size_bytes if self.ask.is_read else self.advanced
         return min(self.stream.total_bytes, room)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether its peer waits for what has been copied: to read it, to write more in its place, or to be through."""
+        assert self.lane is not None
+        done, room = self.lane.done, self.lane.window.size_bytes
+        if done <= self.told or self.ask.is_read or done == self.ask.total_bytes:
+            return done > self.told
+        return self.told + room < self.ask.total_bytes and (4 * (done - self.told) >= room or done == self.advanced)
+
     def is_forsaken(self, now: float, reclaim_s: float) -> bool:
         """Nobody can be using its window any more."""
+        if self.is_ended and not self.is_granted and not self.owes_word:
+            return True
         if self.free_at is not None:
             return now >= self.free_at
         if self.ask.is_read or self.lane is None:
@@ -101,6 +114,10 @@ class WindowLender:
     @property
     def is_serving(self) -> bool:
         return bool(self._served)
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self._outgoing)
 
     @property
     def can_move(self) -> bool:
@@ -160,8 +177,11 @@ class WindowLender:
     def take_mail(self) -> Iterator[tuple[str, tuple[Message, ...]]]:
         """What is to be sent as one notification each, and to which agent."""
         outgoing, self._outgoing = self._outgoing, []
-        for sender in dict.fromkeys(sender for sender, _ in outgoing):
-            yield sender, tuple(message for to, message in outgoing if to == sender)
+        letters: dict[str, list[Message]] = {}
+        for sender, message in outgoing:
+            letters.setdefault(sender, []).append(message)
+        for sender, messages in letters.items():
+            yield sender, tuple(messages)
 
     def _admit(self, sender: str, ask: Ask, now: float) -> None:
         if len(self._served) >= MAX_SERVED:
@@ -223,17 +243,16 @@ class WindowLender:
                 served.owes_word = True
 
     def _grant(self) -> None:
-        """In the order in which they asked. Half of the ring at most: whoever does not come back shall not stop everybody."""
+        """In the order in which they asked."""
         while self._queue:
             served = self._queue[0]
-            wanted = min(served.ask.window_bytes, served.ask.total_bytes, max(1, self._table.size_bytes // 2))
-            window = self._table.take(whole_grains(wanted, served.ask.grain))
+            wanted = min(served.ask.window_bytes, served.ask.total_bytes)
+            window = self._table.take_share(wanted, served.ask.grain, is_alone=len(self._queue) == 1)
             if window is None:
                 return
             self._queue.popleft()
             served.lane = CopyLane(self._ring, served.stream, window, served.ask.is_read, _usable_grain(window, served.ask.grain))
             self._moving.append(served)
-            self._outgoing.append((served.sender, Granted(served.ask.transfer, window.first, window.size_bytes, served.clock_s)))
 
     def _move(self, served: _Served, now: float, *, may_begin: bool) -> int:
         """What it has begun to copy, in bytes."""
@@ -251,7 +270,10 @@ class WindowLender:
                 served.owes_word = False
                 self._outgoing.append((served.sender, Ended(served.ask.transfer, "stopped")))
             return begun
-        if lane.done > served.told or served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S:
+        if not served.is_granted and (lane.is_idle or lane.done):  # not before there is something to read, if that is soon
+            served.is_granted, window = True, lane.window
+            self._outgoing.append((served.sender, Granted(served.ask.transfer, window.first, window.size_bytes, served.clock_s)))
+        if served.has_news or served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S:
             served.told, served.owes_word, served.spoken_at = lane.done, False, now
             self._outgoing.append((served.sender, Reached(served.ask.transfer, lane.done, served.clock_s)))
         if served.is_complete:

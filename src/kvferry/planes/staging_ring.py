@@ -58,6 +58,17 @@ class WindowTable:
             at = _aligned(window.end)
         return None
 
+    def take_share(self, wanted_bytes: int, grain: int, *, is_alone: bool) -> Window | None:
+        """As much of these bytes as one transfer may have, in whole grains: three quarters when nobody else waits, else half, or the
+        quarter that is left. Whoever does not give a window back shall not stop everybody."""
+        quarter = self.size_bytes // 4 // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
+        most = self.size_bytes - quarter if is_alone and quarter else max(1, self.size_bytes // 2)
+        for share in (most, quarter or most):
+            window = self.take(whole_grains(min(wanted_bytes, share), grain))
+            if window is not None or wanted_bytes <= quarter:
+                return window
+        return None
+
     def give_back(self, window: Window) -> None:
         if window not in self._taken:
             raise LocalProtocolError(f"{window} of a staging ring is given back, but nobody has it; this is a bug")

@@ -14,10 +14,12 @@ __all__ = ["StagingSettings", "is_fragmented"]
 
 MIB = 1024 * 1024
 BY_KIND = {
-    MemoryKind.VRAM: (256 * 1024, 256 * MIB, 32 * MIB),
+    MemoryKind.VRAM: (256 * 1024, 1024 * MIB, 64 * MIB),
     MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
 }
 """Piece, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""
+RING_SHARE = 100
+"""A ring that nobody has set a size for takes at most the hundredth part of its device."""
 MIN_RUNS = 16
 SAMPLED_RUNS, SAMPLED_REGIONS = 256, 4
 
@@ -34,9 +36,11 @@ class StagingSettings:
     min_runs: int = MIN_RUNS
     """Fewer go plainly whatever their size."""
 
-    def resolved(self, kind: MemoryKind) -> "ResolvedStaging":
+    def resolved(self, kind: MemoryKind, device_bytes: int | None = None) -> "ResolvedStaging":
         values = (self.piece_bytes, self.ring_bytes, self.chunk_bytes)
         piece, ring, chunk = (value if value is not None else default for value, default in zip(values, BY_KIND[kind], strict=True))
+        if self.ring_bytes is None and device_bytes is not None:
+            ring = min(ring, device_bytes // RING_SHARE // MIB * MIB)
         return ResolvedStaging(piece, ring, chunk, self.min_runs)
 
 
