@@ -181,6 +181,8 @@ class StagedNixlDataPlane:
             return self._ours_of(self._plain.poll())
         self._enter_device(staging)
         now, plain = time.monotonic(), list[Completion]()
+        if len(staging.transfers) or staging.lender.is_serving:
+            self._plain.expect_calls(now + BUSY_S)
         self._receive(staging, now)
         self._turn(staging, now)
         if completions := self._plain.poll_posted():
