@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvferry.bench.flatness import Verdict
-from kvferry.bench.process_probe import cpu_seconds, family_of, look_at
+from kvferry.bench.process_probe import cpu_seconds, family_of, look_at, parse_device_bytes
 from kvferry.bench.soak import SoakResult
 from kvferry.bench.soak_pair import BROKEN_OFF, Ending, Tally
 from kvferry.errors import KVFerryError
@@ -65,3 +65,7 @@ def test_a_process_is_looked_at_with_all_it_holds() -> None:
     assert cpu_seconds(os.getpid()) > 0
     with pytest.raises(KVFerryError, match="cannot be looked at"):
         look_at(2**30)
+
+
+def test_the_driver_s_word_on_processes_is_read_as_far_as_it_says_something() -> None:
+    assert parse_device_bytes("12, 500\n13, [N/A]\n12, 24\n\nNo running processes found\n") == {12: 524 * 2**20}

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.transfer import MEMCPY, RAW_NIXL, Cell, make_baselines, make_device_rows, make_rows, parse_device, parse_plot
+from kvferry.bench.transfer import parse_device, parse_plot
 from kvferry.bench.transfer_memory import HostPlace
 from kvferry.bench.transfer_moves import RUN_BLOCKS, Blocks, Pattern, plan_move
 from kvferry.bench.transfer_plot import draw
+from kvferry.bench.transfer_rows import MEMCPY, RAW_NIXL, Cell, make_baselines, make_device_rows, make_rows, table
 from kvferry.errors import ConfigError
 from kvferry.planes.runs import coalesce
 
@@ -98,6 +99,16 @@ def test_rows_of_a_gpu_tell_how_much_was_timed_and_compare_with_one_long_piece()
     }
     [baseline] = make_baselines([measured])
     assert (baseline["contiguous_nixl_gbps"], baseline["raw_nixl_write_gbps"], baseline["raw_nixl_timed_bytes"]) == (0.5, 0.05, 80_000)
+
+
+def test_the_table_tells_sizes_of_moves_apart() -> None:
+    large = cell(memcpy=[0.001], raw_nixl=[0.01], raw_nixl_contiguous=[0.002], raw_nixl_write=[0.02], nixl=[0.004])
+    part = large.move.part(80)
+    small = Cell(part, large.pattern, {"memcpy": [0.001], "nixl": [0.008]}, {"nixl": 7})
+    facts = FACTS | {"regions": 1, "rounds": 1, "copied_by": "torch"}
+    lines = table(make_device_rows([large, small]), [large, small], facts).splitlines()
+    assert [line.split()[-3:] for line in lines if " nixl  " in line and "raw" not in line] == [["0.25", "2.5", "7"], ["0.125", "-", "7"]]
+    assert sum("MiB a move" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:-1", "cuda:x", "CPU"])

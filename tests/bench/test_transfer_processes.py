@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.transfer import Scope, make_baselines, make_device_rows, measure
+from kvferry.bench.transfer import Scope, measure
 from kvferry.bench.transfer_device import DevicePlace
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer_rows import make_baselines, make_device_rows
 from kvferry.bench.transfer_sides import Consumer, Shape, start_producer
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError
@@ -159,13 +160,14 @@ def test_what_runs_on_a_gpu_runs_on_the_processor_too() -> None:
     scope = Scope((4, 64, 2048), (16, 4), regions=2, rounds=2, way_s=0.05, most_descriptors=64, leaves_out=True)
     cells = measure(DevicePlace(None), scope, 1, StopRequest())
     rows, baselines = make_device_rows(cells), make_baselines(cells)
-    assert {row["plane"] for row in rows} == {"nixl"}
-    found = [(row["piece_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20) for row in rows]
+    assert {row["plane"] for row in rows} == {"nixl", "nixl staged"}
+    found = [(row["piece_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20) for row in rows if row["plane"] == "nixl"]
     patterns = ("scattered", "runs")
     assert found == [(kib, pattern, 16) for kib in (4, 64) for pattern in patterns] + [(2048, "scattered", 16)] + [
         (kib, pattern, 4) for kib in (4, 64) for pattern in patterns
     ] + [(2048, "scattered", 4)]
-    assert [row["timed_bytes"] for row in rows if row["piece_bytes"] == 4096] == [64 * 4096] * 4
+    small = [(row["plane"], row["timed_bytes"]) for row in rows if row["piece_bytes"] == 4096]
+    assert small == [("nixl", 64 * 4096), ("nixl staged", 16 << 20)] * 2 + [("nixl", 64 * 4096), ("nixl staged", 4 << 20)] * 2
     assert all(row[key] > 0 for row in rows for key in ("gbps", "of_memcpy", "of_raw_nixl", "of_contiguous_nixl", "median_us"))
     assert all(
         each[key] > 0 for each in baselines for key in ("memcpy_gbps", "raw_nixl_gbps", "raw_nixl_write_gbps", "contiguous_nixl_gbps")

@@ -42,6 +42,13 @@ def test_the_plane_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path
     assert "planes" not in value_of(LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config")
 
 
+def test_engines_on_a_gpu_leave_room_for_each_other(tmp_path: Path) -> None:
+    command = LocalLaunch(UpOptions(device="cuda:1"), tmp_path).engine()
+    assert value_of(command, "--device") == "cuda:1"
+    assert value_of(command, "--kv-cache-memory-bytes") == "1G"
+    assert "--device" not in LocalLaunch(UpOptions(), tmp_path).engine()
+
+
 def test_push_is_another_connector(tmp_path: Path) -> None:
     command = LocalLaunch(UpOptions(mode="push"), tmp_path).engine()
     assert json.loads(value_of(command, "--kv-transfer-config"))["kv_connector"] == "NixlPushConnector"

@@ -1,5 +1,7 @@
 """What `--device` means: which GPU each rank gets, what is refused, and which formats numbers have there."""
 
+import asyncio
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from tests.engine.ranks import GREEDY, runs_of
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.cache_shape import cache_shape
 from kvferry.engine.checkpoint import open_checkpoint
+from kvferry.engine.client import EngineClient
 from kvferry.engine.device_names import first_gpu, gpu_of_rank, ranks_on_gpu
 from kvferry.engine.flat_batch import make_flat_batch
 from kvferry.engine.make_model import make_model
@@ -21,6 +24,7 @@ from kvferry.engine.rank_device import CPU, open_device
 from kvferry.engine.step import SequenceSlice
 from kvferry.engine.weights import load_weights
 from kvferry.errors import ConfigError
+from kvferry.testing.local_kit import LocalKit
 
 SMALL, LARGE = FLOAT64_WEIGHTS_LIMIT_BYTES, FLOAT64_WEIGHTS_LIMIT_BYTES + 1
 
@@ -57,6 +61,16 @@ def test_an_engine_on_the_cpu_takes_a_fixed_share_of_memory() -> None:
 def test_without_a_gpu_cuda_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"--device cuda:0.*use --device cpu"):
         open_device("cuda:0", ParallelConfig())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_has_no_gpu_says_so_and_leaves_no_process(tmp_path: Path, ranks: int) -> None:
+    make_model(tmp_path)
+    options = EngineOptions(tmp_path, device="cuda", tensor_parallel_size=ranks)
+    with pytest.raises(ConfigError, match=r"--device cuda.*use --device cpu"):
+        asyncio.run(EngineClient.start(options, LocalKit()))
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, float("nan")])

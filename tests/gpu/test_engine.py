@@ -8,12 +8,15 @@ from random import Random
 import pytest
 import torch
 from tests.engine.ranks import GREEDY, Tables, one_rank, several_ranks
+from torch._C._distributed_c10d import FileStore
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.cache_groups import form_groups
 from kvferry.engine.make_model import make_model
 from kvferry.engine.model_config import read_model_config
+from kvferry.engine.nccl_group import NcclGroup
 from kvferry.engine.options import EngineOptions
+from kvferry.engine.parallel import GlooGroup
 from kvferry.engine.rank_device import open_device
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SampledToken, SequenceSlice
@@ -185,6 +188,21 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         open_device(f"cuda:{count}", ParallelConfig())
 
 
+def test_nccl_adds_up_what_ranks_with_a_gpu_each_have(tmp_path: Path) -> None:
+    """One rank: NCCL joins no two on one GPU."""
+    alone, cuda = ParallelConfig(1, 0), torch.device("cuda", 0)
+    assert open_device("cuda", alone).has_own_gpus
+    assert not open_device("cuda", ParallelConfig(torch.cuda.device_count() + 1, 0)).has_own_gpus
+    store = FileStore(str(tmp_path / "store"), 1)
+    group = NcclGroup(alone, store, GlooGroup(alone, store, 30.0), cuda, 30.0)
+    part = torch.arange(6, dtype=torch.float64, device=cuda).view(2, 3)
+    assert torch.equal(group.sum(part.clone()), part)
+    assert torch.equal(group.sum(part.t().clone().t()), part)
+    assert torch.equal(group.concatenate(part), part)
+    group.close()
+    group.close()
+
+
 def test_device_memory_is_given_back(options: EngineOptions) -> None:
     held = []
     for _ in range(3):
@@ -192,7 +210,7 @@ def test_device_memory_is_given_back(options: EngineOptions) -> None:
         runner.load()
         runner.allocate_cache(LocalKit())
         generate(runner.run, [(11, 12, 13)], [((0, 1),)])
-        assert runner.device_bytes > GIB
+        assert runner.device.used_bytes > runner.device.held_bytes > GIB
         runner.close()
         runner.close()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from tests.gpu.sides import cuda_ipc_side, nixl_side, staged_nixl_side
 
+from kvferry.errors import KVFerryError
+from kvferry.ports.data import Pieces
 from kvferry.testing.plane_conformance import CASES, Case, PairSource, SpawnedFar
+from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
-MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "staged-nixl": staged_nixl_side}
+MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "nixl staged": staged_nixl_side}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -18,6 +22,26 @@ def source(request: pytest.FixtureRequest) -> Iterator[PairSource]:
     made = PairSource(MAKERS[request.param], SpawnedFar)
     yield made
     made.close()
+
+
+def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(source: PairSource) -> None:
+    """Of so many, some planes look at each when its turn comes."""
+    offsets = np.arange(LARGE_BLOCKS * LARGE_BLOCK_BYTES // 64, dtype=np.int64)[:10_000] * 64
+    for wrong in (-64, LARGE_BLOCKS * LARGE_BLOCK_BYTES - 63):
+        for side in range(2):
+            with source.pair() as pair:
+                pair.connect()
+                before = pair.near.memory.copy()
+                sides = [offsets.copy(), offsets.copy()]
+                sides[side][-1] = wrong
+                try:
+                    handle = pair.near.plane.read(pair.peer, [Pieces(LARGE_REGION, LARGE_REGION, 64, *sides)])
+                    assert not pair.wait(handle)[handle].ok
+                except KVFerryError:
+                    pass
+                at = pair.place(LARGE_REGION, 0)
+                assert np.array_equal(pair.near.memory[:at], before[:at])
+                assert np.array_equal(pair.near.memory[at + 10_000 * 64 :], before[at + 10_000 * 64 :])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopies, HostAddressCopier
 
 SIZE = 64 * 1024
@@ -42,3 +43,13 @@ def test_some_rows_are_a_view_of_all() -> None:
 def test_nothing_is_nothing() -> None:
     empty = np.empty(0, np.int64)
     assert HostAddressCopier().start([AddressCopies(8, empty, empty), AddressCopies(0, empty + 1, empty + 1)]).is_done()
+
+
+@pytest.mark.parametrize(("sources", "targets"), [([0, 57], [0, 8]), ([0, 8], [0, 57]), ([-1, 0], [0, 8])])
+def test_what_leaves_its_region_is_not_copied(sources: list[int], targets: list[int]) -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    bases = memory.ctypes.data, memory.ctypes.data
+    part = AddressCopies(8, np.array(sources, np.int64), np.array(targets, np.int64), *bases, source_last=56, target_last=56)
+    with pytest.raises(TransportError, match="leaves its region"):
+        HostAddressCopier().start([part])
+    assert memory.tolist() == list(range(64))

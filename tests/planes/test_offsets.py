@@ -21,7 +21,7 @@ def test_offsets_are_within_exactly_when_each_is(numbers: list[int], last: int) 
 @given(st.lists(st.integers(0, 2**50), max_size=40), st.integers(0, 2**50), st.integers(0, 5))
 def test_a_base_is_added_to_all_and_the_bits_of_all_are_told(numbers: list[int], base: int, first: int) -> None:
     table = np.full(50, -1, np.int64)
-    bits = add_all(table, first, np.array(numbers, np.int64), base)
+    bits = add_all(table, first, np.array(numbers, np.int64), base, 2**50)
     sums = [number + base for number in numbers]
     assert table.tolist() == [-1] * first + sums + [-1] * (50 - first - len(sums))
     assert bits == int(np.bitwise_or.reduce(np.array([0, *sums], np.int64)))
@@ -30,5 +30,15 @@ def test_a_base_is_added_to_all_and_the_bits_of_all_are_told(numbers: list[int],
 def test_a_table_is_never_overrun() -> None:
     table = np.zeros(4, np.int64)
     with pytest.raises(ValueError, match=r"table|broadcast"):
-        add_all(table, 2, np.arange(3, dtype=np.int64), 0)
+        add_all(table, 2, np.arange(3, dtype=np.int64), 0, 9)
     assert not table.any()
+
+
+@given(st.lists(WIDE, min_size=1, max_size=40), st.integers(-1, 2**62))
+def test_an_offset_that_leaves_its_region_is_told(numbers: list[int], last: int) -> None:
+    table, offsets = np.zeros(50, np.int64), np.array(numbers, np.int64)
+    if are_within(offsets, last):
+        add_all(table, 0, offsets, 5, last)
+    else:
+        with pytest.raises(IndexError):
+            add_all(table, 0, offsets, 5, last)

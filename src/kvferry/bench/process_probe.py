@@ -1,14 +1,17 @@
-"""What a process of this machine holds and has used, from /proc."""
+"""What a process of this machine holds and has used, from /proc and, on a GPU, from its driver."""
 
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["Holdings", "cpu_seconds", "family_of", "look_at", "waited_seconds"]
+__all__ = ["Holdings", "cpu_seconds", "device_bytes_by_process", "family_of", "look_at", "parse_device_bytes", "waited_seconds"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+NVIDIA_SMI_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,10 @@ class Holdings:
     rss_bytes: int
     files: int
     threads: int
+    device_bytes: int = 0
+    """Of GPUs, as the driver counts it; 0 where it does not say."""
+    torch_bytes: int = 0
+    """What of it torch holds, as the process says."""
 
 
 def look_at(pid: int) -> Holdings:
@@ -26,6 +33,25 @@ def look_at(pid: int) -> Holdings:
         return Holdings(resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
     except (OSError, IndexError) as error:
         raise KVFerryError(f"process {pid} cannot be looked at: {error}") from None
+
+
+def device_bytes_by_process() -> dict[int, int]:
+    """What each process uses of GPUs. Empty where there is no driver; inside a container it may know no process by our number."""
+    try:
+        ran = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return parse_device_bytes(ran.stdout)
+
+
+def parse_device_bytes(text: str) -> dict[int, int]:
+    """Lines of `pid, MiB`; those without a number are left out, those of one process added up."""
+    found: dict[int, int] = {}
+    for line in text.splitlines():
+        pid, _, mebibytes = line.partition(",")
+        if pid.strip().isdecimal() and mebibytes.strip().isdecimal():
+            found[int(pid)] = found.get(int(pid), 0) + int(mebibytes) * 2**20
+    return found
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""`kvferry bench soak`: many transfers between two embedded engines, and whether memory, files and threads stay flat.
+"""`kvferry bench soak`: many transfers between two embedded engines, and whether memory (a GPU's too), files and threads stay flat.
 
 Two engine cores in processes of their own, real ZeroMQ, the data plane asked for; this process drives them. Some requests are broken off
 at every point where a client may leave. At the end all blocks must be free.
@@ -12,17 +12,17 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvferry.bench.flatness import MIN_SAMPLES, Tolerance, Verdict, judge
-from kvferry.bench.process_probe import Holdings, family_of, look_at
-from kvferry.bench.soak_pair import BROKEN_OFF, SoakPair, Tally, start_pair
+from kvferry.bench.process_probe import Holdings, device_bytes_by_process, family_of, look_at
+from kvferry.bench.soak_pair import BROKEN_OFF, Load, SoakPair, Tally, start_pair
 from kvferry.bench.vllm_pairs import model_directory, say
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
-from kvferry.cli.sizes import parse_size
+from kvferry.cli.sizes import parse_device, parse_size
 from kvferry.errors import ConfigError
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "TOLERANCES", "SoakResult", "add_arguments", "run", "soak"]
@@ -33,16 +33,22 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   kvferry bench soak
-  kvferry bench soak --transfers 2000 --planes shm --json"""
+  kvferry bench soak --transfers 2000 --planes shm --json
+  kvferry bench soak --device cuda --planes cuda_ipc --transfers 10000 --longest 600"""
 
-PLANES = ("shm", "nixl", "tcp")
-SAMPLES = 200
-"""Of each process over a whole run, at equal numbers of transfers, so that a busy machine only makes it longer."""
+PLANES = {"cpu": ("shm", "nixl", "tcp"), "cuda": ("cuda_ipc", "nixl")}
+"""By kind of device."""
+SAMPLES = {"cpu": 200, "cuda": 40}
+"""Of each process over a whole run, at equal numbers of transfers, so that a busy machine only makes it longer. A driver is slow to ask."""
+GPU = "gpu"
 SAY_EVERY_S = 10.0
 TOLERANCES: Mapping[str, Tolerance] = {
     "rss_bytes": Tolerance(4 * 2**20, 0.02),
     "files": Tolerance(2),
     "threads": Tolerance(1),
+    # torch takes memory of a device 20 MiB at a time.
+    "device_bytes": Tolerance(24 * 2**20),
+    "torch_bytes": Tolerance(24 * 2**20),
 }
 
 
@@ -84,7 +90,12 @@ def add_arguments(parser: Parser) -> None:
         metavar="M",
         help="end each run after so long, with what is done by then (default: no limit)",
     )
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl tcp)")
+    parser.add_argument("--device", type=parse_device, default="cpu", help="of both engines: cpu, cuda or cuda:N (default: %(default)s)")
+    known = tuple(dict.fromkeys(plane for planes in PLANES.values() for plane in planes))
+    parser.add_argument("--planes", nargs="+", choices=known, help="one after the other (default: shm nixl tcp; on GPUs cuda_ipc nixl)")
+    parser.add_argument(
+        "--longest", type=parse_size, default=48, metavar="TOKENS", help="prompts have up to so many (default: %(default)s)"
+    )
     parser.add_argument("--concurrency", type=parse_size, default=64, metavar="N", help="requests in flight (default: %(default)s)")
     parser.add_argument("--abort-share", type=float, default=0.05, metavar="SHARE", help="of requests broken off (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and aborts (default: %(default)s)")
@@ -94,12 +105,12 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.abort_share < 1:
         raise ConfigError(f"--abort-share must be from 0 to below 1, got {arguments.abort_share:g}")
-    if not (arguments.transfers and arguments.concurrency):
-        raise ConfigError("--transfers and --concurrency must be at least 1")
+    if not (arguments.transfers and arguments.concurrency and arguments.longest):
+        raise ConfigError("--transfers, --concurrency and --longest must be at least 1")
     # Engines take over our level; every request that is broken off would be a line.
     logging.getLogger().setLevel(logging.ERROR)
     with stop_signals(), model_directory(arguments.model) as model:
-        results = [asyncio.run(soak(model, plane, arguments)) for plane in arguments.planes]
+        results = [asyncio.run(soak(model, plane, arguments)) for plane in arguments.planes or PLANES[_kind(arguments.device)]]
     if arguments.json:
         print(json.dumps({"runs": [_as_json(result) for result in results], "is_flat": not any(r.problems for r in results)}))
     else:
@@ -110,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
 async def soak(model: Path, plane: str, arguments: argparse.Namespace) -> SoakResult:
     """One plane's run, from the start of its engines to their end."""
     say(f"{arguments.transfers:,} transfers by {plane}, {arguments.concurrency} at a time")
-    async with start_pair(model, plane, arguments.abort_share, arguments.seed) as pair:
+    load = Load(arguments.device, arguments.longest)
+    async with start_pair(model, plane, arguments.abort_share, arguments.seed, load) as pair:
         started = time.monotonic()
         samples = await _drive(pair, arguments.transfers, arguments.concurrency, started + 60 * arguments.minutes)
         prefill, decode = await pair.settle()
@@ -129,16 +141,17 @@ async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: flo
     """Keep that many in flight until so many are done or time is up; look at every process at equal distances."""
     pids = _processes(pair)
     samples: dict[str, list[Holdings]] = {name: [] for name in pids}
-    every = max(1, transfers // SAMPLES)
-    said = time.monotonic()
+    every = max(1, transfers // SAMPLES[_kind(pair.load.device)])
+    looked, said = 0, time.monotonic()
 
     async def keep_going() -> None:
-        nonlocal said
+        nonlocal looked, said
         while pair.tally.done < transfers and pair.tally.errors.total() < MAX_ERRORS and time.monotonic() < deadline:
             await pair.transfer()
-            if pair.tally.done >= every * (1 + len(samples["driver"])):
-                for name, pid in pids.items():
-                    samples[name].append(look_at(pid))
+            if pair.tally.done >= every * (1 + looked):
+                looked += 1
+                for name, held in (await _look(pair, pids)).items():
+                    samples.setdefault(name, []).append(held)
             if time.monotonic() - said > SAY_EVERY_S:
                 said = time.monotonic()
                 _say_progress(pair.tally, samples)
@@ -147,6 +160,23 @@ async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: flo
         for _ in range(concurrency):
             group.create_task(keep_going())
     return samples
+
+
+async def _look(pair: SoakPair, pids: Mapping[str, int]) -> dict[str, Holdings]:
+    found = {name: look_at(pid) for name, pid in pids.items()}
+    if pair.load.device == "cpu":
+        return found
+    by_process = await asyncio.to_thread(device_bytes_by_process)
+    for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
+        status = await engine.status()
+        found[name] = replace(found[name], device_bytes=by_process.get(pids[name], 0), torch_bytes=status.device_bytes)
+        # Of the whole device: what is left where the driver knows no process, and for what neither side's torch has asked for.
+        found[GPU] = Holdings(0, 0, 0, status.device_used_bytes)
+    return found
+
+
+def _kind(device: str) -> str:
+    return device.partition(":")[0]
 
 
 MAX_ERRORS = 1000
@@ -165,16 +195,24 @@ def _processes(pair: SoakPair) -> dict[str, int]:
 def _verdicts(samples: Mapping[str, Sequence[Holdings]]) -> dict[str, dict[str, Verdict]]:
     if any(len(series) < MIN_SAMPLES for series in samples.values()):
         return {}
-    judged = {
-        name: {what: judge([getattr(sample, what) for sample in series], tolerance) for what, tolerance in TOLERANCES.items()}
-        for name, series in samples.items()
-    }
-    return {name: {what: verdict for what, verdict in rows.items() if verdict is not None} for name, rows in judged.items()}
+    judged: dict[str, dict[str, Verdict]] = {name: {} for name in samples}
+    for name, series in samples.items():
+        for what, tolerance in TOLERANCES.items():
+            counts = [getattr(sample, what) for sample in series]
+            verdict = judge(counts, tolerance) if any(counts) else None
+            if verdict is not None:
+                judged[name][what] = verdict
+    return judged
 
 
 def _say_progress(tally: Tally, samples: Mapping[str, Sequence[Holdings]]) -> None:
-    held = ", ".join(f"{name} {series[-1].rss_bytes / 2**20:.1f} MiB" for name, series in samples.items() if series)
+    held = ", ".join(f"{name} {_in_mebibytes(series[-1])}" for name, series in samples.items() if series)
     say(f"{tally.done:,} done, {tally.broken_off:,} broken off; {held}")
+
+
+def _in_mebibytes(held: Holdings) -> str:
+    """Main memory, then the driver's and torch's word on device memory, where there is any."""
+    return "/".join(f"{count / 2**20:.1f}" for count in (held.rss_bytes, held.device_bytes, held.torch_bytes) if count) + " MiB"
 
 
 def _as_json(result: SoakResult) -> dict[str, Any]:
@@ -213,5 +251,8 @@ def _table(result: SoakResult) -> str:
             says = "flat" if verdict.is_flat else "GROWS"
             numbers = f"{verdict.before:>16,.0f}{verdict.after:>16,.0f}{verdict.growth:>14,.0f}{verdict.allowed:>14,.0f}"
             lines.append(f"{name:<12}{what:<12}{numbers}  {says}")
+    for name, series in result.samples.items():
+        if any(sample.device_bytes or sample.torch_bytes for sample in series):
+            lines.append(f"{name}, main/device/torch: " + ", ".join(map(_in_mebibytes, _thinned(series, 20))))
     lines += result.problems or ["every token was right, every block is free" + ("" if result.verdicts else "; too short to judge growth")]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SamplingParams
 from kvferry.errors import KVFerryError
 
-__all__ = ["BLOCK_SIZE", "BROKEN_OFF", "Ending", "SoakPair", "Tally", "start_pair"]
+__all__ = ["BLOCK_SIZE", "BROKEN_OFF", "Ending", "Load", "SoakPair", "Tally", "start_pair"]
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 512
@@ -68,18 +68,34 @@ class Tally:
         return sum(self.endings[ending] for ending in BROKEN_OFF)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What both engines compute on, and the longest prompt."""
+
+    device: str = "cpu"
+    longest: int = 3 * BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        return NUM_BLOCKS * max(1, -(-self.longest // (3 * BLOCK_SIZE)))
+
+
+SHORT_PROMPTS = Load()
+
+
 @dataclass(slots=True)
 class SoakPair:
     prefill: EngineClient
     decode: EngineClient
     abort_share: float
     rng: random.Random
+    load: Load = SHORT_PROMPTS
     tally: Tally = field(default_factory=Tally)
     _number: int = 0
     _known: list[list[int]] = field(default_factory=list)
 
     async def transfer(self) -> None:
-        """One prompt of one to three blocks through P and D. P's token is what D's first must be."""
+        """One prompt through P and D. P's token is what D's first must be."""
         self._number += 1
         name, prompt = f"soak-{self._number}", self._next_prompt()
         ending = self.rng.choice(BROKEN_OFF) if self.rng.random() < self.abort_share else Ending.DONE
@@ -89,7 +105,7 @@ class SoakPair:
     def _next_prompt(self) -> list[int]:
         if len(self._known) == KNOWN_PROMPTS and self.rng.random() >= FRESH_SHARE:
             return self.rng.choice(self._known)
-        prompt = self.rng.choices(VOCABULARY, k=self.rng.randint(1, 3 * BLOCK_SIZE))
+        prompt = self.rng.choices(VOCABULARY, k=self.rng.randint(1, self.load.longest))
         if len(self._known) < KNOWN_PROMPTS:
             self._known.append(prompt)
         return prompt
@@ -139,29 +155,30 @@ class SoakPair:
 
 
 @asynccontextmanager
-async def start_pair(model: Path, plane: str, abort_share: float, seed: int) -> AsyncIterator[SoakPair]:
+async def start_pair(model: Path, plane: str, abort_share: float, seed: int, load: Load = SHORT_PROMPTS) -> AsyncIterator[SoakPair]:
     """Both engines on their own processes, joined by this plane alone."""
     secret = secrets.token_bytes(32)
-    engines = await asyncio.gather(*(_start(model, plane, secret, role) for role in ("prefill", "decode")), return_exceptions=True)
+    engines = await asyncio.gather(*(_start(model, plane, secret, role, load) for role in ("prefill", "decode")), return_exceptions=True)
     started = [engine for engine in engines if isinstance(engine, EngineClient)]
     try:
         for engine in engines:
             if isinstance(engine, BaseException):
                 raise engine
         prefill, decode = started
-        yield SoakPair(prefill, decode, abort_share, random.Random(seed))
+        yield SoakPair(prefill, decode, abort_share, random.Random(seed), load)
     finally:
         for client in started:
             await client.close()
 
 
-async def _start(model: Path, plane: str, secret: bytes, role: str) -> EngineClient:
+async def _start(model: Path, plane: str, secret: bytes, role: str, load: Load) -> EngineClient:
     extra: dict[str, Any] = {"planes": [plane], "kv_lease_duration": LEASE_S}
     mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": f"soak-{role}", "kv_connector_extra_config": extra}
     options = EngineOptions(
         model=model,
+        device=load.device,
         block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=load.num_blocks,
         enable_prefix_caching=role == "prefill",
         kv_transfer=KVTransferConfig.from_mapping(mapping),
     )

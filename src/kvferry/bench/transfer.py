@@ -9,37 +9,24 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.transfer_memory import HostPlace, Place
 from kvferry.bench.transfer_moves import RUN_BLOCKS, Blocks, Move, Pattern, blocks_per_region, plan_move
 from kvferry.bench.transfer_plot import draw
-from kvferry.bench.transfer_sides import MEMCPY, RAW_NIXL, RAW_NIXL_ONE, RAW_NIXL_WRITE, Consumer, Shape, Way, start_producer
+from kvferry.bench.transfer_rows import Cell, largest, make_baselines, make_device_rows, make_rows, table
+from kvferry.bench.transfer_sides import Consumer, Shape, Way, start_producer
 from kvferry.bench.vllm_pairs import parse_count, say
 from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
 from kvferry.engine.device_names import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
 
-__all__ = [
-    "DESCRIPTION",
-    "EXAMPLES",
-    "MEMCPY",
-    "RAW_NIXL",
-    "Cell",
-    "Scope",
-    "add_arguments",
-    "make_baselines",
-    "make_device_rows",
-    "make_rows",
-    "measure",
-    "parse_device",
-    "run",
-]
+__all__ = ["DESCRIPTION", "EXAMPLES", "Scope", "add_arguments", "measure", "parse_device", "parse_plot", "run"]
 
 DESCRIPTION = (
     "Move KV between two processes on every data plane of this machine, in pieces of 4 KiB to 1 MiB, scattered and in runs of\n"
@@ -87,25 +74,6 @@ GPU = Scope(
 )
 """NIXL takes some 9 µs for each descriptor on a GPU: a GiB in pieces of 4 KiB would take 2.4 s a move."""
 QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What was measured for one size of pieces and one pattern: seconds by way, and how many copies or descriptors each plane used."""
-
-    move: Move
-    pattern: Pattern
-    seconds: Mapping[str, Sequence[float]]
-    copies: Mapping[str, int]
-    parts: Mapping[str, Move] = field(default_factory=dict)
-    """Ways that moved only a part of it, and which."""
-
-    def part(self, way: str) -> Move:
-        return self.parts.get(way, self.move)
-
-    def gbps(self, way: str) -> float | None:
-        median = quantile(self.seconds.get(way, ()), 0.5)
-        return self.part(way).total_bytes / median / 1e9 if median else None
 
 
 def add_arguments(parser: Parser) -> None:
@@ -175,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = machine_facts(place, scope, arguments.spread)
     if arguments.plot:
         try:
-            arguments.plot.write_text(draw(make_rows(_largest(cells)), facts), encoding="utf-8")
+            arguments.plot.write_text(draw(make_rows(largest(cells)), facts), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--plot {arguments.plot} cannot be written ({error})") from error
         say(f"drawn into {arguments.plot}")
@@ -201,63 +169,6 @@ def measure(place: Place, scope: Scope, spread: int, stop: StopRequest) -> list[
         return cells
 
 
-def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """One for each plane, size and pattern."""
-    return [
-        {
-            "plane": plane,
-            "piece_bytes": cell.move.blocks.piece_bytes,
-            "pattern": str(cell.pattern),
-            "gbps": rounded(cell.gbps(plane), 2),
-            "of_memcpy": ratio(cell.gbps(plane), cell.gbps(MEMCPY)),
-            "of_raw_nixl": ratio(cell.gbps(plane), cell.gbps(RAW_NIXL)),
-            "pieces": len(cell.part(plane).local_blocks),
-            "copies": copies,
-        }
-        for cell in cells
-        for plane, copies in cell.copies.items()
-    ]
-
-
-def make_device_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The same, with what else matters on a GPU."""
-    more = [
-        {
-            "moved_bytes": cell.move.total_bytes,
-            "timed_bytes": cell.part(plane).total_bytes,
-            "median_us": _microseconds(cell, plane),
-            "of_contiguous_nixl": ratio(cell.gbps(plane), cell.gbps(RAW_NIXL_ONE)),
-        }
-        for cell in cells
-        for plane in cell.copies
-    ]
-    return [row | extra for row, extra in zip(make_rows(cells), more, strict=True)]
-
-
-def make_baselines(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    return [
-        {
-            "piece_bytes": cell.move.blocks.piece_bytes,
-            "pattern": str(cell.pattern),
-            "memcpy_gbps": rounded(cell.gbps(MEMCPY), 2),
-            "raw_nixl_gbps": rounded(cell.gbps(RAW_NIXL), 2),
-        }
-        | (_device_baseline(cell) if RAW_NIXL_ONE in cell.seconds else {})
-        for cell in cells
-    ]
-
-
-def _device_baseline(cell: Cell) -> dict[str, Any]:
-    return {
-        "moved_bytes": cell.move.total_bytes,
-        "raw_nixl_timed_bytes": cell.part(RAW_NIXL).total_bytes,
-        "memcpy_median_us": _microseconds(cell, MEMCPY),
-        "raw_nixl_write_gbps": rounded(cell.gbps(RAW_NIXL_WRITE), 2),
-        "contiguous_nixl_gbps": rounded(cell.gbps(RAW_NIXL_ONE), 2),
-        "contiguous_nixl_median_us": _microseconds(cell, RAW_NIXL_ONE),
-    }
-
-
 def machine_facts(place: Place, scope: Scope, spread: int) -> dict[str, Any]:
     return {
         "gbps_means": "10^9 bytes per second",
@@ -274,47 +185,6 @@ def machine_facts(place: Place, scope: Scope, spread: int) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell], facts: Mapping[str, Any]) -> str:
-    lines = [
-        f"{facts['moved_mib']} MiB a move in {facts['regions']} regions, spread {facts['spread']}, median of {facts['rounds']}; "
-        f"{facts['processor']}, {facts['cores']} cores, copied by {facts['copied_by']}",
-        f"{'piece':>9}  {'pattern':<10}{'way':<20}{'GB/s':>8}{'÷ memcpy':>10}{'÷ raw NIXL':>12}{'copies':>9}",
-    ]
-    size_bytes = cells[0].move.total_bytes
-    for cell in cells:
-        if cell.move.total_bytes < size_bytes:
-            size_bytes = cell.move.total_bytes
-            lines.append(f"{size_bytes // MIB} MiB a move")
-        for way in (MEMCPY, RAW_NIXL, RAW_NIXL_WRITE, RAW_NIXL_ONE):
-            if cell.gbps(way) is not None:
-                lines.append(_line(cell, way, rounded(cell.gbps(way), 2), ratio(cell.gbps(way), cell.gbps(MEMCPY))))
-        for row in rows:
-            if (row["piece_bytes"], row["pattern"], row.get("moved_bytes", cell.move.total_bytes)) == _key(cell):
-                lines.append(_line(cell, row["plane"], row["gbps"], row["of_memcpy"], row["of_raw_nixl"], row["copies"]))
-    return "\n".join(lines)
-
-
-def _line(cell: Cell, way: str, *figures: float | None) -> str:
-    shown = ["-" if figure is None else str(figure) for figure in figures] + ["", ""]
-    piece = f"{cell.move.blocks.piece_bytes // 1024} KiB"
-    return f"{piece:>9}  {cell.pattern:<10}{way:<20}{shown[0]:>8}{shown[1]:>10}{shown[2]:>12}{shown[3]:>9}".rstrip()
-
-
-def _key(cell: Cell) -> tuple[int, Pattern, int]:
-    return cell.move.blocks.piece_bytes, cell.pattern, cell.move.total_bytes
-
-
-def _largest(cells: Sequence[Cell]) -> list[Cell]:
-    """Those of the largest move."""
-    most = max(cell.move.total_bytes for cell in cells)
-    return [cell for cell in cells if cell.move.total_bytes == most]
-
-
-def _microseconds(cell: Cell, way: str) -> float | None:
-    median = quantile(cell.seconds.get(way, ()), 0.5)
-    return None if median is None else rounded(1e6 * median, 1)
-
-
 def _moves(scope: Scope, shape: Shape) -> Iterator[tuple[Blocks, Pattern, int]]:
     """Blocks, pattern and spread of every move that has room for a run of blocks in each region."""
     for mib in scope.moved_mib:
@@ -329,34 +199,49 @@ def _moves(scope: Scope, shape: Shape) -> Iterator[tuple[Blocks, Pattern, int]]:
 def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scope, left_out: set[str]) -> Cell:
     turns: dict[str, int] = {}
     for way in ways:
-        try:
+        with _left_out_if_it_fails(way, scope, left_out):
             way.verify()  # warm, and seen to bring the right bytes
-            began = time.perf_counter()
-            way.run()
-        except KVFerryError as error:
-            if not scope.leaves_out:
-                raise
-            say(f"{way.name} is left out from here on: {error}")
-            left_out.add(way.name)
-        else:
-            most = scope.way_s / max(time.perf_counter() - began, 1e-9)
+            most = scope.way_s / max(_timed(way)[0], 1e-9)
             turns[way.name] = int(min(scope.rounds, max(LEAST_ROUNDS, most)))
-    working = [way for way in ways if way.name in turns]
-    seconds: dict[str, list[float]] = {way.name: [] for way in working}
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     copies: dict[str, int] = {}
-    for turn in range(max(turns.values())):
-        shift = turn % len(working)
-        for way in working[shift:] + working[:shift]:
-            if not _is_turn(turn, turns[way.name], max(turns.values())):
+    for turn in range(max(turns.values(), default=0)):
+        shift = turn % len(ways)
+        for way in [*ways[shift:], *ways[:shift]]:
+            if way.name in left_out or not _is_turn(turn, turns[way.name], max(turns.values())):
                 continue
-            if scope.warms_up:
-                way.run()
-            began = time.perf_counter()
-            used = way.run()
-            seconds[way.name].append(time.perf_counter() - began)
-            if used is not None:
-                copies[way.name] = used
-    return Cell(move, pattern, seconds, copies, {way.name: way.move for way in working if way.move is not move})
+            with _left_out_if_it_fails(way, scope, left_out):
+                if scope.warms_up:
+                    way.run()
+                took, used = _timed(way)
+                seconds[way.name].append(took)
+                if used is not None:
+                    copies[way.name] = used
+    working = {way.name: way.move for way in ways if way.name not in left_out}
+    return Cell(
+        move,
+        pattern,
+        {name: seconds[name] for name in working},
+        {name: count for name, count in copies.items() if name in working},
+        {name: part for name, part in working.items() if part is not move},
+    )
+
+
+def _timed(way: Way) -> tuple[float, int | None]:
+    began = time.perf_counter()
+    used = way.run()
+    return time.perf_counter() - began, used
+
+
+@contextmanager
+def _left_out_if_it_fails(way: Way, scope: Scope, left_out: set[str]) -> Iterator[None]:
+    try:
+        yield
+    except KVFerryError as error:
+        if not scope.leaves_out:
+            raise
+        say(f"{way.name} is left out from here on: {error}")
+        left_out.add(way.name)
 
 
 def _is_turn(turn: int, turns: int, of: int) -> bool:

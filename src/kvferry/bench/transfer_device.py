@@ -16,6 +16,7 @@ from kvferry.bench.transfer_memory import Edges, Memory, Source
 from kvferry.errors import ConfigError
 from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
+from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
 from kvferry.ports.data import DataPlane
 from kvferry.types import MemoryKind
 
@@ -24,6 +25,8 @@ __all__ = ["DevicePlace"]
 MAX_SHARE = 0.9
 """Of the memory that is free there."""
 COPY_S = 20.0
+ALWAYS_STAGED = StagingSettings(piece_bytes=1 << 40, min_runs=1)
+KEY = b"both sides of a benchmark have the same secret"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class DeviceMemory:
         return self.address + self._size_bytes
 
     def planes(self) -> Mapping[str, DataPlane]:
-        return {"cuda_ipc": CudaIpcDataPlane(), "nixl": NixlDataPlane(reach=NetworkReach.THIS_HOST)}
+        plain, inner = (NixlDataPlane(reach=NetworkReach.THIS_HOST) for _ in range(2))
+        return {"cuda_ipc": CudaIpcDataPlane(), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
 
     def source(self) -> Source | None:
         return None

@@ -19,19 +19,15 @@ import numpy as np
 from kvferry.bench.transfer_memory import HostPlace, Memory, Place, Source, check_moved
 from kvferry.bench.transfer_moves import Move
 from kvferry.bench.transfer_raw_nixl import Listed, RawMove, RawNixl
+from kvferry.bench.transfer_rows import MEMCPY, RAW_NIXL, RAW_NIXL_ONE, RAW_NIXL_WRITE
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError, MissingDependency
 from kvferry.planes.runs import Offsets
 from kvferry.ports.data import Completion, DataPlane, Pieces, PlaneOffer
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
-__all__ = ["MEMCPY", "RAW_NIXL", "RAW_NIXL_ONE", "RAW_NIXL_WRITE", "Consumer", "Producer", "Shape", "Way", "start_producer"]
+__all__ = ["Consumer", "Producer", "Shape", "Way", "start_producer"]
 
-MEMCPY = "memcpy"
-RAW_NIXL = "raw nixl"
-RAW_NIXL_WRITE = "raw nixl write"
-RAW_NIXL_ONE = "raw nixl contiguous"
-"""What moves without a plane of ours: plain copy; NIXL READ and WRITE, a descriptor for each block; NIXL READ of one long piece."""
 PRODUCER = PeerId(EngineId("producer"), Epoch("1"), 0)
 START_S = 60.0
 END_S = 10.0

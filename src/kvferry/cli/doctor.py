@@ -16,6 +16,7 @@ from kvferry.cli.findings import (
     SECOND_SIDE_CHANNEL_PORT,
     Finding,
     Level,
+    TorchReport,
     core_finding,
     descriptor_finding,
     enabled_transports,
@@ -26,11 +27,15 @@ from kvferry.cli.findings import (
     torch_finding,
     transport_finding,
 )
+from kvferry.cli.gpu_findings import gpu_speed_findings, ucx_settings_finding
 from kvferry.cli.parser import Parser
-from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpus, is_port_free
+from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpus, is_port_free, measure_gpu
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
+from kvferry.planes.nixl_agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
+from kvferry.planes.staging_settings import StagingSettings
+from kvferry.types import MemoryKind
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "examine", "parse_backend", "run"]
 
@@ -40,6 +45,8 @@ EXAMPLES = """\
   kvferry doctor --backends LIBFABRIC
   kvferry doctor --json | jq '.findings[] | select(.level != "ok")'"""
 
+SHOWN_SETTINGS = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_RCACHE_MAX_UNRELEASED")
+"""Of those that the nixl plane makes: they change what moves, the others what is logged."""
 API_PORT = 8000
 OTHER_PORTS = [8100, 8200, 8192, SECOND_SIDE_CHANNEL_PORT]
 """Those of the README's commands: prefill, decode, router, and the second engine's side channel."""
@@ -77,7 +84,7 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
     """Every check, side by side because some take seconds, in a fixed order."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [python_finding(sys.version_info[:3])],
-        _torch,
+        lambda: _torch(environ),
         lambda: _nixl(environ, backends),
         lambda: [_shared_memory()],
         lambda: _side_channel(environ),
@@ -91,9 +98,21 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
         return [finding for found in pool.map(lambda check: check(), checks) for finding in found]
 
 
-def _torch() -> list[Finding]:
+def _torch(environ: Mapping[str, str]) -> list[Finding]:
     report = ask_torch()
-    return [torch_finding(report), gpu_finding(report, driver_gpus())]
+    names = report.gpus if isinstance(report, TorchReport) else []
+    return [torch_finding(report), gpu_finding(report, driver_gpus()), *_gpus(names, environ)]
+
+
+def _gpus(names: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
+    """One of each kind is measured."""
+    settings = {name: value for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items() if name in SHOWN_SETTINGS}
+    findings = [ucx_settings_finding(settings, environ)] if names else []
+    staging = StagingSettings().resolved(MemoryKind.VRAM)
+    for name in dict.fromkeys(names):
+        index = names.index(name)
+        findings += gpu_speed_findings(f"cuda:{index} ({name})", measure_gpu(index, environ), staging.piece_bytes)
+    return findings
 
 
 def _nixl(environ: Mapping[str, str], backends: Sequence[str]) -> list[Finding]:

@@ -18,12 +18,15 @@ from typing import TypeVar
 import msgspec
 
 from kvferry.cli.findings import Failed, NixlReport, TorchReport
+from kvferry.cli.gpu_findings import GpuReport
 
-__all__ = ["Answer", "ask_nixl", "ask_torch", "can_share_memory", "driver_gpus", "is_port_free", "run_probe"]
+__all__ = ["Answer", "ask_nixl", "ask_torch", "can_share_memory", "driver_gpus", "is_port_free", "measure_gpu", "run_probe"]
 
-_Report = TypeVar("_Report", TorchReport, NixlReport)
+_Report = TypeVar("_Report", TorchReport, NixlReport, GpuReport)
 
 PROBE_TIMEOUT_S = 60.0
+GPU_BENCHMARK = ("bench", "transfer", "--json", "--pieces", "16", "--moved", "256", "--rounds", "7", "--device")
+"""What is measured of a GPU: enough to tell planes apart, in a few seconds of which most is starting up."""
 
 TORCH_CODE = """
 import json, torch
@@ -79,9 +82,13 @@ class Answer:
 
 def run_probe(code: str, *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> Answer | Failed:
     """Run a piece of Python in a process of its own."""
+    return _run_python("-c", code, *arguments, environ=environ, timeout_s=timeout_s)
+
+
+def _run_python(*arguments: str, environ: Mapping[str, str] | None, timeout_s: float) -> Answer | Failed:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
+            [sys.executable, *arguments],
             capture_output=True,
             env=None if environ is None else dict(environ),
             text=True,
@@ -109,6 +116,12 @@ def ask_nixl(environ: Mapping[str, str], plugins: Sequence[str]) -> tuple[NixlRe
     """The report of a process that tried to start these plugins, and UCX's log with its table of transports."""
     answer = run_probe(NIXL_CODE, *plugins, environ={**environ, **UCX_LOGGING})
     return (answer, "") if isinstance(answer, Failed) else (_decoded(answer, NixlReport), answer.log)
+
+
+def measure_gpu(index: int, environ: Mapping[str, str]) -> GpuReport | Failed:
+    """How fast KV moves between two processes on one GPU."""
+    answer = _run_python("-m", "kvferry", *GPU_BENCHMARK, f"cuda:{index}", environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    return answer if isinstance(answer, Failed) else _decoded(answer, GpuReport)
 
 
 def driver_gpus() -> list[str]:

@@ -53,7 +53,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--decode", type=int, default=1, metavar="M", help="decode instances (default: %(default)s)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
     parser.add_argument("--port", type=parse_port, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
-    parser.add_argument("--planes", choices=("shm", "nixl", "tcp"), help="data plane to use (default: the best that works here)")
+    parser.add_argument(
+        "--planes", choices=("shm", "cuda_ipc", "nixl", "tcp"), help="data plane to use (default: the best that works here)"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
     parser.add_argument("--device", type=parse_device, default="cpu", help="of all engines: cpu, cuda or cuda:N (default: %(default)s)")
     modes = "pull, when prefill is through; push: while it computes (default: %(default)s)"

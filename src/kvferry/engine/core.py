@@ -170,7 +170,16 @@ class EngineCore:
         status = self._scheduler.status(nonce)
         if self._connector is not None:
             self._totals.add(self._connector.get_kv_connector_stats())
-        self._api.send(msgspec.structs.replace(status, transfers=self._totals.summaries(), connector_stats=self._totals.to_dict()))
+        device = self._executor.worker.runner.device
+        self._api.send(
+            msgspec.structs.replace(
+                status,
+                transfers=self._totals.summaries(),
+                connector_stats=self._totals.to_dict(),
+                device_bytes=device.held_bytes,
+                device_used_bytes=device.used_bytes,
+            )
+        )
 
     def _tell_remaining(self) -> None:
         status = self._scheduler.status()

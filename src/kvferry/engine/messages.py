@@ -148,6 +148,10 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     transfers: list[TransferSummary] = []
     connector_stats: dict[str, Any] = {}
     """The connector's own stats since start, as its `to_dict` gives them."""
+    device_bytes: int = 0
+    """What rank 0 holds of its GPU's memory by way of torch; 0 on CPUs."""
+    device_used_bytes: int = 0
+    """What all processes together use of that GPU."""
 
 
 class Handovers(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """The tensor-parallel ranks of one engine and the sums they make together.
 
-Ranks are processes of one machine, joined by gloo over loopback. A rank that has died ends the other ranks' operations at once (its sockets
-close), one that has stopped ends them after `timeout_s`; both are a TransportError. Blocking; the worker's engine thread makes every call.
+Ranks are processes of one machine, joined by gloo over loopback, and by NCCL where each has a GPU of its own. A rank that has died ends the
+other ranks' operations at once (its sockets close), one that has stopped ends them after `timeout_s`; both are a TransportError. Blocking;
+the worker's engine thread makes every call.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store, TCPStore
 
 from kvferry.connectors.contract import ParallelConfig
+from kvferry.engine.rank_device import CPU, RankDevice
 from kvferry.errors import ConfigError, TransportError
 
 __all__ = ["GlooGroup", "SoloGroup", "TensorParallelGroup", "join_group"]
@@ -65,6 +67,11 @@ class GlooGroup:
             self._gloo.allgather([parts], [on_host]).wait()
         return torch.cat(parts, dim=-1).to(part.device)
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        with self._blamed("lost another rank"):
+            self._gloo.barrier().wait()
+
     def close(self) -> None:
         """Drop the sockets and threads. Idempotent."""
         self._gloo = None
@@ -77,12 +84,18 @@ class GlooGroup:
             raise TransportError(f"{self._who} {what}: {error}") from error
 
 
-def join_group(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> TensorParallelGroup:
+def join_group(parallel: ParallelConfig, rendezvous: str, timeout_s: float, device: RankDevice = CPU) -> TensorParallelGroup:
     """The group of this rank. `rendezvous` is `file:///path` or `tcp://127.0.0.1:port`; prefer a file in a private directory, since a TCP
     store listens on every interface. The caller removes the file."""
     if parallel.tp_size == 1:
         return SoloGroup()
-    return GlooGroup(parallel, _store(parallel, rendezvous, timeout_s), timeout_s)
+    store = _store(parallel, rendezvous, timeout_s)
+    gloo = GlooGroup(parallel, store, timeout_s)
+    if not device.has_own_gpus:
+        return gloo
+    from kvferry.engine.nccl_group import NcclGroup, has_nccl
+
+    return NcclGroup(parallel, store, gloo, device.torch_device, timeout_s) if has_nccl() else gloo
 
 
 def _store(parallel: ParallelConfig, rendezvous: str, timeout_s: float) -> Store:

@@ -28,7 +28,7 @@ class RankDevice:
     num_sharing: int = 1
     """Ranks of this engine that compute on it, this one among them."""
     has_own_gpus: bool = False
-    """Whether every rank of this engine has a GPU for itself."""
+    """Whether every rank of this engine has a GPU for itself: only then can NCCL join them."""
 
     @property
     def is_cuda(self) -> bool:
@@ -62,8 +62,16 @@ class RankDevice:
 
     @property
     def held_bytes(self) -> int:
-        """What torch has of the device's memory for this process, in use or kept for later."""
+        """What torch has of the device's memory for this process, in use or kept for later; 0 where it is the CPU."""
         return torch.cuda.memory_reserved(self.torch_device) if self.is_cuda else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What all processes together use of the device; 0 where it is the CPU."""
+        if not self.is_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
 
     @property
     def spare_bytes(self) -> int:
@@ -102,7 +110,9 @@ def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the order of the current stream."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _count_gpus(device: str) -> int:

@@ -69,7 +69,7 @@ class Runner:
         precision = choose_precision(self._options, config.dtype, checkpoint.size_bytes)
         with self._device.room_for("the weights"):
             weights = load_weights(config, checkpoint, self._parallel, precision, self._device.torch_device)
-        group = join_group(self._parallel, self._rendezvous, self._timeout_s)
+        group = join_group(self._parallel, self._rendezvous, self._timeout_s, self._device)
         self._model = Model.build(config, weights, precision, group)
 
     def identity(self) -> ModelIdentity:
@@ -129,9 +129,9 @@ class Runner:
         self._device.trim()
 
     @property
-    def device_bytes(self) -> int:
-        """What this process holds of a GPU's memory by way of torch; 0 on CPUs."""
-        return self._device.held_bytes
+    def device(self) -> RankDevice:
+        """What it computes on. After `load`."""
+        return self._device
 
     def _bound_memory(self) -> None:
         self._num_steps += 1

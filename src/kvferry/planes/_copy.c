@@ -102,59 +102,125 @@ static PyObject *copy_runs(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A sum of bits has its sign when one of the numbers had: no branch for each, so the compiler does several at a time. */
-static int64_t bits_outside(const int64_t *offsets, Py_ssize_t count, int64_t last)
+/* Loops over all offsets of a transfer, for several at a time: once for any processor, once for those of x86-64 with wider registers. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_WIDE 1
+#define WIDE __attribute__((target("avx2")))
+#else
+#define HAS_WIDE 0
+#define WIDE
+#endif
+
+/* Or-ed, numbers have the sign bit when one of them has it: no branch for each. */
+#define BITS_OUTSIDE                                                     \
+    uint64_t bits = 0;                                                   \
+    for (Py_ssize_t i = 0; i < count; i++)                               \
+        bits |= offsets[i] | (last - offsets[i]);                        \
+    return bits;
+
+#define ADD_BASE                                                         \
+    uint64_t bits = 0, outside = 0;                                      \
+    for (Py_ssize_t i = 0; i < count; i++) {                             \
+        uint64_t sum = offsets[i] + base;                                \
+        outside |= offsets[i] | (last - offsets[i]);                     \
+        table[i] = sum;                                                  \
+        bits |= sum;                                                     \
+    }                                                                    \
+    *all = bits;                                                         \
+    return !(outside >> 63);
+
+static uint64_t bits_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t last) { BITS_OUTSIDE }
+static int add_base(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base, uint64_t last, uint64_t *all)
 {
-    uint64_t bits = 0;
-    for (Py_ssize_t i = 0; i < count; i++)
-        bits |= (uint64_t)offsets[i] | ((uint64_t)last - (uint64_t)offsets[i]);
-    return (int64_t)bits;
+    ADD_BASE
+}
+#if HAS_WIDE
+WIDE static uint64_t bits_outside_wide(const uint64_t *offsets, Py_ssize_t count, uint64_t last) { BITS_OUTSIDE }
+WIDE static int add_base_wide(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base, uint64_t last,
+                              uint64_t *all)
+{
+    ADD_BASE
+}
+#endif
+
+static uint64_t any_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t last)
+{
+#if HAS_WIDE
+    if (__builtin_cpu_supports("avx2"))
+        return bits_outside_wide(offsets, count, last);
+#endif
+    return bits_outside(offsets, count, last);
+}
+
+/* Whether all of them were from 0 to last. */
+static int add_to_all(uint64_t *table, const uint64_t *offsets, Py_ssize_t count, uint64_t base, uint64_t last, uint64_t *all)
+{
+#if HAS_WIDE
+    if (__builtin_cpu_supports("avx2"))
+        return add_base_wide(table, offsets, count, base, last, all);
+#endif
+    return add_base(table, offsets, count, base, last, all);
+}
+
+static int are_words(const Py_buffer *buffer)
+{
+    if (buffer->itemsize == (Py_ssize_t)sizeof(int64_t))
+        return 1;
+    PyErr_SetString(PyExc_BufferError, "these are not 64-bit numbers");
+    return 0;
 }
 
 static PyObject *are_within(PyObject *module, PyObject *args)
 {
+    PyObject *numbers;
     Py_buffer offsets;
     long long last;
     (void)module;
-    if (!PyArg_ParseTuple(args, "y*L:are_within", &offsets, &last))
+    if (!PyArg_ParseTuple(args, "OL:are_within", &numbers, &last) || PyObject_GetBuffer(numbers, &offsets, PyBUF_C_CONTIGUOUS) < 0)
         return NULL;
-    Py_ssize_t count = offsets.len / (Py_ssize_t)sizeof(int64_t);
-    int are_inside = last >= 0 ? bits_outside(offsets.buf, count, last) >= 0 : count == 0;
+    PyObject *answer = NULL;
+    if (are_words(&offsets)) {
+        Py_ssize_t count = offsets.len / offsets.itemsize;
+        int are_inside = last >= 0 ? !(any_outside(offsets.buf, count, (uint64_t)last) >> 63) : count == 0;
+        answer = PyBool_FromLong(are_inside);
+    }
     PyBuffer_Release(&offsets);
-    return PyBool_FromLong(are_inside);
+    return answer;
 }
 
 static PyObject *add_all(PyObject *module, PyObject *args)
 {
+    PyObject *into, *numbers, *answer = NULL;
     Py_buffer table, offsets;
     Py_ssize_t first;
-    long long base;
+    long long base, last;
+    uint64_t bits;
     (void)module;
-    if (!PyArg_ParseTuple(args, "w*ny*L:add_all", &table, &first, &offsets, &base))
+    if (!PyArg_ParseTuple(args, "OnOLL:add_all", &into, &first, &numbers, &base, &last))
         return NULL;
-    Py_ssize_t count = offsets.len / (Py_ssize_t)sizeof(int64_t), room = table.len / (Py_ssize_t)sizeof(int64_t);
-    int fits = first >= 0 && first <= room && count <= room - first;
-    uint64_t bits = 0;
-    if (fits) {
-        uint64_t *to = (uint64_t *)table.buf + first;
-        const uint64_t *from = offsets.buf;
-        for (Py_ssize_t i = 0; i < count; i++) {
-            to[i] = from[i] + (uint64_t)base;
-            bits |= to[i];
-        }
+    if (PyObject_GetBuffer(numbers, &offsets, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(into, &table, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&offsets);
+        return NULL;
+    }
+    if (are_words(&table) && are_words(&offsets)) {
+        Py_ssize_t count = offsets.len / offsets.itemsize, room = table.len / table.itemsize;
+        if (first < 0 || first > room || count > room - first)
+            PyErr_SetString(PyExc_ValueError, "the offsets leave the table");
+        else if (!add_to_all((uint64_t *)table.buf + first, offsets.buf, count, (uint64_t)base, (uint64_t)last, &bits) || last < 0)
+            PyErr_SetString(PyExc_IndexError, "an offset leaves its region");
+        else
+            answer = PyLong_FromLongLong((long long)bits);
     }
     PyBuffer_Release(&table);
     PyBuffer_Release(&offsets);
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "the offsets leave the table");
-        return NULL;
-    }
-    return PyLong_FromLongLong((long long)bits);
+    return answer;
 }
 
 static PyMethodDef methods[] = {
     {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
-    {"add_all", add_all, METH_VARARGS, "add_all(table, first, offsets, base): table[first + i] = offsets[i] + base; all of these, or-ed."},
+    {"add_all", add_all, METH_VARARGS, "add_all(table, first, offsets, base, last): table[first + i] = offsets[i] + base; all of these, or-ed. IndexError unless all offsets are from 0 to last."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };

@@ -1,31 +1,38 @@
 """Copies between addresses of this process: many pieces of one size from anywhere to anywhere, handed over as a whole.
 
 What moves KV without a peer's help stands on this: the gathering and scattering of staged transfers, and the plane that reads a peer's
-memory on the same GPU. Whoever asks has checked every address. Called by one thread.
+memory on the same GPU. Called by one thread.
 """
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from kvferry.errors import TransportError
 from kvferry.planes.copiers import fastest_copier
+from kvferry.planes.offsets import are_within
 from kvferry.planes.runs import Bytes, Offsets, Runs
 
 __all__ = ["AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier"]
 
+MAX_OFFSET = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddressCopies:
-    """Copy `i` moves `size_bytes` bytes from address `source_base + sources[i]` to `target_base + targets[i]`, valid in this process."""
+    """Copy `i` moves `size_bytes` bytes from address `source_base + sources[i]` to `target_base + targets[i]`, valid in this process for
+    all offsets from 0 to `source_last` and `target_last`."""
 
     size_bytes: int
     sources: Offsets
     targets: Offsets
     source_base: int = 0
     target_base: int = 0
+    source_last: int = MAX_OFFSET
+    target_last: int = MAX_OFFSET
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -38,7 +45,7 @@ class AddressCopies:
         """Some of them, or all, without copying anything."""
         if first == 0 and end >= len(self.sources):
             return self
-        return AddressCopies(self.size_bytes, self.sources[first:end], self.targets[first:end], self.source_base, self.target_base)
+        return replace(self, sources=self.sources[first:end], targets=self.targets[first:end])
 
 
 class CopyJob(Protocol):
@@ -48,7 +55,8 @@ class CopyJob(Protocol):
 
 class AddressCopier(Protocol):
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
-        """Begin to copy. Targets do not overlap each other, nor any source."""
+        """Begin to copy. Targets do not overlap each other, nor any source. TransportError when an offset is past its last; then
+        nothing of this call is under way."""
 
     def close(self) -> None:
         """Wait until nothing of it is under way, and let go of what it holds. Idempotent."""
@@ -67,6 +75,8 @@ class HostAddressCopier:
 
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         for part in copies:
+            if not are_within(part.sources, part.source_last) or not are_within(part.targets, part.target_last):
+                raise TransportError("a piece of this transfer leaves its region")
             if len(part) and part.size_bytes:
                 source, first_source = _stretch(part.sources, part.source_base, part.size_bytes)
                 target, first_target = _stretch(part.targets, part.target_base, part.size_bytes)

@@ -13,7 +13,7 @@ from kvferry.planes.offsets import are_within
 from kvferry.ports.data import Pieces
 from kvferry.types import Region
 
-__all__ = ["MAX_ADDRESS", "check_pieces", "check_regions", "merged_ranges"]
+__all__ = ["MAX_ADDRESS", "check_forms", "check_pieces", "check_regions", "merged_ranges"]
 
 MAX_ADDRESS = 1 << 63
 """Offsets and addresses are computed in signed 64 bits."""
@@ -21,14 +21,22 @@ MAX_ADDRESS = 1 << 63
 
 def check_pieces(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
     """LocalProtocolError when our side of a piece is impossible, TransportError when the peer's is."""
+    check_forms(pieces, local, remote, peer)
+    for part in pieces:
+        _check_side(part.local_region, part.local_offsets, part.piece_bytes, local, ("our", LocalProtocolError))
+        _check_side(part.remote_region, part.remote_offsets, part.piece_bytes, remote, (f"{peer}'s", TransportError))
+
+
+def check_forms(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
+    """The same of all but the offsets themselves: for planes that look at each of a great many when its turn comes."""
     for part in pieces:
         if part.piece_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
             raise LocalProtocolError(
                 f"a transfer with {peer} has {part.piece_bytes} bytes a piece, {len(part.local_offsets)} local and "
                 f"{len(part.remote_offsets)} remote offsets; this is a bug in its planning"
             )
-        _check_side(part.local_region, part.local_offsets, part.piece_bytes, local, ("our", LocalProtocolError))
-        _check_side(part.remote_region, part.remote_offsets, part.piece_bytes, remote, (f"{peer}'s", TransportError))
+        _check_region(part.local_region, local, ("our", LocalProtocolError))
+        _check_region(part.remote_region, remote, (f"{peer}'s", TransportError))
 
 
 def check_regions(regions: Sequence[Region], peer: object) -> None:
@@ -52,12 +60,16 @@ def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
     return merged
 
 
+def _check_region(region: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]) -> None:
+    whose, error = blame
+    if not 0 <= region < len(regions):
+        raise error(f"region {region} is not one of {whose} {len(regions)} regions")
+
+
 def _check_side(
     region: int, offsets: npt.NDArray[np.int64], piece_bytes: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]
 ) -> None:
     whose, error = blame
-    if not 0 <= region < len(regions):
-        raise error(f"region {region} is not one of {whose} {len(regions)} regions")
     size_bytes = regions[region].size_bytes
     if not are_within(offsets, size_bytes - piece_bytes):
         raise error(

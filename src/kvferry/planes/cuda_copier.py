@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvferry.errors import TransportError
+from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, CopyJob
 from kvferry.planes.offsets import add_all
 from kvferry.planes.runs import Offsets
@@ -24,29 +25,42 @@ TABLE_ROWS = 65_536
 FALLBACK_BYTES = 32 * 1024 * 1024
 """What plain torch copies at a time: its indices take as much memory again."""
 SCRATCH_BYTES = 128 * 1024
+UPLOAD_FROM_ROWS, UPLOAD_FROM_BYTES = 16_384, 128 * 1024 * 1024
+"""Below, a kernel is through sooner if it reads the table where it was written."""
 ALIGNMENT = 16
 
 _log = logging.getLogger(__name__)
 
-Launch = Callable[[torch.Tensor, int, int, bool], None]
-"""`piece_kernel.launch_copy`, or what stands in for it."""
+Launch = Callable[[torch.Tensor, int, int, bool, torch.cuda.Stream], None]
+"""`piece_kernel.PieceKernel`, or what stands in for it."""
 
 
 class _Table:
-    """Addresses in pinned memory, which kernels read as their own."""
+    """Addresses in pinned memory, which kernels read as their own, and room for them on the device."""
 
-    def __init__(self) -> None:
-        self.tensor = torch.empty(2 * TABLE_ROWS, dtype=torch.int64, pin_memory=True)
-        self._numbers: Offsets = self.tensor.numpy()
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = torch.empty(2 * TABLE_ROWS, dtype=torch.int64, pin_memory=True)
+        self._numbers: Offsets = self._pinned.numpy()
+        self._uploaded = torch.empty(2 * TABLE_ROWS, dtype=torch.int64, device=device)
 
-    def write(self, parts: Sequence[AddressCopies]) -> tuple[int, int]:
-        """How many copies these are, and all their addresses, or-ed."""
-        count, bits = 0, 0
-        for part in parts:
-            bits |= add_all(self._numbers, count, part.sources, part.source_base)
-            bits |= add_all(self._numbers, TABLE_ROWS + count, part.targets, part.target_base)
-            count += len(part)
-        return count, bits
+    def write(self, parts: Sequence[AddressCopies], count: int) -> int:
+        """All sources of so many copies, then all targets. All addresses, or-ed. TransportError when one leaves its region."""
+        at, bits = 0, 0
+        try:
+            for part in parts:
+                bits |= add_all(self._numbers, at, part.sources, part.source_base, part.source_last)
+                bits |= add_all(self._numbers, count + at, part.targets, part.target_base, part.target_last)
+                at += len(part.sources)
+        except IndexError as error:
+            raise TransportError("a piece of this transfer leaves its region") from error
+        return bits
+
+    def where_read(self, count: int, total_bytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
+        """What a kernel on this stream is to read: the table itself, or a copy on the device where many programs read a lot of it."""
+        if count < UPLOAD_FROM_ROWS and total_bytes < UPLOAD_FROM_BYTES:
+            return self._pinned
+        cuda_driver.upload(self._uploaded.data_ptr(), self._pinned.data_ptr(), 16 * count, stream.cuda_stream)
+        return self._uploaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +80,23 @@ class CudaAddressCopier:
     def __init__(self, device: int, launch: Launch | None = None) -> None:
         self._device = torch.device("cuda", device)
         self._stream = torch.cuda.Stream(self._device)
-        self._free = [_Table()]
+        self._free = [_Table(self._device)]
         self._used: deque[tuple[torch.cuda.Event, _Table]] = deque()
         self._launch = launch or self._best_launch()
 
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         """Neighbours of one size go together, as many as a table holds."""
         done, tables = torch.cuda.Event(), list[_Table]()
-        with torch.cuda.stream(self._stream):
+        try:
             for size_bytes, parts in _launches(copies):
-                table = self._take_table()
+                table, count = self._take_table(), sum(len(part.sources) for part in parts)
                 tables.append(table)
-                count, bits = table.write(parts)
-                self._launch(table.tensor, count, size_bytes, (bits | size_bytes) % ALIGNMENT == 0)
-            done.record(self._stream)
+                is_aligned = (table.write(parts, count) | size_bytes) % ALIGNMENT == 0
+                self._launch(table.where_read(count, count * size_bytes, self._stream), count, size_bytes, is_aligned, self._stream)
+        except TransportError:
+            self.wait()  # whoever hears of it takes the memory back
+            raise
+        done.record(self._stream)
         # Not before: an event that was never recorded counts as passed.
         self._used.extend((done, table) for table in tables)
         return _Job(done)
@@ -97,20 +114,20 @@ class CudaAddressCopier:
         """One that no kernel reads any more. They are used in turn, on one stream."""
         if not self._free and self._used and self._used[0][0].query():
             self._free.append(self._used.popleft()[1])
-        return self._free.pop() if self._free else _Table()
+        return self._free.pop() if self._free else _Table(self._device)
 
     def _best_launch(self) -> Launch:
         try:
             # Imported only where there is a device, and not everywhere is there triton.
-            from kvferry.planes.piece_kernel import launch_copy, warm_up
+            from kvferry.planes.piece_kernel import PieceKernel
 
             with torch.cuda.stream(self._stream):
-                warm_up(self._free[0].tensor, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
-            self._stream.synchronize()
+                return PieceKernel(
+                    torch.empty(2, dtype=torch.int64, pin_memory=True), torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
+                )
         except Exception as error:  # whatever keeps a compiler from working: there is another way
             _log.warning("triton does not work here (%s); pieces are copied by plain torch, slower", error)
             return copy_by_torch
-        return launch_copy
 
 
 def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[AddressCopies]]]:
@@ -130,16 +147,17 @@ def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[Addre
         yield size_bytes, waiting
 
 
-def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool) -> None:
+def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
     """What the kernel does, by indexing: the table is turned into an index for every word."""
     word_bytes = 8 if is_aligned else 1
-    words = torch.arange(size_bytes // word_bytes, device="cuda")
     step = max(1, FALLBACK_BYTES // size_bytes)
-    for first in range(0, count, step):
-        end = min(count, first + step)
-        half = len(table) // 2
-        sources, targets = _words_at(table[first:end], words, word_bytes), _words_at(table[half + first : half + end], words, word_bytes)
-        targets.memory[targets.indices] = sources.memory[sources.indices]
+    with torch.cuda.stream(stream):
+        words = torch.arange(size_bytes // word_bytes, device="cuda")
+        for first in range(0, count, step):
+            end = min(count, first + step)
+            sources = _words_at(table[first:end], words, word_bytes)
+            targets = _words_at(table[count + first : count + end], words, word_bytes)
+            targets.memory[targets.indices] = sources.memory[sources.indices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

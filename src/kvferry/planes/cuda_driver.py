@@ -20,6 +20,7 @@ __all__ = [
     "export_handle",
     "open_handle",
     "read_memory",
+    "upload",
     "uuid_of",
     "write_memory",
 ]
@@ -76,6 +77,11 @@ def read_memory(address: int, size_bytes: int) -> bytes:
 
 def write_memory(address: int, content: bytes) -> None:
     _call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+
+
+def upload(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Copy pinned memory to the device, in the order of a stream. Returns at once."""
+    _call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
 
 
 def uuid_of(device: int) -> bytes:

@@ -23,9 +23,9 @@ import msgspec
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies
-from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.bounds import check_forms, check_pieces, check_regions
 from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
-from kvferry.planes.cuda_transfer import CudaTransfer
+from kvferry.planes.cuda_transfer import FIRST_ROWS, CudaTransfer
 from kvferry.planes.fabric import host_reach
 from kvferry.planes.gather import Direction
 from kvferry.planes.lending import no_fence
@@ -161,17 +161,22 @@ class CudaIpcDataPlane:
         memory = self._peers.get(peer)
         if memory is None:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
-        check_pieces(pieces, self._regions, memory.regions, peer)
+        if sum(len(part.local_offsets) for part in pieces) <= FIRST_ROWS:
+            check_pieces(pieces, self._regions, memory.regions, peer)
+        else:  # to look at all takes as long as to move a good part: each is looked at when its address is written down
+            check_forms(pieces, self._regions, memory.regions, peer)
         copies = [self._copies(part, memory, direction) for part in pieces]
         self._last_handle += 1
         self._transfers.append(CudaTransfer(Handle(self._last_handle), peer, copies))
         return Handle(self._last_handle)
 
     def _copies(self, part: Pieces, memory: PeerMemory, direction: Direction) -> AddressCopies:
-        ours, theirs = self._regions[part.local_region].address, memory.addresses[part.remote_region]
+        local, remote, size = self._regions[part.local_region], memory.regions[part.remote_region], part.piece_bytes
+        ours, theirs = local.address, memory.addresses[part.remote_region]
+        our_last, their_last = local.size_bytes - size, remote.size_bytes - size
         if direction is Direction.READ:
-            return AddressCopies(part.piece_bytes, part.remote_offsets, part.local_offsets, theirs, ours)
-        return AddressCopies(part.piece_bytes, part.local_offsets, part.remote_offsets, ours, theirs)
+            return AddressCopies(size, part.remote_offsets, part.local_offsets, theirs, ours, their_last, our_last)
+        return AddressCopies(size, part.local_offsets, part.remote_offsets, ours, theirs, our_last, their_last)
 
     def _launch_next(self) -> CudaTransfer | None:
         """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
@@ -216,7 +221,7 @@ def _look_at(transfers: Sequence[CudaTransfer], until: float) -> None:
     """Until one of them has ended, or it is time for something else. The engine's thread is let in between two looks: it computes with the
     same interpreter."""
     while not any(transfer.has_ended() for transfer in transfers) and time.monotonic() < until:
-        time.sleep(0)
+        os.sched_yield()
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:

@@ -8,7 +8,7 @@ from kvferry.planes.address_copy import AddressCopier, AddressCopies, CopyJob
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
 
-__all__ = ["CudaTransfer"]
+__all__ = ["FIRST_ROWS", "CudaTransfer"]
 
 FIRST_ROWS, MORE_ROWS = 8192, 65_536
 """Pieces handed over at a time. The first are few, so that the device has work while the next are written down."""
@@ -35,7 +35,11 @@ class CudaTransfer:
         """Some more of it."""
         assert self._next is not None, "all of it has been launched"
         began = time.perf_counter()
-        self._last = copier.start(self._next)
+        try:
+            self._last = copier.start(self._next)
+        except TransportError as error:
+            self.stop(str(error))
+            return
         self._total_bytes += sum(part.total_bytes for part in self._next)
         self._next = next(self._launches, None)
         self._num_launches += 1
@@ -61,6 +65,11 @@ class CudaTransfer:
 
 def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
+    num_rows = sum(len(part.sources) for part in copies)
+    if num_rows <= FIRST_ROWS:
+        if num_rows:
+            yield list(copies)
+        return
     waiting, room = list[AddressCopies](), FIRST_ROWS
     for part in copies:
         first = 0

@@ -28,7 +28,7 @@ from kvferry.planes.nixl_transfer import Link, Posted, Telemetry, Uncertain
 from kvferry.planes.runs import Offsets, Runs
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["NixlAgent", "load_nixl"]
+__all__ = ["CUDA_ENVIRONMENT", "DEFAULT_ENVIRONMENT", "NixlAgent", "load_nixl"]
 
 DIVIDED_FROM = 1024
 """Descriptors, from which on NIXL uses its threads."""

@@ -8,7 +8,7 @@ Contract, checked by `kvferry.testing.plane_conformance` on every implementation
 - `read` and `write` return at once with a handle; `poll` does the work or asks for it, and yields each handle exactly once,
   done or failed. A failed transfer may have written some of its local (read) or remote (write) bytes, never any other byte.
 - Offsets and region numbers are checked against both registrations before any address is computed: LocalProtocolError for ours,
-  TransportError for the peer's.
+  TransportError for the peer's. Of thousands of pieces a plane may look at each when its turn comes; then the transfer fails.
 - `cancel` is safe at any time. The handle is still yielded by `poll`, as failed with `cancelled`, once its memory here is no longer
   touched. What a failed write has sent may still arrive in the peer's memory: its owner must not use that before it knows better.
 - A plane that fences writes (`fences_writes`) is how an owner knows better. Peers write there only under a number that its owner has lent

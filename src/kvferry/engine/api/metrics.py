@@ -102,6 +102,7 @@ def engine_families(status: Status, model_name: str) -> Iterator[Metric]:
         "kvferry:num_blocks": ("Blocks in the KV cache.", status.num_blocks),
         "kvferry:num_used_blocks": ("Blocks held by a request or a lease.", status.num_used_blocks),
         "kvferry:num_delayed_frees": ("Finished requests whose blocks a peer may still read.", status.num_delayed_frees),
+        "kvferry:device_memory_bytes": ("Memory of its GPU that rank 0 holds by way of torch; 0 on CPUs.", status.device_bytes),
     }
     counters: dict[str, tuple[str, float]] = {
         "vllm:prompt_tokens": ("Prompt tokens processed.", status.prompt_tokens_total),
