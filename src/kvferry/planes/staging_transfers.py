@@ -36,7 +36,7 @@ PING_S = 1.0
 GRANT_PATIENCE_S = 5.0
 """How long a transfer waits for a window of its peer. Then it goes without."""
 STOP_PATIENCE_S = 5.0
-"""How long a stopped write waits for what is on the wire, and then as long for its peer to say that it touches nothing any more."""
+"""How long a stopped write waits for what is on the wire, before that is given up too."""
 PARTS_PER_TURN = 8
 KNOWN_S = 20.0
 """A peer that has answered so lately knows how to answer: it is not told again. It remembers for longer."""
@@ -373,7 +373,8 @@ class StagedTransfers:
             self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, transfer.is_certain)))
             self._become(transfer, _State.CLOSING, now)
         is_told = transfer.is_read or transfer.advanced == 0 or transfer.is_ended_there
-        if is_told or now > transfer.since + STOP_PATIENCE_S:
+        # An owner that is silent for so long stood still, and writes nothing when it wakes up.
+        if is_told or now > transfer.since + self._reclaim_s / 2:
             self._end(transfer)
 
     def _cancel_wires(self, transfer: _Transfer) -> None:
