@@ -213,14 +213,51 @@ def test_an_owner_that_stood_still_writes_nothing_that_came_meanwhile() -> None:
 
 def test_without_a_window_for_a_while_a_transfer_goes_without() -> None:
     world, near, far = pair(ring_pages=1)
-    assert far.lent.take(4096) is not None
+    slow = Party("slow", SIZES, 1, 1000, seed=3)
+    world.parties["slow"] = slow
+    slow.wire.is_broken = True
+    slow.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    world.wait(3)
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
     world.wait(4)
     assert near.unstaged == []
     world.wait(4)
     assert near.unstaged == [handle]
     assert near.is_quiet
-    assert not far.lender.is_serving
+    assert far.lender.senders() == {"slow"}
+
+
+def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:
+    world, near, far = pair(ring_pages=1)
+    silent = Party("silent", SIZES, 1, 1000, seed=3)
+    world.parties["silent"] = silent
+    silent.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    del world.parties["silent"]
+    for _ in range(6):
+        world.now += 1.0
+        world.turn()
+        world.mail.clear()
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    for _ in range(3):
+        world.turn()
+        world.mail = [each for each in world.mail if each[1] != "silent"]
+        world.deliver()
+    assert near.unstaged == [handle]
+
+
+def test_a_second_transfer_begins_in_what_the_first_has_left() -> None:
+    world, near, far = pair(ring_pages=8)
+    for region in (0, 1):
+        near.start(far, [scattered(region, region, 500, 80, 80, seed=3)], is_read=True)
+    for _ in range(2):
+        world.turn()
+        world.deliver()
+    assert far.lent.take(4096) is None
+    world.run()
+    assert list(near.ended.values()) == [None, None]
 
 
 def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:

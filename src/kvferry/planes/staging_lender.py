@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.planes.offsets import are_within
 from kvferry.planes.staging_lane import CopyLane, StagingRing
-from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
+from kvferry.planes.staging_ring import Window, WindowTable, fair_window
 from kvferry.planes.staging_stream import Segment, Stream
 from kvferry.planes.staging_wire import MAX_PIECES, Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped
 from kvferry.types import Region
@@ -26,6 +26,8 @@ __all__ = ["RECLAIM_S", "ToOwner", "WindowLender"]
 
 RECLAIM_S = 60.0
 """How long a window is kept for a peer that has become silent."""
+SILENT_S = 5.0
+"""A peer that lives says something each second."""
 WORD_S = 5.0
 """A writer that has been silent for so long is spoken to: that shows whether it lives."""
 STALL_S = 2.0
@@ -151,7 +153,7 @@ class WindowLender:
         self._turned_at = now
         for served in [each for each in self._served.values() if each.is_forsaken(now, self._reclaim_s)]:
             self._let_go(served)
-        self._grant()
+        self._grant(now)
         budget = self._ring.pace.turn_bytes
         self._moving.rotate(-1)
         for served in list(self._moving):
@@ -222,18 +224,26 @@ class WindowLender:
             else:
                 served.owes_word = True
 
-    def _grant(self) -> None:
-        """In the order in which they asked. Half of the ring at most: whoever does not come back shall not stop everybody."""
+    def _grant(self, now: float) -> None:
+        """In the order in which they asked."""
+        most, least = fair_window(self._table.size_bytes)
         while self._queue:
             served = self._queue[0]
-            wanted = min(served.ask.window_bytes, served.ask.total_bytes, max(1, self._table.size_bytes // 2))
-            window = self._table.take(whole_grains(wanted, served.ask.grain))
+            wanted = min(served.ask.window_bytes, served.ask.total_bytes, most)
+            window = self._table.take(wanted, least, served.ask.grain)
             if window is None:
+                self._turn_away(now)
                 return
             self._queue.popleft()
             served.lane = CopyLane(self._ring, served.stream, window, served.ask.is_read, _usable_grain(window, served.ask.grain))
             self._moving.append(served)
             self._outgoing.append((served.sender, Granted(served.ask.transfer, window.first, window.size_bytes, served.clock_s)))
+
+    def _turn_away(self, now: float) -> None:
+        """Those who wait for windows that nobody will give back soon are better served plainly."""
+        if all(now > served.heard_at + SILENT_S for served in self._moving):
+            for served in list(self._queue):
+                self._end(served, "its ring is held by peers that are silent")
 
     def _move(self, served: _Served, now: float, *, may_begin: bool) -> int:
         """What it has begun to copy, in bytes."""

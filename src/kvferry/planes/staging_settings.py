@@ -18,7 +18,8 @@ BY_KIND = {
     MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
 }
 """Piece, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""
-MIN_RUNS = 16
+MIN_RUNS = 64
+"""The two sides exchange some messages first: NIXL moves that many descriptors meanwhile."""
 SAMPLED_RUNS, SAMPLED_REGIONS = 4096, 8
 
 

@@ -21,7 +21,7 @@ from kvferry.errors import TransportError
 from kvferry.planes.runs import Runs
 from kvferry.planes.staging_lane import CopyLane, StagingRing, stretch_end
 from kvferry.planes.staging_lender import RECLAIM_S
-from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
+from kvferry.planes.staging_ring import Window, WindowTable, fair_window
 from kvferry.planes.staging_stream import Segment, Stream, common_grain
 from kvferry.planes.staging_wire import Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped, cut_into_parts
 from kvferry.ports.data import Completion, Handle, Pieces
@@ -269,12 +269,12 @@ class StagedTransfers:
     # -- one transfer ----------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """In the order in which they were started; half of our part of the ring at most."""
+        """In the order in which they were started."""
+        most, least = fair_window(self._table.size_bytes)
         while self._queue:
             transfer = self._queue[0]
-            most = min(transfer.total_bytes, max(1, self._table.size_bytes // 2))
-            grain = common_grain([part.piece_bytes for part in transfer.pieces], most)
-            window = self._table.take(whole_grains(most, grain))
+            grain = common_grain([part.piece_bytes for part in transfer.pieces], least)
+            window = self._table.take(min(transfer.total_bytes, most), least, grain)
             if window is None:
                 return
             self._queue.popleft()
