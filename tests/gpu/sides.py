@@ -71,12 +71,12 @@ def nixl_side() -> Side:
 
 
 def staged_nixl_side() -> Side:
-    """Everything is staged, through a ring that holds a part of the large transfers."""
-    return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=16 << 20, chunk_bytes=2 << 20, min_runs=2))
+    """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
+    return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2))
 
 
 def roomy_staged_nixl_side() -> Side:
-    """Through a ring that holds most of them."""
+    """Through a ring that holds half of the large region."""
     return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=64 << 20, chunk_bytes=4 << 20, min_runs=2))
 
 

@@ -1,4 +1,5 @@
-"""P or D is killed or stopped while KV moves between them on one GPU: the other serves on, no token is wrong, no block is lost.
+"""P or D is killed or stopped while KV moves between them on one GPU: the other serves on, no token is wrong, no block and no memory of the
+device is lost.
 
 D tells each transfer late, so that at any moment several are under way.
 """
@@ -6,6 +7,7 @@ D tells each transfer late, so that at any moment several are under way.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ ENOUGH = 16
 STOPPED_S = 4.0
 """Longer than a lease and than any wait for an answer."""
 RESTART_S = 90.0
+CACHE = ("--kv-cache-memory-bytes", "1G")
+"""So large that one which a survivor keeps open is seen."""
+SLACK_BYTES = 512 * 2**20
 
 Hurt = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
@@ -55,17 +60,18 @@ class Stage:
         self.right = asyncio.run(ask_all(self.plain, PROMPTS))
 
     def start_p(self, port: int = 0) -> Starting:
-        return self.cluster.serve_on_gpu("prefill", self.plane, "pull", port=port, engine_id="p", **SHORT)
+        return self.cluster.serve_on_gpu("prefill", self.plane, "pull", *CACHE, port=port, engine_id="p", **SHORT)
 
     def start_d(self, port: int = 0) -> Starting:
-        return self.cluster.serve_on_gpu("decode", self.plane, "pull", faults="delay:polls=1000", port=port, engine_id="d", **SHORT)
+        late = "delay:polls=1000"
+        return self.cluster.serve_on_gpu("decode", self.plane, "pull", *CACHE, faults=late, port=port, engine_id="d", **SHORT)
 
     async def restart(self, starting: Starting) -> Engine:
         """Without standing in the way of the traffic."""
         return await asyncio.to_thread(starting.ready)
 
     async def endure(self, hurt: Hurt) -> None:
-        """Traffic before, during and after; then every block of both is free."""
+        """Traffic before, during and after; then every block of both is free, and the device has as much in use as before."""
         outcomes: list[tuple[int, Answer]] = []
         stop = asyncio.Event()
         async with new_session() as session:
@@ -82,6 +88,7 @@ class Stage:
             clients = [asyncio.create_task(client(self.salts)) for _ in range(CLIENTS)]
             try:
                 await self._until_moved(session)
+                before = used_bytes()
                 await hurt(session)
                 await self._until_moved(session)
             finally:
@@ -91,6 +98,7 @@ class Stage:
             for number, answer in outcomes:
                 assert answer == self.right[number % len(PROMPTS)] if answer.is_ok else answer.status in (502, 503, 504), answer
             await assert_quiescent(session, self.p, self.d)
+            await until("the memory of the dead is given back", partial(has_no_more, before + SLACK_BYTES))
 
     async def assert_serves(self, session: aiohttp.ClientSession, survivor: Engine) -> None:
         """Prompts of its own, in the meantime."""
@@ -110,6 +118,21 @@ class Stage:
         await until("KV comes over", has_moved, RESTART_S)
 
 
+def used_bytes() -> int:
+    """Of the whole device."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+async def has_no_more(limit_bytes: int) -> bool:
+    return used_bytes() <= limit_bytes
+
+
+def kill(engine: Engine) -> None:
+    """With -9, and every process of it: the one that computes has no time to say goodbye."""
+    engine.kill(is_stopped=True)
+
+
 @pytest.fixture(scope="module")
 def plains(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[dict[str, Starting]]:
     with GpuCluster(tmp_path_factory.mktemp("plain"), model) as cluster:
@@ -125,27 +148,27 @@ def stage(
 
 
 def test_d_survives_a_killed_p_and_uses_its_next_life(stage: Stage) -> None:
-    async def kill(session: aiohttp.ClientSession) -> None:
+    async def kill_it(session: aiohttp.ClientSession) -> None:
         port = stage.p.address.port
-        await asyncio.to_thread(stage.p.kill)
+        await asyncio.to_thread(kill, stage.p)
         stage.cluster.dismiss(stage.p.process)
         starting = stage.start_p(port)
         await stage.assert_serves(session, stage.d)
         stage.p = await stage.restart(starting)
 
-    asyncio.run(stage.endure(kill))
+    asyncio.run(stage.endure(kill_it))
 
 
 def test_p_survives_a_killed_d_and_serves_its_next_life(stage: Stage) -> None:
-    async def kill(session: aiohttp.ClientSession) -> None:
+    async def kill_it(session: aiohttp.ClientSession) -> None:
         port = stage.d.address.port
-        await asyncio.to_thread(stage.d.kill)
+        await asyncio.to_thread(kill, stage.d)
         stage.cluster.dismiss(stage.d.process)
         starting = stage.start_d(port)
         await stage.assert_serves(session, stage.p)
         stage.d = await stage.restart(starting)
 
-    asyncio.run(stage.endure(kill))
+    asyncio.run(stage.endure(kill_it))
 
 
 def test_d_survives_a_p_that_is_stopped_and_uses_it_when_it_goes_on(stage: Stage) -> None:

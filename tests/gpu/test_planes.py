@@ -14,7 +14,7 @@ from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_R
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
-MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "nixl staged": staged_nixl_side}
+MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "staged-nixl": staged_nixl_side}
 
 
 @pytest.fixture(scope="module", params=MAKERS)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
 from kvferry.planes.offsets import are_within
 from kvferry.ports.data import Pieces
-from kvferry.types import Region
+from kvferry.types import MemoryKind, Region
 
 __all__ = ["MAX_ADDRESS", "check_forms", "check_pieces", "check_regions", "merged_ranges"]
 
@@ -48,11 +48,13 @@ def check_regions(regions: Sequence[Region], peer: object) -> None:
 
 
 def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """The ranges (address, size) that the regions cover, ascending; neighbours and overlapping ones as one."""
+    """The ranges (address, size) that the regions cover, ascending; overlapping ones as one, and neighbours in host memory. On a device
+    neighbours may be allocations of their own, of which no two can be shown to others as one."""
     merged: list[tuple[int, int]] = []
     for region in sorted(regions, key=lambda each: each.address):
         end = region.address + region.size_bytes
-        if merged and region.address <= sum(merged[-1]):
+        reach = sum(merged[-1]) if merged else 0
+        if merged and (region.address < reach or (region.address == reach and region.memory is MemoryKind.DRAM)):
             first = merged[-1][0]
             merged[-1] = first, max(end, sum(merged[-1])) - first
         elif region.size_bytes:

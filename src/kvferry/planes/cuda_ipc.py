@@ -40,6 +40,8 @@ __all__ = ["CudaIpcDataPlane"]
 
 DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at."""
+LAUNCH_S = 500e-6
+"""How long one poll hands over what is to be copied: the device is not to wait for the rest of a turn."""
 SPIN_S = 100e-6
 """How long one poll looks at the kernels under way: most are through before another turn of the ferry has begun."""
 
@@ -185,7 +187,9 @@ class CudaIpcDataPlane:
             transfer = self._transfers[0]
             self._transfers.rotate(-1)
             if transfer.is_launching:
-                transfer.launch(copier)
+                until = time.monotonic() + LAUNCH_S
+                while transfer.is_launching and time.monotonic() < until:
+                    transfer.launch(copier)
                 return transfer
         return None
 

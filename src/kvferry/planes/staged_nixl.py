@@ -264,6 +264,7 @@ class StagedNixlDataPlane:
     def _start(self, peer: PeerId, ring: RingOf, pieces: Sequence[Pieces], *, is_read: bool) -> Handle:
         assert self._staging is not None
         handle = self._next_handle()
+        self._staging.heard_at = time.monotonic()  # an answer is on its way
         self._staging.transfers.start(handle, peer, ring, pieces, self._regions, is_read=is_read)
         return handle
 
