@@ -21,7 +21,7 @@ from kvferry.planes.nixl import NixlDataPlane
 from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
 from kvferry.ports.data import Pieces, PlaneOffer
 from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_REGION, Far, Pair, PairSource, Side, SpawnedFar
-from kvferry.types import EngineId, Epoch, PeerId, Region
+from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 SECRET = b"the secret of these tests"
 DEADLINE_S = 20.0
@@ -209,6 +209,18 @@ def test_a_stopped_owner_fails_the_read_and_serves_again_when_it_wakes() -> None
                 assert time.monotonic() < deadline
                 pair.turn()
         check_read(pair, shuffled(4096, seed=2, count=2000))
+
+
+def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
+    memory = np.zeros(4096, np.uint8)
+    here = Region("k", memory.ctypes.data, 64, 64, 32)
+    there = Region("v", memory.ctypes.data + 2048, 64, 64, 32, MemoryKind.VRAM)
+    for regions in ([], [here, there], [there]):
+        plane = StagedNixlDataPlane(NixlDataPlane(), StagingSettings(), SECRET)
+        assert not plane.register(regions)
+        with pytest.raises(LocalProtocolError):
+            plane.offer()
+        plane.close()
 
 
 def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:

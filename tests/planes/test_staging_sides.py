@@ -225,6 +225,20 @@ def test_without_a_window_for_a_while_a_transfer_goes_without() -> None:
     assert near.unstaged == [handle]
     assert near.is_quiet
     assert far.lender.senders() == {"slow"}
+    assert near.transfers.can_ask("far", world.now)
+
+
+def test_a_peer_that_does_not_answer_at_all_is_not_asked_again_for_a_while() -> None:
+    world, near, far = pair()
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    del world.parties["far"]
+    for _ in range(8):
+        world.now += 1.0
+        world.turn()
+    assert near.unstaged == [handle]
+    assert not near.transfers.can_ask("far", world.now)
+    assert near.transfers.can_ask("another", world.now)
+    assert near.transfers.can_ask("far", world.now + 100)
 
 
 def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:

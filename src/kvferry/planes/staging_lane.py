@@ -16,7 +16,8 @@ class StagingPace:
     """How much is done at a time."""
 
     chunk_bytes: int
-    """What is gathered by one job: the other side hears of it when it is complete."""
+    """What the first job gathers: the other side hears of it when it is complete. Each job gathers twice as much as the one before, so that
+    a transfer begins early, and a long one costs few turns."""
     turn_bytes: int
     """What one turn begins to copy. Host memory is copied in the turn itself, so it is little there."""
 
@@ -65,13 +66,17 @@ class CopyLane:
     def advance(self, limit: int, total: int) -> int:
         """Begin to copy up to byte `limit`, as far as one turn goes: the bytes begun. Small pieces wait for others, or for a lull."""
         began, pace = self.started, self.ring.pace.within(self.window, self.grain)
-        most = pace.chunk_bytes if self.is_gathering else pace.turn_bytes
         while self.started - began < pace.turn_bytes:
+            most = self._next_bytes(pace) if self.is_gathering else pace.turn_bytes
             end = stretch_end(self.started, limit, most, self.grain, total)
             if end <= self.started or (end - self.started < pace.chunk_bytes and end < total and self._jobs):
                 break
             self._start(end)
         return self.started - began
+
+    def _next_bytes(self, pace: StagingPace) -> int:
+        grown = max(pace.chunk_bytes, min(self.started, self.window.size_bytes // 2, pace.turn_bytes))
+        return max(self.grain, grown - grown % self.grain)
 
     def _start(self, end: int) -> None:
         cut: Callable[[int, int, int, Window], list[AddressCopies]]

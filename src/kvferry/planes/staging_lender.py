@@ -205,6 +205,8 @@ class WindowLender:
         if message.upto > max(reach, served.advanced):
             raise RemoteProtocolError(f"byte {message.upto} cannot have been moved yet")
         served.clock_s = message.clock_s
+        if lane is None:
+            self._outgoing.append((served.sender, Reached(served.ask.transfer, 0, served.clock_s)))
         served.owes_word |= message.upto <= served.advanced
         served.advanced = max(served.advanced, message.upto)
 

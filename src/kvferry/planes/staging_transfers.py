@@ -38,6 +38,8 @@ GRANT_PATIENCE_S = 5.0
 STOP_PATIENCE_S = 5.0
 """How long a stopped write waits for what is on the wire, before that is given up too."""
 PARTS_PER_TURN = 8
+SHUN_S = 60.0
+"""A peer that did not answer at all is not asked again for so long."""
 KNOWN_S = 20.0
 """A peer that has answered so lately knows how to answer: it is not told again. It remembers for longer."""
 
@@ -145,6 +147,7 @@ class StagedTransfers:
         self._ended: list[Completion] = []
         self._unstaged: list[tuple[Handle, PeerId, Sequence[Pieces], bool]] = []
         self._heard_at: dict[str, float] = {}
+        self._shunned_until: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._transfers) + len(self._ended) + len(self._unstaged)
@@ -165,6 +168,9 @@ class StagedTransfers:
         self._transfers[handle] = transfer
         self._queue.append(transfer)
 
+    def can_ask(self, agent: str, now: float) -> bool:
+        return now >= self._shunned_until.get(agent, now)
+
     def peers(self) -> set[PeerId]:
         """Those that something is moved with."""
         return {transfer.peer for transfer in self._transfers.values()}
@@ -180,7 +186,8 @@ class StagedTransfers:
 
     def fail_peer(self, peer: PeerId, why: str, now: float) -> None:
         """The peer cannot be spoken to any more, or in a moment."""
-        self._heard_at.clear()  # whoever is met again is told anew
+        for known in (self._heard_at, self._shunned_until):
+            known.clear()  # whoever is met again is told anew
         for transfer in self._of(peer):
             transfer.is_ended_there = True
             self._stop(transfer, why, now)
@@ -338,6 +345,8 @@ class StagedTransfers:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
         elif transfer.state is _State.ASKED and now > transfer.since + GRANT_PATIENCE_S:
             self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, is_certain=True)))
+            if self._heard_at.get(transfer.ring.agent, -1.0) < transfer.since:
+                self._shunned_until[transfer.ring.agent] = now + SHUN_S
             self._go_without(transfer)
         elif transfer.landed > transfer.advanced or now > transfer.spoken_at + PING_S:
             self._say(transfer, now)
