@@ -290,7 +290,7 @@ def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:
 
 NUMBERS = st.integers(0, 3) | st.integers(0, 5000) | st.integers(0, (1 << 62) - 1)
 CLOCKS = st.floats()
-TABLES = st.builds(OffsetTable, st.integers(4, 8), st.integers(0, 31), st.binary(max_size=64))
+TABLES = st.builds(OffsetTable, st.integers(2, 8), st.integers(0, 31), st.binary(max_size=64))
 GROUPS = st.builds(Group, st.integers(0, 3), st.integers(1, 5000) | st.integers(1, (1 << 62) - 1), st.integers(0, 3))
 COUNTS = NUMBERS.map(lambda number: number + 1)
 TO_OWNER = st.one_of(

@@ -20,7 +20,7 @@ BY_KIND = {
 """Piece, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""
 MIN_RUNS = 64
 """The two sides exchange some messages first: NIXL moves that many descriptors meanwhile."""
-SAMPLED_RUNS, SAMPLED_REGIONS = 4096, 8
+SAMPLED_RUNS, SAMPLED_REGIONS = 256, 4
 
 
 @dataclass(frozen=True, slots=True)
