@@ -207,7 +207,7 @@ class NixlDataPlane:
         try:
             self._posting.reach(link, self._transfers, self._open_posting_agent).notify(note, link)
         except TransportError as error:
-            self._drop(link, str(error))
+            self._fail(link, str(error))
             raise
 
     def take_notes(self) -> list[bytes]:
@@ -268,7 +268,7 @@ class NixlDataPlane:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:
-            self._drop(link, str(error))
+            self._fail(link, str(error))
             raise
         self._last_handle += 1
         transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, batches)
@@ -297,7 +297,7 @@ class NixlDataPlane:
         try:
             transfer.collect()
         except TransportError as error:
-            self._drop(transfer.link, str(error))
+            self._fail(transfer.link, str(error))
         if self._posting.waits_in_vain(transfer):
             self._give_up(transfer.agent, transfer.link)
 
@@ -311,7 +311,7 @@ class NixlDataPlane:
             try:
                 transfer.post()
             except TransportError as error:
-                self._drop(transfer.link, str(error))
+                self._fail(transfer.link, str(error))
             return transfer
         return None
 
@@ -322,7 +322,14 @@ class NixlDataPlane:
             if transfer.link is link and transfer.agent is agent:
                 transfer.stop(why, agent.heard_at(link))
         if self._posting.is_in_use(agent):
-            self._drop(link, why)
+            self._fail(link, why)
+
+    def _fail(self, link: Link, why: str) -> None:
+        """A connection has failed, and with it, if it is still in use, whatever else goes by the same agent."""
+        is_current = self._links.get(link.peer) is link
+        for each in [each for each in self._links.values() if is_current and each.agent == link.agent]:
+            self._drop(each, why)
+        self._drop(link, why)
 
     def _drop(self, link: Link, why: str) -> None:
         """Stop using a connection. Its agent is forgotten once nothing is posted to it."""
