@@ -194,11 +194,15 @@ def test_offsets_come_out_as_they_went_in(numbers: list[int], shift: int) -> Non
     assert np.array_equal(table.offsets(), offsets)
 
 
-def test_offsets_of_blocks_take_four_bytes_each() -> None:
-    assert OffsetTable.of(np.arange(1000, dtype=np.int64) * (1 << 20)).width == 4
+def test_offsets_of_blocks_take_two_or_four_bytes_each() -> None:
+    blocks = np.arange(70_000, dtype=np.int64) * (1 << 20)
+    assert OffsetTable.of(blocks[:65_536]).width == 2
+    assert OffsetTable.of(blocks).width == 4
 
 
-@pytest.mark.parametrize("table", [OffsetTable(5, 0, bytes(10)), OffsetTable(4, 0, bytes(3)), OffsetTable(8, 3, bytes(8))])
+@pytest.mark.parametrize(
+    "table", [OffsetTable(5, 0, bytes(10)), OffsetTable(2, 0, bytes(3)), OffsetTable(4, 0, bytes(3)), OffsetTable(8, 3, bytes(8))]
+)
 def test_offsets_that_are_no_numbers_are_refused(table: OffsetTable) -> None:
     with pytest.raises(RemoteProtocolError):
         table.offsets()
@@ -211,10 +215,19 @@ def test_parts_name_every_piece_once_in_order_and_layers_share_their_offsets() -
     pieces = [Pieces(layer, layer + 1, 4096, blocks, blocks) for layer in range(40)] + [Pieces(0, 99, 1, many, many)]
     parts = list(cut_into_parts(7, pieces))
     assert [part.number for part in parts] == list(range(len(parts)))
-    assert len(parts[0].tables) == 1
+    assert [group.table for group in parts[0].groups] == [0] * 40 + [1]
     named = [(group.region, group.piece_bytes, offset) for part in parts for group in part.groups for offset in _offsets(part, group)]
     assert named == [(part.remote_region, part.piece_bytes, offset) for part in pieces for offset in part.remote_offsets.tolist()]
-    assert all(len(note) <= MAX_ENVELOPE_BYTES for note in Postmark(SECRET, "a").close("b", parts))
+    assert len(parts) == 4
+    wide = list(cut_into_parts(7, [Pieces(0, 99, 1, many, many + (1 << 40))]))
+    assert all(len(note) <= MAX_ENVELOPE_BYTES for named in (parts, wide) for note in Postmark(SECRET, "a").close("b", named))
+
+
+def test_regions_of_many_kinds_of_blocks_share_what_is_the_same() -> None:
+    kinds = [np.arange(100, dtype=np.int64) * 4096 + shift for shift in (0, 64, 128)]
+    pieces = [Pieces(layer, layer, 64, kinds[layer % 3], kinds[layer % 3]) for layer in range(30)]
+    (part,) = cut_into_parts(1, pieces)
+    assert [group.table for group in part.groups] == [0, 1, 2] * 10
 
 
 def test_a_part_that_names_offsets_it_does_not_have_is_refused() -> None:
@@ -242,9 +255,10 @@ def test_the_longest_messages_fit_and_short_ones_travel_together() -> None:
     ask = Ask(1, 0.0, True, 1, 1, 1, bytes(MAX_METADATA_BYTES))
     messages: list[Message] = [ask, ask, *(Advanced(number, 1 << 60, 1e300) for number in range(300))]
     notes = list(ours.close("theirs", messages))
-    assert len(notes) == 4
+    assert len(notes) == 3
     assert max(len(note) for note in notes) <= MAX_ENVELOPE_BYTES
     theirs = Postmark(SECRET, "theirs")
+    assert len(list(ours.close("others", [Ask(1, 0.0, True, 1, 1, 1, bytes(9)), *cut_into_parts(1, [_blocks(4096)])]))) == 1
     assert [message for note in notes for message in theirs.open(note).messages] == messages
 
 
@@ -279,3 +293,8 @@ def test_messages_of_another_version_are_refused() -> None:
 
 def _offsets(part: Part, group: Group) -> list[int]:
     return list(part.tables[group.table].offsets().tolist())
+
+
+def _blocks(count: int) -> Pieces:
+    blocks = np.random.default_rng(1).permutation(count).astype(np.int64) * 4096
+    return Pieces(0, 0, 4096, blocks, blocks)

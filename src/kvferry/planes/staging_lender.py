@@ -201,7 +201,8 @@ class WindowLender:
         if served.is_ended:
             return
         lane, read = served.lane, served.ask.is_read
-        reach = 0 if lane is None else served.told if read else min(lane.done + lane.window.size_bytes, served.stream.total_bytes)
+        # What a writer has moved may be ahead of the pieces it belongs to; nothing is copied before those are known.
+        reach = 0 if lane is None else served.told if read else min(lane.done + lane.window.size_bytes, served.ask.total_bytes)
         if message.upto > max(reach, served.advanced):
             raise RemoteProtocolError(f"byte {message.upto} cannot have been moved yet")
         served.clock_s = message.clock_s
@@ -259,8 +260,9 @@ class WindowLender:
         except TransportError as error:
             self._end(served, str(error))
         if served.is_ended:
-            if served.owes_word and lane.is_idle:
-                served.owes_word = False
+            # Said again as long as its window is kept: that shows whether its peer lives.
+            if lane.is_idle and (served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S):
+                served.owes_word, served.spoken_at = False, now
                 self._outgoing.append((served.sender, Ended(served.ask.transfer, "stopped")))
             return begun
         if lane.done > served.told or served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S:

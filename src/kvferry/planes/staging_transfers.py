@@ -189,15 +189,19 @@ class StagedTransfers:
         for known in (self._heard_at, self._shunned_until):
             known.clear()  # whoever is met again is told anew
         for transfer in self._of(peer):
-            transfer.is_ended_there = True
+            # A peer that lives may be putting into place what it was told of: a write waits for as long as that may take.
+            transfer.is_ended_there |= transfer.is_read or transfer.advanced == 0
             self._stop(transfer, why, now)
-            self._wind_up(transfer, now)
+            if transfer.state in (_State.STOPPING, _State.CLOSING):
+                self._wind_up(transfer, now)
 
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
         transfer = self._transfers.get(Handle(message.transfer))
         if transfer is None or transfer.ring.agent != sender:
             if isinstance(message, Granted):  # it went without, and a window would be kept for it
                 self._outgoing.append((sender, Stopped(message.transfer, is_certain=True)))
+            elif isinstance(message, Reached):  # our last word about it was lost; what it had sent may be on its way
+                self._outgoing.append((sender, Stopped(message.transfer, is_certain=False)))
             return
         peer = transfer.peer
         self._heard_at[sender] = now

@@ -56,13 +56,15 @@ MAX_ENVELOPE_BYTES = 256 * 1024
 """NIXL takes 75 µs for a notification of 64 KiB, and 2 ms for one of 1 MiB."""
 MAX_METADATA_BYTES = 192 * 1024
 FEW_MESSAGES = 256
-PART_OFFSETS = 8192
-"""Offsets of one part: the owner begins with the first while the others are written."""
+FIRST_PART_OFFSETS, PART_OFFSETS = 8192, 24_576
+"""Offsets of one part: the owner begins with the first while the others are written. Of 8 bytes each they still fit."""
 PART_GROUPS = 1024
 MAX_PIECES = 1 << 22
 """Of one transfer."""
 MAX_SENDERS = 1024
 TAG_BYTES = 32
+SHORT_BYTES, TABLE_BYTES, GROUP_BYTES = 256, 16, 32
+"""What a message, a table and a group take at most, without what may be long in them."""
 MAX_NUMBER = (1 << 62) - 1
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
@@ -83,10 +85,13 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Of the sender's agent, for the answer; empty when it was told lately."""
 
 
+_NUMBERS = {2: "<u2", 4: "<u4", 8: "<i8"}
+
+
 class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
     """Offsets, divided by `2 ** shift`, as little-endian numbers of `width` bytes."""
 
-    width: Annotated[int, msgspec.Meta(ge=4, le=8)]
+    width: Annotated[int, msgspec.Meta(ge=2, le=8)]
     shift: Annotated[int, msgspec.Meta(ge=0, le=31)]
     numbers: bytes
 
@@ -97,16 +102,17 @@ class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, offsets: Offsets) -> "OffsetTable":
         bits = int(np.bitwise_or.reduce(offsets)) if len(offsets) else 0
         shift = min(31, (bits & -bits).bit_length() - 1) if bits else 0
+        width = 2 if bits >> shift < 1 << 16 else 4
         if bits >> shift < 1 << 32:
-            return cls(4, shift, (offsets >> shift).astype("<u4").tobytes())
-        return cls(8, 0, offsets.astype("<i8").tobytes())
+            return cls(width, shift, (offsets >> shift).astype(_NUMBERS[width]).tobytes())
+        return cls(8, 0, offsets.astype(_NUMBERS[8]).tobytes())
 
     def offsets(self) -> Offsets:
         """RemoteProtocolError when these are no numbers. They may be negative, or lie anywhere: the caller checks them."""
-        if self.width not in (4, 8) or len(self.numbers) % self.width or (self.width == 8 and self.shift):
+        if self.width not in _NUMBERS or len(self.numbers) % self.width or (self.width == 8 and self.shift):
             raise RemoteProtocolError(f"{len(self.numbers)} bytes are no offsets of {self.width} bytes, shifted by {self.shift}")
-        found = np.frombuffer(self.numbers, "<u4" if self.width == 4 else "<i8").astype(np.int64)
-        return found << self.shift
+        found: Offsets = np.left_shift(np.frombuffer(self.numbers, _NUMBERS[self.width]), self.shift, dtype=np.int64)
+        return found
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
@@ -185,22 +191,25 @@ class Postmark:
         self._counts: dict[str, int] = {}
 
     def close(self, receiver: str, messages: Sequence[Message]) -> Iterator[bytes]:
-        """As many notifications as it takes. Long messages travel alone."""
-        short = [message for message in messages if not isinstance(message, Ask | Part)]
+        """In order, in as few notifications as it takes."""
+        waiting, weight = list[Message](), 0
         for message in messages:
-            if isinstance(message, Ask | Part):
-                yield self._close(receiver, (message,))
-        for first in range(0, len(short), FEW_MESSAGES):
-            yield self._close(receiver, tuple(short[first : first + FEW_MESSAGES]))
+            if waiting and (len(waiting) == FEW_MESSAGES or weight + _weight(message) > MAX_ENVELOPE_BYTES - SHORT_BYTES):
+                yield self._close(receiver, tuple(waiting))
+                waiting, weight = [], 0
+            waiting.append(message)
+            weight += _weight(message)
+        if waiting:
+            yield self._close(receiver, tuple(waiting))
 
     def _close(self, receiver: str, messages: tuple[Message, ...]) -> bytes:
         self._sent += 1
         payload = msgspec.msgpack.encode(Envelope(STAGING_VERSION, self._own, self._sent, messages))
-        return self._tag(receiver, payload) + payload
+        return b"".join((self._tag(receiver, payload), payload))
 
     def open(self, notification: bytes) -> Envelope:
         """RemoteProtocolError for whatever is not a new message of the cluster for us. Takes anything."""
-        tag, payload = notification[:TAG_BYTES], notification[TAG_BYTES:]
+        tag, payload = notification[:TAG_BYTES], memoryview(notification)[TAG_BYTES:]
         if len(notification) > MAX_ENVELOPE_BYTES or not hmac.compare_digest(tag, self._tag(self._own, payload)):
             raise RemoteProtocolError("a notification is too long, or not of this cluster")
         try:
@@ -218,31 +227,48 @@ class Postmark:
         if len(self._counts) > MAX_SENDERS:
             del self._counts[next(iter(self._counts))]
 
-    def _tag(self, receiver: str, payload: bytes) -> bytes:
-        return hmac.digest(self._key, receiver.encode() + b"\0" + payload, hashlib.sha256)
+    def _tag(self, receiver: str, payload: bytes | memoryview) -> bytes:
+        return hmac.digest(self._key, b"".join((receiver.encode(), b"\0", payload)), hashlib.sha256)
+
+
+def _weight(message: Message) -> int:
+    """How many bytes it takes, about, and never fewer."""
+    if isinstance(message, Part):
+        return SHORT_BYTES + sum(TABLE_BYTES + len(table.numbers) for table in message.tables) + GROUP_BYTES * len(message.groups)
+    return SHORT_BYTES + (len(message.metadata) if isinstance(message, Ask) else 4 * len(message.why) if isinstance(message, Ended) else 0)
 
 
 def cut_into_parts(transfer: int, pieces: Sequence[Pieces]) -> Iterator[Part]:
     """What an owner must know of a transfer. Each is written when it is asked for."""
     number = num_offsets = 0
-    tables: dict[bytes, int] = {}
-    encoded: list[OffsetTable] = []
+    tables: list[Offsets] = []
     groups: list[Group] = []
     for pieces_of_region in pieces:
-        for first in range(0, len(pieces_of_region.remote_offsets), PART_OFFSETS):
-            offsets = pieces_of_region.remote_offsets[first : first + PART_OFFSETS]
-            key = offsets.tobytes()
-            if len(groups) == PART_GROUPS or (key not in tables and groups and num_offsets + len(offsets) > PART_OFFSETS):
-                yield Part(transfer, number, tuple(encoded), tuple(groups))
+        rest = pieces_of_region.remote_offsets
+        while len(rest):
+            most = PART_OFFSETS if number else FIRST_PART_OFFSETS
+            known = _same(rest[:most], tables)
+            if len(groups) == PART_GROUPS or (known is None and num_offsets == most):
+                yield Part(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
                 number, num_offsets = number + 1, 0
-                tables, encoded, groups = {}, [], []
-            if key not in tables:
-                tables[key] = len(encoded)
-                encoded.append(OffsetTable.of(offsets))
-                num_offsets += len(offsets)
-            groups.append(Group(pieces_of_region.remote_region, pieces_of_region.piece_bytes, tables[key]))
+                tables, groups = [], []
+                continue
+            if known is None:
+                known = len(tables)
+                tables.append(rest[: most - num_offsets])
+                num_offsets += len(tables[-1])
+            groups.append(Group(pieces_of_region.remote_region, pieces_of_region.piece_bytes, known))
+            rest = rest[len(tables[known]) :]
     if groups:
-        yield Part(transfer, number, tuple(encoded), tuple(groups))
+        yield Part(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
+
+
+def _same(offsets: Offsets, tables: Sequence[Offsets]) -> int | None:
+    """Which of the tables has these very offsets. Most that differ do so at once."""
+    for number, table in enumerate(reversed(tables)):
+        if len(table) == len(offsets) and table[0] == offsets[0] and np.array_equal(table, offsets):
+            return len(tables) - 1 - number
+    return None
 
 
 _DECODER = msgspec.msgpack.Decoder(Envelope)
