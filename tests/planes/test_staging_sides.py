@@ -417,7 +417,7 @@ def test_a_write_that_its_owner_has_ended_is_spoken_of_until_its_writer_has_stop
 
 
 def test_a_writer_that_does_not_know_its_transfer_any_more_says_so() -> None:
-    world, near, _ = pair()
+    world, _, _ = pair()
     world.hand_over("far", "near", Reached(77, 0, world.now))
     world.turn("near")
     assert [(to, message) for _, to, message in world.mail] == [("far", Stopped(77, is_certain=False))]
