@@ -184,7 +184,9 @@ class NixlDataPlane:
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
-        return self._enqueue(link, operation, batches(runs, MAX_BATCH_BYTES[self._regions[0].memory], MAX_BATCH_RUNS))
+        max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
+        is_one = len(runs) <= MAX_BATCH_RUNS and runs.total_bytes <= max_bytes
+        return self._enqueue(link, operation, iter((runs,)) if is_one else batches(runs, max_bytes, MAX_BATCH_RUNS))
 
     def identity(self) -> tuple[str, bytes]:
         """The serving agent, by its name and its metadata: whoever has connected to these can notify us."""

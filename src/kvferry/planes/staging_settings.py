@@ -14,7 +14,7 @@ __all__ = ["StagingSettings", "is_fragmented"]
 
 MIB = 1024 * 1024
 BY_KIND = {
-    MemoryKind.VRAM: (256 * 1024, 256 * MIB, 32 * MIB),
+    MemoryKind.VRAM: (256 * 1024, 1024 * MIB, 64 * MIB),
     MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
 }
 """Piece, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.planes.runs import Runs
-from kvferry.planes.staging_lane import CopyLane, StagingRing, stretch_end
+from kvferry.planes.staging_lane import CopyLane, StagingRing, share_of, stretch_end
 from kvferry.planes.staging_lender import RECLAIM_S
 from kvferry.planes.staging_ring import Window, WindowTable, fair_window
 from kvferry.planes.staging_stream import Segment, Stream, common_grain
@@ -333,7 +333,7 @@ class StagedTransfers:
         lane, there = transfer.lane, transfer.window_there
         assert lane is not None
         assert there is not None
-        most = max(lane.grain, min(lane.window.size_bytes, there.size_bytes) // 2)
+        most = max(lane.grain, min(share_of(window, transfer.total_bytes) for window in (lane.window, there)))
         while now <= transfer.heard_s + self._reclaim_s / 2 and len(transfer.wires) < MAX_POSTED:
             end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
             if end <= transfer.posted:
@@ -427,4 +427,4 @@ def _between(here: Window, there: Window, start: int, end: int) -> Runs:
         (offset, size), (offset_there, size_there) = next(here.places(start, end)), next(there.places(start, end))
         places.append((offset, offset_there, min(size, size_there)))
         start += places[-1][2]
-    return Runs(*np.array(places, np.int64).T)
+    return Runs(*np.array(list(zip(*places, strict=True)), np.int64))
