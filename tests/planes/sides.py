@@ -76,7 +76,7 @@ def slow_staged_side() -> Side:
     """As above, in chunks so small that a long transfer can be met on its way; and who is silent is not waited for long."""
     memory = SharedMemory.allocate(MEMORY_BYTES)
     settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=256 << 10, chunk_bytes=8192, min_runs=2)
-    return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests", reclaim_s=4.0), memory)
+    return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests", reclaim_s=5.0), memory)
 
 
 def tcp_side() -> Side:

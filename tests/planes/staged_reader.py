@@ -17,7 +17,7 @@ def read_for_ever(pipe: Connection, offer: PlaneOffer, regions: tuple[Region, ..
     """After each read: its error, or None, and whether the bytes came."""
     side = slow_staged_side()
     side.plane.connect(PEER, offer, regions)
-    plan = shuffled(4096, seed=5)
+    plan = shuffled(4096, seed=5, count=4000)
     while True:
         side.memory[:] = 0
         side.plane.read(PEER, plan)

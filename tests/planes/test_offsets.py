@@ -25,6 +25,9 @@ def test_a_base_is_added_to_all_and_the_bits_of_all_are_told(numbers: list[int],
     sums = [number + base for number in numbers]
     assert table.tolist() == [-1] * first + sums + [-1] * (50 - first - len(sums))
     assert bits == int(np.bitwise_or.reduce(np.array([0, *sums], np.int64)))
+    apart = np.full(50, -1, np.int64)
+    assert add_all(apart, first, np.repeat(np.array(numbers, np.int64), 2)[::2], base, 2**50) == bits
+    assert apart.tolist() == table.tolist()
 
 
 def test_a_table_is_never_overrun() -> None:

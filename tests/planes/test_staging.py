@@ -49,6 +49,7 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int
             assert table.first <= window.first
             assert window.end <= table.first + table.size_bytes
             assert window.size_bytes == number
+            assert window.first % 4096 == 0
             assert all(window.end <= other.first or other.end <= window.first for other in taken)
             taken.append(window)
         elif not takes and taken:
@@ -59,16 +60,15 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int
     assert table.take(pages * 4096) == Window(first * 4096, pages * 4096)
 
 
-def test_one_that_is_alone_has_most_of_a_ring_and_leaves_some_to_the_next() -> None:
-    table = WindowTable(0, 64 * 4096)
-    alone = table.take_share(1 << 30, 1000, is_alone=True)
-    assert alone is not None
-    assert alone == Window(0, 48 * 4096 - 48 * 4096 % 1000)
-    late = table.take_share(1 << 30, 1, is_alone=True)
-    assert late == Window(48 * 4096, 16 * 4096)
-    assert table.take_share(1, 1, is_alone=True) is None
-    table.give_back(alone)
-    assert table.take_share(1 << 30, 1, is_alone=False) == Window(0, 32 * 4096)
+def test_without_a_gap_that_is_large_enough_the_largest_is_taken_if_it_is_not_a_crumb() -> None:
+    table = WindowTable(0, 10 * 4096)
+    first, second = table.take(4 * 4096), table.take(3 * 4096)
+    assert table.take(5 * 4096, 4 * 4096) is None
+    assert table.take(5 * 4096, 2 * 4096, 5000) == Window(7 * 4096, 10_000)
+    assert first is not None
+    table.give_back(first)
+    assert table.take(4096) == Window(0, 4096)
+    assert second == Window(4 * 4096, 3 * 4096)
 
 
 def test_a_window_that_nobody_has_is_not_given_back() -> None:
@@ -170,7 +170,7 @@ def test_many_small_pieces_are_staged_and_few_or_large_or_adjacent_ones_are_not(
     assert fragmented(shuffled, blocks)
     assert not fragmented(blocks, blocks)
     assert not fragmented(blocks[::-1], blocks[::-1])
-    assert not fragmented(shuffled[:4], blocks[:4])
+    assert not fragmented(shuffled[:20], blocks[:20])
     assert not fragmented(shuffled * 4, blocks * 4, 65536)
     assert not is_fragmented([], settings)
     assert not is_fragmented([Pieces(0, 0, 64, blocks[:0], blocks[:0])], settings)

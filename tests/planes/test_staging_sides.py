@@ -213,14 +213,65 @@ def test_an_owner_that_stood_still_writes_nothing_that_came_meanwhile() -> None:
 
 def test_without_a_window_for_a_while_a_transfer_goes_without() -> None:
     world, near, far = pair(ring_pages=1)
-    assert far.lent.take(4096) is not None
+    slow = Party("slow", SIZES, 1, 1000, seed=3)
+    world.parties["slow"] = slow
+    slow.wire.is_broken = True
+    slow.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    world.wait(3)
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
     world.wait(4)
     assert near.unstaged == []
     world.wait(4)
     assert near.unstaged == [handle]
     assert near.is_quiet
-    assert not far.lender.is_serving
+    assert far.lender.senders() == {"slow"}
+    assert near.transfers.can_ask("far", world.now)
+
+
+def test_a_peer_that_does_not_answer_at_all_is_not_asked_again_for_a_while() -> None:
+    world, near, far = pair()
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    del world.parties["far"]
+    for _ in range(8):
+        world.now += 1.0
+        world.turn()
+    assert near.unstaged == [handle]
+    assert not near.transfers.can_ask("far", world.now)
+    assert near.transfers.can_ask("another", world.now)
+    assert near.transfers.can_ask("far", world.now + 100)
+
+
+def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:
+    world, near, far = pair(ring_pages=1)
+    silent = Party("silent", SIZES, 1, 1000, seed=3)
+    world.parties["silent"] = silent
+    silent.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    del world.parties["silent"]
+    for _ in range(6):
+        world.now += 1.0
+        world.turn()
+        world.mail.clear()
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
+    for _ in range(3):
+        world.turn()
+        world.mail = [each for each in world.mail if each[1] != "silent"]
+        world.deliver()
+    assert near.unstaged == [handle]
+
+
+def test_a_second_transfer_begins_in_what_the_first_has_left() -> None:
+    world, near, far = pair(ring_pages=8)
+    for region in (0, 1):
+        near.start(far, [scattered(region, region, 500, 80, 80, seed=3)], is_read=True)
+    for _ in range(2):
+        world.turn()
+        world.deliver()
+    assert far.lent.take(4096) is None
+    world.run()
+    assert list(near.ended.values()) == [None, None]
 
 
 def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:
@@ -291,3 +342,82 @@ def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[Message], is
         world.turn("near")
         world.mail.clear()
     assert np.array_equal(near.memories[1], outside)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("turns", range(4))
+def test_a_lost_peer_ends_whatever_was_asked_of_it_however_far_it_is(is_read: bool, turns: int) -> None:
+    """Those that still wait for a window here too."""
+    world, near, far = pair(ring_pages=2, chunk_bytes=1000)
+    handles = [near.start(far, [scattered(0, 1, 500, 60, 60, seed=number)], is_read=is_read) for number in range(3)]
+    for _ in range(turns):
+        world.turn()
+        world.deliver()
+    near.transfers.fail_peer(far.peer, "it is gone", world.now)
+    world.wait(10)
+    assert set(near.ended) == set(handles)
+    assert all(error is not None for error in near.ended.values())
+    assert near.own.is_free
+    assert not len(near.transfers)
+
+
+def test_a_write_ends_with_its_link_only_when_its_owner_has_had_time_to_put_it_into_place() -> None:
+    world, near, far = pair()
+    handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=False)
+    while not any(isinstance(message, Advanced) for _, _, message in world.mail):
+        world.deliver()
+        world.turn()
+    near.transfers.fail_peer(far.peer, "the link has failed", world.now)
+    world.turn("near")
+    assert handle not in near.ended
+    world.deliver()
+    world.turn("far")
+    world.mail.clear()
+    while handle not in near.ended:
+        assert world.now < 1100
+        world.now += 1
+        world.turn("near")
+        world.mail.clear()
+    assert near.ended[handle] is not None
+
+
+def test_what_a_writer_has_moved_may_be_ahead_of_its_pieces() -> None:
+    world, near, far = pair()
+    plan = scattered(0, 1, 100, 200, 200, seed=3)
+    wanted = expected(far, near, [plan], is_read=False)
+    handle = near.start(far, [plan], is_read=False)
+    late: list[tuple[str, str, Message]] = []
+    for _ in range(6):
+        world.turn()
+        late += [each for each in world.mail if isinstance(each[2], Part)]
+        world.mail = [each for each in world.mail if not isinstance(each[2], Part)]
+        world.deliver()
+    assert late
+    world.mail = late + world.mail
+    world.run()
+    assert near.ended == {handle: None}
+    assert same(far, wanted)
+
+
+def test_a_write_that_its_owner_has_ended_is_spoken_of_until_its_writer_has_stopped() -> None:
+    world, near, far = pair()
+    near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=False)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    world.now += 20  # the owner stood still
+    words = 0
+    for _ in range(60):
+        world.now += 1
+        world.turn("far")
+        words += sum(isinstance(message, Ended) for _, _, message in world.mail)
+        world.mail.clear()
+    assert words > 2
+    assert not far.lent.is_free
+
+
+def test_a_writer_that_does_not_know_its_transfer_any_more_says_so() -> None:
+    world, _, _ = pair()
+    world.hand_over("far", "near", Reached(77, 0, world.now))
+    world.turn("near")
+    assert [(to, message) for _, to, message in world.mail] == [("far", Stopped(77, is_certain=False))]

@@ -251,3 +251,11 @@ def test_a_staged_producer_is_not_lent_anything() -> None:
     consumer.peer_opened(PEER, "memory", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
     assert of(consumer.take_actions(), Lend) == []
+
+
+def test_planes_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> None:
+    consumer = make_consumer(lends_by=frozenset({"memory"}))
+    assert not consumer.may_be_written("memory")
+    consumer = lender()
+    assert consumer.may_be_written("memory")
+    assert not consumer.may_be_written("nixl")

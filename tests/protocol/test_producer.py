@@ -320,6 +320,8 @@ def test_a_read_is_likely_after_its_reader_came_or_said_so_but_not_after_beats_o
     producer.grant(A, 1, now=0)
     assert not producer.is_reading_likely(now=0)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
+    assert producer.is_read_beginning(now=1.01)
+    assert not producer.is_read_beginning(now=1.5)
     assert producer.is_reading_likely(now=1.5)
     assert not producer.is_reading_likely(now=2)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=5)

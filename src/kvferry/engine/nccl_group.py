@@ -43,8 +43,12 @@ class NcclGroup:
         self._has_failed = False
         with self._blamed("could not join the other ranks' GPUs"):
             self._nccl: Any = _nccl(parallel, PrefixStore("nccl", store), timeout_s)
-        # The first operation is what connects the GPUs.
-        self.concatenate(self.sum(torch.zeros(1, device=device)))
+        try:  # the first operation is what connects the GPUs
+            self.concatenate(self.sum(torch.zeros(1, device=device)))
+        except BaseException:
+            self._has_failed = True
+            self.close()
+            raise
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         part = part.contiguous()

@@ -72,6 +72,8 @@ EXPIRY_GRAIN_S = 0.05
 """A lease that has run out is no longer good at once; its blocks may be freed this much later."""
 READ_WATCH_INTERVAL_S = 0.01
 """How often planes that need our help are looked at while a read is likely to begin."""
+READ_START_INTERVAL_S = 0.001
+"""The same while one is beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +173,16 @@ class Ferry:
         waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
         for plane in self._planes.values():
             intervals = [plane.poll_interval_s()]
-            if self._producer.num_readers(plane.name):
+            if self._producer.num_readers(plane.name) or self._consumer.may_be_written(plane.name):
                 intervals.append(self._serving_interval_s(plane, now))
             waits += [interval for interval in intervals if interval is not None]
         return max(0.0, min([MAX_WAIT_S, *waits]))
 
     def _serving_interval_s(self, plane: DataPlane, now: float) -> float | None:
         interval = plane.serving_interval_s()
-        return interval if interval is None or not self._producer.is_reading_likely(now) else min(interval, READ_WATCH_INTERVAL_S)
+        if interval is None or not self._producer.is_reading_likely(now):
+            return interval
+        return min(interval, READ_START_INTERVAL_S if self._producer.is_read_beginning(now) else READ_WATCH_INTERVAL_S)
 
     def close(self) -> None:
         with ExitStack() as stack:  # what comes after one that cannot be closed is closed all the same

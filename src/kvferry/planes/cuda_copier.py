@@ -4,6 +4,7 @@ Called by one thread, with the device's context current in it. It never waits fo
 compiler it needs, plain torch does the same, slower.
 """
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +23,14 @@ __all__ = ["TABLE_ROWS", "CudaAddressCopier", "copy_by_torch"]
 
 TABLE_ROWS = 65_536
 """Pieces of one launch. Writing down the addresses of so many takes about 0.1 ms of this thread."""
-FALLBACK_BYTES = 32 * 1024 * 1024
-"""What plain torch copies at a time: its indices take as much memory again."""
+FALLBACK_WORDS = 4 * 1024 * 1024
+"""What plain torch copies at a time: the two indices of each take 16 bytes."""
 SCRATCH_BYTES = 128 * 1024
 UPLOAD_FROM_ROWS, UPLOAD_FROM_BYTES = 16_384, 128 * 1024 * 1024
 """Below, a kernel is through sooner if it reads the table where it was written."""
 ALIGNMENT = 16
+MAX_TABLES = 16
+"""Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the device has enough to do."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +87,11 @@ class CudaAddressCopier:
         self._used: deque[tuple[torch.cuda.Event, _Table]] = deque()
         self._launch = launch or self._best_launch()
 
+    @property
+    def reaches_other_gpus(self) -> bool:
+        """Plain torch would copy what lies elsewhere to this device first, and write into that."""
+        return self._launch is not copy_by_torch
+
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         """Neighbours of one size go together, as many as a table holds."""
         done, tables = torch.cuda.Event(), list[_Table]()
@@ -93,13 +101,19 @@ class CudaAddressCopier:
                 tables.append(table)
                 is_aligned = (table.write(parts, count) | size_bytes) % ALIGNMENT == 0
                 self._launch(table.where_read(count, count * size_bytes, self._stream), count, size_bytes, is_aligned, self._stream)
-        except TransportError:
-            self.wait()  # whoever hears of it takes the memory back
-            raise
-        done.record(self._stream)
+            done.record(self._stream)
+        except Exception as error:  # no memory for a table, or the device has failed: this transfer's, not the thread's end
+            with contextlib.suppress(RuntimeError):
+                self.wait()  # whoever hears of it takes the memory back
+            raise error if isinstance(error, TransportError) else TransportError(f"the GPU cannot copy this ({error})") from error
         # Not before: an event that was never recorded counts as passed.
         self._used.extend((done, table) for table in tables)
         return _Job(done)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is under way that more would only wait."""
+        return len(self._used) >= MAX_TABLES and not self._used[0][0].query()
 
     def wait(self) -> None:
         """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""
@@ -150,7 +164,7 @@ def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[Addre
 def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
     """What the kernel does, by indexing: the table is turned into an index for every word."""
     word_bytes = 8 if is_aligned else 1
-    step = max(1, FALLBACK_BYTES // size_bytes)
+    step = max(1, FALLBACK_WORDS * word_bytes // size_bytes)
     with torch.cuda.stream(stream):
         words = torch.arange(size_bytes // word_bytes, device="cuda")
         for first in range(0, count, step):

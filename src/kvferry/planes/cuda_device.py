@@ -16,14 +16,14 @@ class CudaDevice:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._entered: int | None = None
+        self._here = threading.local()
         self._copier: CudaAddressCopier | None = None
 
     def enter(self) -> None:
         """Make its context the calling thread's: those of other threads do not count."""
-        if self._entered != threading.get_ident():
+        if not getattr(self._here, "has_entered", False):
             enter_device(self.number)
-            self._entered = threading.get_ident()
+            self._here.has_entered = True
 
     def prepare(self) -> None:
         """Compile what will be needed."""

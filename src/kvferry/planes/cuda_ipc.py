@@ -40,6 +40,8 @@ __all__ = ["CudaIpcDataPlane"]
 
 DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at."""
+LAUNCH_S = 500e-6
+"""How long one poll hands over what is to be copied: the device is not to wait for the rest of a turn."""
 SPIN_S = 100e-6
 """How long one poll looks at the kernels under way: most are through before another turn of the ferry has begun."""
 
@@ -72,10 +74,10 @@ class CudaIpcDataPlane:
         try:
             device.enter()
             self._offer = _own_offer(regions, device.number)
-        except TransportError as error:
+            device.prepare()
+        except (TransportError, RuntimeError) as error:  # torch's are RuntimeErrors: no memory left, say
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False
-        device.prepare()
         self._device, self._regions = device, tuple(regions)
         return True
 
@@ -91,7 +93,7 @@ class CudaIpcDataPlane:
         if decoded.pid == os.getpid():
             raise TransportError(f"{peer} is this very process, whose memory cannot be opened again; drop this peer")
         self.disconnect(peer)
-        self._peers[peer] = PeerMemory(peer, decoded, tuple(regions), device.number)
+        self._peers[peer] = PeerMemory(peer, decoded, tuple(regions), device.number, device.copier.reaches_other_gpus)
 
     def disconnect(self, peer: PeerId) -> None:
         self._drop(peer, f"peer {peer} was disconnected")
@@ -165,7 +167,8 @@ class CudaIpcDataPlane:
             check_pieces(pieces, self._regions, memory.regions, peer)
         else:  # to look at all takes as long as to move a good part: each is looked at when its address is written down
             check_forms(pieces, self._regions, memory.regions, peer)
-        copies = [self._copies(part, memory, direction) for part in pieces]
+        # Pieces of one size go together.
+        copies = sorted((self._copies(part, memory, direction) for part in pieces), key=lambda part: part.size_bytes)
         self._last_handle += 1
         self._transfers.append(CudaTransfer(Handle(self._last_handle), peer, copies))
         return Handle(self._last_handle)
@@ -181,11 +184,13 @@ class CudaIpcDataPlane:
     def _launch_next(self) -> CudaTransfer | None:
         """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
         copier = self._entered().copier
-        for _ in range(len(self._transfers)):
+        for _ in range(0 if copier.is_full else len(self._transfers)):
             transfer = self._transfers[0]
             self._transfers.rotate(-1)
             if transfer.is_launching:
-                transfer.launch(copier)
+                until = time.monotonic() + LAUNCH_S
+                while transfer.is_launching and not copier.is_full and time.monotonic() < until:
+                    transfer.launch(copier)
                 return transfer
         return None
 

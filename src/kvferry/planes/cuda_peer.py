@@ -3,6 +3,8 @@
 Owned by the plane's thread, with the device's context current in it.
 """
 
+from contextlib import ExitStack, suppress
+
 import msgspec
 
 from kvferry.errors import TransportError
@@ -37,7 +39,7 @@ class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
 class PeerMemory:
     """Opens everything at once. TransportError when any of it is not what it is said to be. Close it."""
 
-    def __init__(self, peer: PeerId, offer: CudaOffer, regions: tuple[Region, ...], device: int) -> None:
+    def __init__(self, peer: PeerId, offer: CudaOffer, regions: tuple[Region, ...], device: int, may_be_elsewhere: bool) -> None:
         self.regions = regions
         self._opened: list[int] = []
         life = ProcessLife.watch(offer.pid, offer.start_ticks)
@@ -45,21 +47,23 @@ class PeerMemory:
             raise TransportError(has_ended(peer))
         self._life = life
         try:
-            _check_reach(peer, offer.gpu, device)
+            _check_reach(peer, offer.gpu, device, may_be_elsewhere)
             self.addresses = self._open(peer, offer)
         except TransportError:
-            self.close()
+            with suppress(TransportError):
+                self.close()
             raise
 
     def has_ended(self) -> bool:
         return self._life.has_ended()
 
     def close(self) -> None:
-        """Every transfer with this peer has ended before. Idempotent."""
+        """Every transfer with this peer has ended before. Idempotent. All is closed that can be; the first error is raised then."""
         opened, self._opened = self._opened, []
-        self._life.close()
-        for address in opened:
-            cuda_driver.close_handle(address)
+        with ExitStack() as stack:
+            stack.callback(self._life.close)
+            for address in opened:
+                stack.callback(cuda_driver.close_handle, address)
 
     def _open(self, peer: PeerId, offer: CudaOffer) -> list[int]:
         """Where each of the peer's regions begins here."""
@@ -67,7 +71,8 @@ class PeerMemory:
         for allocation in offer.allocations:
             address = cuda_driver.open_handle(allocation.handle)
             self._opened.append(address)
-            if cuda_driver.allocation_of(address).size_bytes < allocation.size_bytes:
+            found = cuda_driver.allocation_of(address)
+            if found.address + found.size_bytes - address < allocation.size_bytes:
                 raise TransportError(f"the device memory that {peer} offers is shorter than it says; drop this peer")
             here.append((allocation, address))
         return [_place(peer, region, here) for region in self.regions]
@@ -92,13 +97,13 @@ def has_ended(peer: PeerId) -> str:
     return f"the process of peer {peer} has ended"
 
 
-def _check_reach(peer: PeerId, gpu: bytes, device: int) -> None:
+def _check_reach(peer: PeerId, gpu: bytes, device: int, may_be_elsewhere: bool) -> None:
     theirs = cuda_driver.device_with(gpu)
     if theirs is None:
         raise TransportError(f"the GPU of {peer} is not visible to this process (CUDA_VISIBLE_DEVICES); show it here, or use nixl")
-    if theirs != device and not cuda_driver.can_reach(device, theirs):
+    if theirs != device and not (may_be_elsewhere and cuda_driver.can_reach(device, theirs)):
         raise TransportError(
-            f"GPU {device} cannot reach GPU {theirs}, where the cache of {peer} is (no peer access); use nixl between them"
+            f"GPU {device} cannot reach GPU {theirs}, where the cache of {peer} is (no peer access, or no triton); use nixl there"
         )
 
 

@@ -11,7 +11,8 @@ from kvferry.types import PeerId
 __all__ = ["FIRST_ROWS", "CudaTransfer"]
 
 FIRST_ROWS, MORE_ROWS = 8192, 65_536
-"""Pieces handed over at a time. The first are few, so that the device has work while the next are written down."""
+"""Pieces handed over at a time. The first are few, and then twice as many each time, so that the device has work while the next are
+written down."""
 
 
 class CudaTransfer:
@@ -70,7 +71,8 @@ def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
         if num_rows:
             yield list(copies)
         return
-    waiting, room = list[AddressCopies](), FIRST_ROWS
+    most = FIRST_ROWS
+    waiting, room = list[AddressCopies](), most
     for part in copies:
         first = 0
         while first < len(part):
@@ -79,6 +81,7 @@ def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
             first, room = first + len(taken), room - len(taken)
             if not room:
                 yield waiting
-                waiting, room = [], MORE_ROWS
+                most = min(2 * most, MORE_ROWS)
+                waiting, room = [], most
     if waiting:
         yield waiting

@@ -191,7 +191,9 @@ class NixlDataPlane:
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
-        return self._enqueue(link, operation, batches(runs, MAX_BATCH_BYTES[self._regions[0].memory], MAX_BATCH_RUNS))
+        max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
+        is_one = len(runs) <= MAX_BATCH_RUNS and runs.total_bytes <= max_bytes
+        return self._enqueue(link, operation, iter((runs,)) if is_one else batches(runs, max_bytes, MAX_BATCH_RUNS))
 
     def identity(self) -> tuple[str, bytes]:
         """The serving agent, by its name and its metadata: whoever has connected to these can notify us."""
@@ -214,7 +216,7 @@ class NixlDataPlane:
         try:
             self._posting.reach(link, self._transfers, self._open_posting_agent).notify(note, link)
         except TransportError as error:
-            self._drop(link, str(error))
+            self._fail(link, str(error))
             raise
 
     def expect_calls(self, until: float) -> None:
@@ -279,7 +281,7 @@ class NixlDataPlane:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:
-            self._drop(link, str(error))
+            self._fail(link, str(error))
             raise
         self._last_handle += 1
         transfer = NixlTransfer(Handle(self._last_handle), link, agent, operation, batches)
@@ -309,7 +311,7 @@ class NixlDataPlane:
         try:
             transfer.collect()
         except TransportError as error:
-            self._drop(transfer.link, str(error))
+            self._fail(transfer.link, str(error))
         if self._posting.waits_in_vain(transfer):
             self._give_up(transfer.agent, transfer.link)
 
@@ -323,7 +325,7 @@ class NixlDataPlane:
             try:
                 transfer.post()
             except TransportError as error:
-                self._drop(transfer.link, str(error))
+                self._fail(transfer.link, str(error))
             return transfer
         return None
 
@@ -334,7 +336,14 @@ class NixlDataPlane:
             if transfer.link is link and transfer.agent is agent:
                 transfer.stop(why, agent.heard_at(link))
         if self._posting.is_in_use(agent):
-            self._drop(link, why)
+            self._fail(link, why)
+
+    def _fail(self, link: Link, why: str) -> None:
+        """A connection has failed, and with it, if it is still in use, whatever else goes by the same agent."""
+        is_current = self._links.get(link.peer) is link
+        for each in [each for each in self._links.values() if is_current and each.agent == link.agent]:
+            self._drop(each, why)
+        self._drop(link, why)
 
     def _drop(self, link: Link, why: str) -> None:
         """Stop using a connection. Its agent is forgotten once nothing is posted to it."""

@@ -46,5 +46,5 @@ def add_all(table: Offsets, first: int, offsets: Offsets, base: int, last: int) 
     IndexError unless every offset is from 0 to `last`; then what was written is worthless."""
     try:
         return _add(table, first, offsets, base, last)
-    except BufferError:  # they do not lie side by side
+    except (BufferError, ValueError):  # they do not lie side by side
         return _add_all(table, first, offsets, base, last)

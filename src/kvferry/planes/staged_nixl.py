@@ -30,7 +30,7 @@ from kvferry.planes.staging_ring import WINDOW_ALIGNMENT, WindowTable
 from kvferry.planes.staging_routes import ReturnRoutes
 from kvferry.planes.staging_settings import ResolvedStaging, StagingSettings, is_fragmented
 from kvferry.planes.staging_transfers import Mail, RingOf, StagedTransfers
-from kvferry.planes.staging_wire import Ask, Message, Postmark
+from kvferry.planes.staging_wire import STAGING_VERSION, Ask, Message, Postmark
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -53,6 +53,8 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
     ring_address: int = 0
     ring_bytes: int = 0
+    version: int = 0
+    """Of what is said about rings: only equal ones understand each other."""
 
 
 class _RingMemory(Protocol):
@@ -133,7 +135,7 @@ class StagedNixlDataPlane:
             return offer
         name, metadata = self._plain.identity()
         ring = self._staging.region
-        return replace(offer, blob=msgspec.msgpack.encode(_Offer(name, metadata, ring.address, ring.size_bytes)))
+        return replace(offer, blob=msgspec.msgpack.encode(_Offer(name, metadata, ring.address, ring.size_bytes, STAGING_VERSION)))
 
     def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
         self._forget(peer, f"peer {peer} was connected anew")
@@ -142,7 +144,7 @@ class StagedNixlDataPlane:
         except msgspec.MsgspecError as error:
             raise TransportError(f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
         theirs, ring = list(regions), None
-        if self._staging is not None and decoded.ring_bytes > 0 and regions:
+        if self._staging is not None and decoded.version == STAGING_VERSION and decoded.ring_bytes > 0 and regions:
             size, like = decoded.ring_bytes, regions[0]
             theirs.append(Region("staging", decoded.ring_address, size, size, 1, like.memory, like.device))
             ring = RingOf(decoded.agent, decoded.ring_address, size)
@@ -179,7 +181,7 @@ class StagedNixlDataPlane:
         staging = self._staging
         if staging is None:
             return self._ours_of(self._plain.poll())
-        self._enter_device(staging)
+        self._enter_device(staging.region)
         now, plain = time.monotonic(), list[Completion]()
         if len(staging.transfers) or staging.lender.is_serving:
             self._plain.expect_calls(now + BUSY_S)
@@ -248,25 +250,28 @@ class StagedNixlDataPlane:
             Postmark(self._key, name),
         )
 
-    def _enter_device(self, staging: _Staging) -> None:
-        """UCX and torch both work in the context of the calling thread, and it may not be the one that registered."""
-        if staging.region.memory is MemoryKind.VRAM and self._entered_by != threading.get_ident():
+    def _enter_device(self, region: Region) -> None:
+        """UCX and torch both work in the context of the calling thread, and the one that polls may not be the one that registered."""
+        if region.memory is MemoryKind.VRAM and self._entered_by != threading.get_ident():
             from kvferry.planes.device_memory import enter_device
 
-            enter_device(staging.region.device)
+            enter_device(region.device)
             self._entered_by = threading.get_ident()
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
     def _ring_for(self, peer: PeerId, pieces: Sequence[Pieces]) -> RingOf | None:
         """The peer's ring if these pieces are to be staged. They are checked here: to NIXL the rings are regions like others."""
+        if self._staging is None or self._settings is None:
+            return None
         known = self._peers.get(peer)
         if known is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
         check_pieces(pieces, self._regions, known.regions, peer)
-        if known.ring is None or self._settings is None or not self._plain.is_connected(peer):
+        if known.ring is None or not self._plain.is_connected(peer):
             return None
-        return known.ring if is_fragmented(pieces, self._settings) else None
+        is_worth_it = is_fragmented(pieces, self._settings) and self._staging.transfers.can_ask(known.ring.agent, time.monotonic())
+        return known.ring if is_worth_it else None
 
     def _start(self, peer: PeerId, ring: RingOf, pieces: Sequence[Pieces], *, is_read: bool) -> Handle:
         assert self._staging is not None
@@ -380,10 +385,11 @@ def _allocate(settings: ResolvedStaging, like: Region) -> _RingMemory | None:
         return HostMemory.allocate(settings.ring_bytes)
     # Imported only where there is a device: it takes torch with CUDA.
     try:
-        from kvferry.planes.device_memory import DeviceMemory
+        from kvferry.planes.device_memory import DeviceMemory, enter_device
 
+        enter_device(like.device)
         return DeviceMemory.allocate(settings.ring_bytes, like.device)
-    except (ImportError, RuntimeError, AssertionError) as error:
+    except (ImportError, RuntimeError, AssertionError, AttributeError) as error:  # torch without CUDA has several ways to say so
         _log.warning("no staging ring of %d bytes on device %d (%s): small pieces go one by one", settings.ring_bytes, like.device, error)
         return None
 

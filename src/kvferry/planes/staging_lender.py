@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.planes.offsets import are_within
 from kvferry.planes.staging_lane import CopyLane, StagingRing
-from kvferry.planes.staging_ring import Window, WindowTable
+from kvferry.planes.staging_ring import Window, WindowTable, fair_window
 from kvferry.planes.staging_stream import Segment, Stream
 from kvferry.planes.staging_wire import MAX_PIECES, Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped
 from kvferry.types import Region
@@ -26,6 +26,8 @@ __all__ = ["RECLAIM_S", "ToOwner", "WindowLender"]
 
 RECLAIM_S = 60.0
 """How long a window is kept for a peer that has become silent."""
+SILENT_S = 5.0
+"""A peer that lives says something each second."""
 WORD_S = 5.0
 """A writer that has been silent for so long is spoken to: that shows whether it lives."""
 STALL_S = 2.0
@@ -168,7 +170,7 @@ class WindowLender:
         self._turned_at = now
         for served in [each for each in self._served.values() if each.is_forsaken(now, self._reclaim_s)]:
             self._let_go(served)
-        self._grant()
+        self._grant(now)
         budget = self._ring.pace.turn_bytes
         self._moving.rotate(-1)
         for served in list(self._moving):
@@ -219,10 +221,13 @@ class WindowLender:
         if served.is_ended:
             return
         lane, read = served.lane, served.ask.is_read
-        reach = 0 if lane is None else served.told if read else min(lane.done + lane.window.size_bytes, served.stream.total_bytes)
+        # What a writer has moved may be ahead of the pieces it belongs to; nothing is copied before those are known.
+        reach = 0 if lane is None else served.told if read else min(lane.done + lane.window.size_bytes, served.ask.total_bytes)
         if message.upto > max(reach, served.advanced):
             raise RemoteProtocolError(f"byte {message.upto} cannot have been moved yet")
         served.clock_s = message.clock_s
+        if lane is None:
+            self._outgoing.append((served.sender, Reached(served.ask.transfer, 0, served.clock_s)))
         served.owes_word |= message.upto <= served.advanced
         served.advanced = max(served.advanced, message.upto)
 
@@ -242,17 +247,25 @@ class WindowLender:
             else:
                 served.owes_word = True
 
-    def _grant(self) -> None:
+    def _grant(self, now: float) -> None:
         """In the order in which they asked."""
+        most, least = fair_window(self._table.size_bytes)
         while self._queue:
             served = self._queue[0]
-            wanted = min(served.ask.window_bytes, served.ask.total_bytes)
-            window = self._table.take_share(wanted, served.ask.grain, is_alone=len(self._queue) == 1)
+            wanted = min(served.ask.window_bytes, served.ask.total_bytes, most)
+            window = self._table.take(wanted, least, served.ask.grain)
             if window is None:
+                self._turn_away(now)
                 return
             self._queue.popleft()
             served.lane = CopyLane(self._ring, served.stream, window, served.ask.is_read, _usable_grain(window, served.ask.grain))
             self._moving.append(served)
+
+    def _turn_away(self, now: float) -> None:
+        """Those who wait for windows that nobody will give back soon are better served plainly."""
+        if all(now > served.heard_at + SILENT_S for served in self._moving):
+            for served in list(self._queue):
+                self._end(served, "its ring is held by peers that are silent")
 
     def _move(self, served: _Served, now: float, *, may_begin: bool) -> int:
         """What it has begun to copy, in bytes."""
@@ -266,8 +279,9 @@ class WindowLender:
         except TransportError as error:
             self._end(served, str(error))
         if served.is_ended:
-            if served.owes_word and lane.is_idle:
-                served.owes_word = False
+            # Said again as long as its window is kept: that shows whether its peer lives.
+            if lane.is_idle and (served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S):
+                served.owes_word, served.spoken_at = False, now
                 self._outgoing.append((served.sender, Ended(served.ask.transfer, "stopped")))
             return begun
         if not served.is_granted and (lane.is_idle or lane.done):  # not before there is something to read, if that is soon

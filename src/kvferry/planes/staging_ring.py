@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import LocalProtocolError
 
-__all__ = ["WINDOW_ALIGNMENT", "Window", "WindowTable", "whole_grains"]
+__all__ = ["WINDOW_ALIGNMENT", "Window", "WindowTable", "fair_window", "whole_grains"]
 
 WINDOW_ALIGNMENT = 4096
 """Windows begin at multiples of it, so that pieces keep the alignment that copies are fast with."""
@@ -47,32 +47,34 @@ class WindowTable:
     def is_free(self) -> bool:
         return not self._taken
 
-    def take(self, size_bytes: int) -> Window | None:
-        """None, with nothing changed, while there is no such gap."""
-        at = _aligned(self.first)
-        for window in (*self._taken, Window(self.first + self.size_bytes, 0)):
-            if window.first - at >= size_bytes > 0:
-                taken = Window(at, size_bytes)
-                insort(self._taken, taken)
-                return taken
-            at = _aligned(window.end)
-        return None
-
-    def take_share(self, wanted_bytes: int, grain: int, *, is_alone: bool) -> Window | None:
-        """As much of these bytes as one transfer may have, in whole grains: three quarters when nobody else waits, else half, or the
-        quarter that is left. Whoever does not give a window back shall not stop everybody."""
-        quarter = self.size_bytes // 4 // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
-        most = self.size_bytes - quarter if is_alone and quarter else max(1, self.size_bytes // 2)
-        for share in (most, quarter or most):
-            window = self.take(whole_grains(min(wanted_bytes, share), grain))
-            if window is not None or wanted_bytes <= quarter:
-                return window
-        return None
+    def take(self, size_bytes: int, least_bytes: int | None = None, grain: int = 1) -> Window | None:
+        """The first gap that is large enough; else the largest, if it holds `least_bytes`. Of whole grains where it can be. None, with
+        nothing changed, while there is no such gap."""
+        gaps = self._gaps()
+        found = next((gap for gap in gaps if gap.size_bytes >= size_bytes), None) or max(gaps, key=lambda gap: gap.size_bytes, default=None)
+        if size_bytes <= 0 or found is None or found.size_bytes < min(size_bytes, size_bytes if least_bytes is None else least_bytes):
+            return None
+        taken = Window(found.first, whole_grains(min(size_bytes, found.size_bytes), grain))
+        insort(self._taken, taken)
+        return taken
 
     def give_back(self, window: Window) -> None:
         if window not in self._taken:
             raise LocalProtocolError(f"{window} of a staging ring is given back, but nobody has it; this is a bug")
         self._taken.remove(window)
+
+    def _gaps(self) -> list[Window]:
+        gaps, at = [], _aligned(self.first)
+        for window in (*self._taken, Window(self.first + self.size_bytes, 0)):
+            if window.first > at:
+                gaps.append(Window(at, window.first - at))
+            at = _aligned(window.end)
+        return gaps
+
+
+def fair_window(table_bytes: int) -> tuple[int, int]:
+    """The most and the least that one transfer takes of so much: something is left for the next, and nobody begins with a crumb."""
+    return max(1, table_bytes * 3 // 4), max(1, table_bytes // 8)
 
 
 def whole_grains(size_bytes: int, grain: int) -> int:

@@ -20,7 +20,10 @@ BY_KIND = {
 """Piece, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""
 RING_SHARE = 100
 """A ring that nobody has set a size for takes at most the hundredth part of its device."""
-MIN_RUNS = 16
+LEAST_RING_BYTES = 64 * 1024
+"""A smaller one has no room for a window in each half: then nothing is staged."""
+MIN_RUNS = 64
+"""The two sides exchange some messages first: NIXL moves that many descriptors meanwhile."""
 SAMPLED_RUNS, SAMPLED_REGIONS = 256, 4
 
 
@@ -53,7 +56,7 @@ class ResolvedStaging:
 
     @property
     def is_on(self) -> bool:
-        return self.piece_bytes > 0 and self.ring_bytes > 0
+        return self.piece_bytes > 0 and self.ring_bytes >= LEAST_RING_BYTES
 
 
 def is_fragmented(pieces: Sequence[Pieces], settings: ResolvedStaging) -> bool:

@@ -20,9 +20,9 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.planes.runs import Runs
-from kvferry.planes.staging_lane import CopyLane, StagingRing, stretch_end
+from kvferry.planes.staging_lane import CopyLane, StagingRing, share_of, stretch_end
 from kvferry.planes.staging_lender import RECLAIM_S
-from kvferry.planes.staging_ring import Window, WindowTable
+from kvferry.planes.staging_ring import Window, WindowTable, fair_window
 from kvferry.planes.staging_stream import Segment, Stream, common_grain
 from kvferry.planes.staging_wire import Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped, cut_into_parts
 from kvferry.ports.data import Completion, Handle, Pieces
@@ -37,8 +37,10 @@ PING_S = 1.0
 GRANT_PATIENCE_S = 5.0
 """How long a transfer waits for a window of its peer. Then it goes without."""
 STOP_PATIENCE_S = 5.0
-"""How long a stopped write waits for what is on the wire, and then as long for its peer to say that it touches nothing any more."""
+"""How long a stopped write waits for what is on the wire, before that is given up too."""
 PARTS_PER_TURN = 8
+SHUN_S = 60.0
+"""A peer that did not answer at all is not asked again for so long."""
 KNOWN_S = 20.0
 """A peer that has answered so lately knows how to answer: it is not told again. It remembers for longer."""
 
@@ -157,6 +159,7 @@ class StagedTransfers:
         self._ended: list[Completion] = []
         self._unstaged: list[tuple[Handle, PeerId, Sequence[Pieces], bool]] = []
         self._heard_at: dict[str, float] = {}
+        self._shunned_until: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._transfers) + len(self._ended) + len(self._unstaged)
@@ -181,6 +184,9 @@ class StagedTransfers:
         self._transfers[handle] = transfer
         self._queue.append(transfer)
 
+    def can_ask(self, agent: str, now: float) -> bool:
+        return now >= self._shunned_until.get(agent, now)
+
     def peers(self) -> set[PeerId]:
         """Those that something is moved with."""
         return {transfer.peer for transfer in self._transfers.values()}
@@ -196,17 +202,22 @@ class StagedTransfers:
 
     def fail_peer(self, peer: PeerId, why: str, now: float) -> None:
         """The peer cannot be spoken to any more, or in a moment."""
-        self._heard_at.clear()  # whoever is met again is told anew
+        for known in (self._heard_at, self._shunned_until):
+            known.clear()  # whoever is met again is told anew
         for transfer in self._of(peer):
-            transfer.is_ended_there = True
+            # A peer that lives may be putting into place what it was told of: a write waits for as long as that may take.
+            transfer.is_ended_there |= transfer.is_read or transfer.advanced == 0
             self._stop(transfer, why, now)
-            self._wind_up(transfer, now)
+            if transfer.state in (_State.STOPPING, _State.CLOSING):
+                self._wind_up(transfer, now)
 
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
         transfer = self._transfers.get(Handle(message.transfer))
         if transfer is None or transfer.ring.agent != sender:
             if isinstance(message, Granted):  # it went without, and a window would be kept for it
                 self._outgoing.append((sender, Stopped(message.transfer, is_certain=True)))
+            elif isinstance(message, Reached):  # our last word about it was lost; what it had sent may be on its way
+                self._outgoing.append((sender, Stopped(message.transfer, is_certain=False)))
             return
         peer = transfer.peer
         self._heard_at[sender] = now
@@ -289,11 +300,11 @@ class StagedTransfers:
 
     def _admit(self, now: float) -> None:
         """In the order in which they were started."""
+        most, least = fair_window(self._table.size_bytes)
         while self._queue:
             transfer = self._queue[0]
-            most = min(transfer.total_bytes, max(1, self._table.size_bytes // 4))
-            grain = common_grain([part.piece_bytes for part in transfer.pieces], most)
-            window = self._table.take_share(transfer.total_bytes, grain, is_alone=len(self._queue) == 1)
+            grain = common_grain([part.piece_bytes for part in transfer.pieces], least)
+            window = self._table.take(min(transfer.total_bytes, most), least, grain)
             if window is None:
                 return
             self._queue.popleft()
@@ -352,10 +363,10 @@ class StagedTransfers:
         lane, there = transfer.lane, transfer.window_there
         assert lane is not None
         assert there is not None
-        half = max(lane.grain, min(lane.window.size_bytes, there.size_bytes) // 2)
+        share = max(lane.grain, min(share_of(window, transfer.total_bytes) for window in (lane.window, there)))
         while now <= transfer.heard_s + self._reclaim_s / 2 and len(transfer.wires) < MAX_POSTED:
-            # The last of it goes at once. Before that, one half is filled while the other is emptied.
-            most = transfer.total_bytes if transfer.wire_limit == transfer.total_bytes else half
+            # The last of it goes at once. Before that, one part is filled while the other is emptied.
+            most = transfer.total_bytes if transfer.wire_limit == transfer.total_bytes else share
             end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
             if end <= transfer.posted:
                 return
@@ -370,6 +381,8 @@ class StagedTransfers:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
         elif transfer.state is _State.ASKED and now > transfer.since + GRANT_PATIENCE_S:
             self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, is_certain=True)))
+            if self._heard_at.get(transfer.ring.agent, -1.0) < transfer.since:
+                self._shunned_until[transfer.ring.agent] = now + SHUN_S
             self._go_without(transfer)
         elif transfer.owes_word or now > transfer.spoken_at + PING_S:
             self._say(transfer, now)
@@ -405,7 +418,8 @@ class StagedTransfers:
             self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, transfer.is_certain)))
             self._become(transfer, _State.CLOSING, now)
         is_told = transfer.is_read or transfer.advanced == 0 or transfer.is_ended_there
-        if is_told or now > transfer.since + STOP_PATIENCE_S:
+        # An owner that is silent for so long stood still, and writes nothing when it wakes up.
+        if is_told or now > transfer.since + self._reclaim_s / 2:
             self._end(transfer)
 
     def _cancel_wires(self, transfer: _Transfer) -> None:
@@ -445,4 +459,4 @@ def _between(here: Window, there: Window, start: int, end: int) -> Runs:
         (offset, size), (offset_there, size_there) = next(here.places(start, end)), next(there.places(start, end))
         places.append((offset, offset_there, min(size, size_there)))
         start += places[-1][2]
-    return Runs(*np.array(places, np.int64).T)
+    return Runs(*np.array(list(zip(*places, strict=True)), np.int64))

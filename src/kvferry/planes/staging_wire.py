@@ -35,6 +35,7 @@ __all__ = [
     "MAX_ENVELOPE_BYTES",
     "MAX_METADATA_BYTES",
     "MAX_PIECES",
+    "STAGING_VERSION",
     "Advanced",
     "Ask",
     "Ended",
@@ -213,7 +214,7 @@ class Postmark:
             raise RemoteProtocolError("a notification is too long, or not of this cluster")
         try:
             envelope = _DECODER.decode(payload)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RemoteProtocolError(f"a notification cannot be understood ({error})") from error
         if envelope.version != STAGING_VERSION or envelope.count <= self._counts.get(envelope.sender, 0):
             raise RemoteProtocolError(f"a notification of {envelope.sender} is of another version, or came before")

@@ -63,6 +63,10 @@ class Consumer:
     def num_pulls(self) -> int:
         return len(self._pulls)
 
+    def may_be_written(self, plane: str) -> bool:
+        """Whether a producer may be writing into our blocks by this plane."""
+        return len(self._pulls) > 0 and plane in self._settings.lends_by
+
     @property
     def num_peers(self) -> int:
         return len(self._peers)

@@ -57,6 +57,8 @@ __all__ = ["Producer", "ProducerSettings", "Reply"]
 MAX_CLAIMS = 10_000
 READ_WATCH_S = 1.0
 """So long after a reader has stirred, planes that need our help are looked at more often."""
+READ_START_S = 0.02
+"""And so long all but constantly: some reads begin with a question to us, which comes a moment after the news of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,9 @@ class Producer:
     def is_reading_likely(self, now: float) -> bool:
         """Whether a reader has come, or said that its read begins, so lately that its bytes may be on their way."""
         return now < self._stirred_at + READ_WATCH_S
+
+    def is_read_beginning(self, now: float) -> bool:
+        return now < self._stirred_at + READ_START_S
 
     def receive(self, route: Route, message: ToProducer, now: float) -> None:
         if isinstance(message, Attach) or (isinstance(message, Heartbeat) and message.beat == READ_BEGINS):
