@@ -25,6 +25,7 @@ from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
 from kvferry.engine.device_names import first_gpu
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.ports.data import Completion
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "Scope", "add_arguments", "measure", "parse_device", "parse_plot", "run"]
 
@@ -205,6 +206,7 @@ def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scop
             turns[way.name] = int(min(scope.rounds, max(LEAST_ROUNDS, most)))
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     copies: dict[str, int] = {}
+    device_seconds: dict[str, list[float]] = {}
     for turn in range(max(turns.values(), default=0)):
         shift = turn % len(ways)
         for way in [*ways[shift:], *ways[:shift]]:
@@ -213,10 +215,12 @@ def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scop
             with _left_out_if_it_fails(way, scope, left_out):
                 if scope.warms_up:
                     way.run()
-                took, used = _timed(way)
+                took, told = _timed(way)
                 seconds[way.name].append(took)
-                if used is not None:
-                    copies[way.name] = used
+                if told is not None:
+                    copies[way.name] = told.pieces
+                if told is not None and told.device_s is not None:
+                    device_seconds.setdefault(way.name, []).append(told.device_s)
     working = {way.name: way.move for way in ways if way.name not in left_out}
     return Cell(
         move,
@@ -224,13 +228,14 @@ def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scop
         {name: seconds[name] for name in working},
         {name: count for name, count in copies.items() if name in working},
         {name: part for name, part in working.items() if part is not move},
+        device_seconds,
     )
 
 
-def _timed(way: Way) -> tuple[float, int | None]:
+def _timed(way: Way) -> tuple[float, Completion | None]:
     began = time.perf_counter()
-    used = way.run()
-    return time.perf_counter() - began, used
+    told = way.run()
+    return time.perf_counter() - began, told
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class DeviceMemory:
 
     def planes(self) -> Mapping[str, DataPlane]:
         plain, inner = (NixlDataPlane(reach=NetworkReach.THIS_HOST) for _ in range(2))
-        return {"cuda_ipc": CudaIpcDataPlane(), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
+        return {"cuda_ipc": CudaIpcDataPlane(is_timed=True), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
 
     def source(self) -> Source | None:
         return None

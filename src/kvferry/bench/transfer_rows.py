@@ -38,6 +38,8 @@ class Cell:
     copies: Mapping[str, int]
     parts: Mapping[str, Move] = field(default_factory=dict)
     """Ways that moved only a part of it, and which."""
+    device_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Of those that know it: how long the device was at it."""
 
     def part(self, way: str) -> Move:
         return self.parts.get(way, self.move)
@@ -73,6 +75,8 @@ def make_device_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             "timed_bytes": cell.part(plane).total_bytes,
             "median_us": _microseconds(cell, plane),
             "of_contiguous_nixl": ratio(cell.gbps(plane), cell.gbps(RAW_NIXL_ONE)),
+            "device_us": _device_microseconds(cell, plane),
+            "device_of_memcpy": ratio(_microseconds(cell, MEMCPY), _device_microseconds(cell, plane)),
         }
         for cell in cells
         for plane in cell.copies
@@ -134,6 +138,11 @@ def _line(cell: Cell, way: str, *figures: float | None) -> str:
     shown = ["-" if figure is None else str(figure) for figure in figures] + ["", ""]
     piece = f"{cell.move.blocks.piece_bytes // 1024} KiB"
     return f"{piece:>9}  {cell.pattern:<10}{way:<20}{shown[0]:>8}{shown[1]:>10}{shown[2]:>12}{shown[3]:>9}".rstrip()
+
+
+def _device_microseconds(cell: Cell, way: str) -> float | None:
+    median = quantile(cell.device_seconds.get(way, ()), 0.5)
+    return None if median is None else rounded(1e6 * median, 1)
 
 
 def _key(cell: Cell) -> tuple[int, Pattern, int]:

@@ -69,8 +69,8 @@ class Way:
 
     name: str
     move: Move
-    run: Callable[[], int | None]
-    """The timed part: how many copies or descriptors it took, where that is told."""
+    run: Callable[[], Completion | None]
+    """The timed part, and what a plane says of it."""
     verify: Callable[[], None]
     """Not timed: once more, into memory that has forgotten everything. KVFerryError when other bytes came."""
 
@@ -189,7 +189,7 @@ class Consumer:
         ways = [Way(MEMCPY, move, partial(self._copy, move), lambda: None), *self._raw_ways(move, part)]
         for name in self._planes:
             chosen = part if name in self._memory.slow_ways else move
-            run = partial(self._read_pieces, name, chosen.pieces())
+            run = partial(self._read, name, chosen.pieces())
             ways.append(Way(name, chosen, run, partial(self._verify, run, chosen)))
         return ways
 
@@ -212,9 +212,6 @@ class Consumer:
     def _copy(self, move: Move) -> None:
         self._stop.check()
         self._memory.copy(move.total_bytes)
-
-    def _read_pieces(self, plane_name: str, pieces: Sequence[Pieces]) -> int:
-        return self._read(plane_name, pieces).pieces
 
     def _read(self, plane_name: str, pieces: Sequence[Pieces]) -> Completion:
         self._stop.check()

@@ -52,6 +52,9 @@ class CopyJob(Protocol):
     def is_done(self) -> bool:
         """Whether every byte is in place. Never waits. TransportError when the device has failed."""
 
+    def device_s(self) -> float:
+        """What a device has spent on it, once it is done; 0 where nobody has measured."""
+
 
 class AddressCopier(Protocol):
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
@@ -65,6 +68,9 @@ class AddressCopier(Protocol):
 class _Done:
     def is_done(self) -> bool:
         return True
+
+    def device_s(self) -> float:
+        return 0.0
 
 
 class HostAddressCopier:

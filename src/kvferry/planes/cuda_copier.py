@@ -9,17 +9,18 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
-from kvferry.planes.address_copy import AddressCopies, CopyJob
+from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.offsets import add_all
 from kvferry.planes.runs import Offsets
 
-__all__ = ["TABLE_ROWS", "CudaAddressCopier", "copy_by_torch"]
+__all__ = ["TABLE_ROWS", "CudaAddressCopier", "CudaCopyJob", "Timing", "copy_by_torch"]
 
 TABLE_ROWS = 65_536
 """Pieces of one launch. Writing down the addresses of so many takes about 0.1 ms of this thread."""
@@ -36,6 +37,12 @@ _log = logging.getLogger(__name__)
 
 Launch = Callable[[torch.Tensor, int, int, bool, torch.cuda.Stream], None]
 """`piece_kernel.PieceKernel`, or what stands in for it."""
+
+
+class Timing(Enum):
+    OFF = "off"
+    ON = "on"
+    """Every job tells how long the device was at it; for benchmarks."""
 
 
 class _Table:
@@ -67,8 +74,16 @@ class _Table:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class CudaCopyJob:
+    """Implements `planes.address_copy.CopyJob`."""
+
     event: torch.cuda.Event
+    began: torch.cuda.Event | None
+    """Where times are taken."""
+
+    def device_s(self) -> float:
+        """How long the device was at it. Once it is done, and where times are taken."""
+        return 0.0 if self.began is None else self.began.elapsed_time(self.event) / 1000
 
     def is_done(self) -> bool:
         try:
@@ -80,7 +95,8 @@ class _Job:
 class CudaAddressCopier:
     """Implements `planes.address_copy.AddressCopier`."""
 
-    def __init__(self, device: int, launch: Launch | None = None) -> None:
+    def __init__(self, device: int, launch: Launch | None = None, timing: Timing = Timing.OFF) -> None:
+        self._timing = timing
         self._device = torch.device("cuda", device)
         self._stream = torch.cuda.Stream(self._device)
         self._free = [_Table(self._device)]
@@ -92,15 +108,21 @@ class CudaAddressCopier:
         """Plain torch would copy what lies elsewhere to this device first, and write into that."""
         return self._launch is not copy_by_torch
 
-    def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
+    def start(self, copies: Sequence[AddressCopies]) -> CudaCopyJob:
         """Neighbours of one size go together, as many as a table holds."""
-        done, tables = torch.cuda.Event(), list[_Table]()
+        is_timed = self._timing is Timing.ON
+        done, tables = torch.cuda.Event(enable_timing=is_timed), list[_Table]()
+        began = torch.cuda.Event(enable_timing=True) if is_timed else None
         try:
             for size_bytes, parts in _launches(copies):
                 table, count = self._take_table(), sum(len(part.sources) for part in parts)
                 tables.append(table)
                 is_aligned = (table.write(parts, count) | size_bytes) % ALIGNMENT == 0
+                if began is not None and len(tables) == 1:
+                    began.record(self._stream)
                 self._launch(table.where_read(count, count * size_bytes, self._stream), count, size_bytes, is_aligned, self._stream)
+            if began is not None and not tables:
+                began.record(self._stream)
             done.record(self._stream)
         except Exception as error:  # no memory for a table, or the device has failed: this transfer's, not the thread's end
             with contextlib.suppress(RuntimeError):
@@ -108,7 +130,7 @@ class CudaAddressCopier:
             raise error if isinstance(error, TransportError) else TransportError(f"the GPU cannot copy this ({error})") from error
         # Not before: an event that was never recorded counts as passed.
         self._used.extend((done, table) for table in tables)
-        return _Job(done)
+        return CudaCopyJob(done, began)
 
     @property
     def is_full(self) -> bool:

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from kvferry.errors import TransportError
-from kvferry.planes.cuda_copier import CudaAddressCopier
+from kvferry.planes.cuda_copier import CudaAddressCopier, Timing
 from kvferry.planes.device_memory import enter_device
 
 __all__ = ["CudaDevice"]
@@ -25,9 +25,9 @@ class CudaDevice:
             enter_device(self.number)
             self._here.has_entered = True
 
-    def prepare(self) -> None:
+    def prepare(self, timing: Timing) -> None:
         """Compile what will be needed."""
-        self._copier = CudaAddressCopier(self.number)
+        self._copier = CudaAddressCopier(self.number, timing=timing)
 
     @property
     def copier(self) -> CudaAddressCopier:

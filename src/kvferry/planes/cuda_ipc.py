@@ -51,7 +51,9 @@ _log = logging.getLogger(__name__)
 class CudaIpcDataPlane:
     """Implements `ports.data.DataPlane`. Nothing of CUDA is loaded before `register` is given memory of a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_timed: bool = False) -> None:
+        """`is_timed`: completions tell what the device has spent; for benchmarks."""
+        self._is_timed = is_timed
         self._regions: tuple[Region, ...] = ()
         self._device: CudaDevice | None = None
         self._offer: CudaOffer | None = None
@@ -68,13 +70,14 @@ class CudaIpcDataPlane:
         if {region.memory for region in regions} != {MemoryKind.VRAM} or len({region.device for region in regions}) != 1:
             return False
         # Imported only where there is a device: it takes torch with CUDA.
+        from kvferry.planes.cuda_copier import Timing
         from kvferry.planes.cuda_device import CudaDevice
 
         device = CudaDevice(regions[0].device)
         try:
             device.enter()
             self._offer = _own_offer(regions, device.number)
-            device.prepare()
+            device.prepare(Timing.ON if self._is_timed else Timing.OFF)
         except (TransportError, RuntimeError) as error:  # torch's are RuntimeErrors: no memory left, say
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False

@@ -22,7 +22,7 @@ class CudaTransfer:
         self._began = time.perf_counter()
         self._launches = _launches(copies)
         self._next = next(self._launches, None)
-        self._last: CopyJob | None = None
+        self._jobs: list[CopyJob] = []
         self._error: str | None = None
         self._total_bytes = 0
         self._num_launches = 0
@@ -37,7 +37,7 @@ class CudaTransfer:
         assert self._next is not None, "all of it has been launched"
         began = time.perf_counter()
         try:
-            self._last = copier.start(self._next)
+            self._jobs.append(copier.start(self._next))
         except TransportError as error:
             self.stop(str(error))
             return
@@ -54,14 +54,15 @@ class CudaTransfer:
     def has_ended(self) -> bool:
         """Whether no kernel of it touches memory any more, and none will. One stream: the last one ends last."""
         try:
-            return not self.is_launching and (self._last is None or self._last.is_done())
+            return not self.is_launching and (not self._jobs or self._jobs[-1].is_done())
         except TransportError as error:
             self.stop(str(error))
             return True
 
     def completion(self) -> Completion:
         elapsed = time.perf_counter() - self._began
-        return Completion(self.handle, self._error, self._total_bytes, self._num_launches, self._post_s, elapsed)
+        device_s = sum(job.device_s() for job in self._jobs) if self._error is None else 0.0
+        return Completion(self.handle, self._error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s or None)
 
 
 def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:

@@ -55,6 +55,8 @@ class Completion:
     """Descriptors or copies really used, after coalescing."""
     post_s: float
     transfer_s: float
+    device_s: float | None = None
+    """What a device has spent on it, where a plane was asked to tell: not the time until it was told to, and until somebody saw it."""
 
     @property
     def ok(self) -> bool:
