@@ -122,6 +122,11 @@ class _Transfer:
         return self.landed if self.is_read else min(self.total_bytes, self.landed + self.lane.window.size_bytes)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the owner can go on only when it hears of what has moved. One whose window holds all that is read cannot do more."""
+        return not self.is_read or self.window_there is None or self.total_bytes > self.window_there.size_bytes
+
+    @property
     def is_complete(self) -> bool:
         return self.lane is not None and (self.lane.done if self.is_read else self.reached) == self.total_bytes
 
@@ -352,7 +357,7 @@ class StagedTransfers:
             if self._heard_at.get(transfer.ring.agent, -1.0) < transfer.since:
                 self._shunned_until[transfer.ring.agent] = now + SHUN_S
             self._go_without(transfer)
-        elif transfer.landed > transfer.advanced or now > transfer.spoken_at + PING_S:
+        elif (transfer.landed > transfer.advanced and transfer.is_awaited) or now > transfer.spoken_at + PING_S:
             self._say(transfer, now)
 
     def _say(self, transfer: _Transfer, now: float) -> None:
