@@ -183,6 +183,13 @@ def test_without_a_word_of_the_operator_device_memory_is_staged_and_host_memory_
     assert StagingSettings(piece_bytes=4096).resolved(MemoryKind.DRAM).is_on
 
 
+def test_a_ring_that_nobody_has_set_takes_little_of_its_device() -> None:
+    gib = 1 << 30
+    assert StagingSettings().resolved(MemoryKind.VRAM, 140 * gib).ring_bytes == gib
+    assert StagingSettings().resolved(MemoryKind.VRAM, 16 * gib).ring_bytes == 163 << 20
+    assert StagingSettings(ring_bytes=2 * gib).resolved(MemoryKind.VRAM, 16 * gib).ring_bytes == 2 * gib
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,21 @@ def test_many_transfers_pass_a_ring_that_holds_one_each_in_turn(is_read: bool) -
     assert far.is_quiet
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_of_a_transfer_that_fits_its_windows_is_said_only_what_is_waited_for(is_read: bool) -> None:
+    world, near, far = pair()
+    near.start(far, [scattered(0, 1, 500, 40, 20, seed=3)], is_read=is_read)
+    said: list[type] = []
+    for _ in range(12):
+        world.turn()
+        said += [type(message) for _, _, message in world.mail]
+        world.deliver()
+    told = [each for each in said if each is not Reached] if is_read else [each for each in said if each is not Advanced]
+    assert told == ([Ask, Part, Granted, Advanced] if is_read else [Ask, Part, Granted, Reached])
+    assert near.is_quiet
+    assert far.is_quiet
+
+
 def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
     world, near, far = pair(ring_pages=1, chunk_bytes=1000)
     handles = [

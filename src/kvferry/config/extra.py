@@ -104,7 +104,8 @@ class NixlExtraConfig(ExtraConfig):
     """Over NIXL, a transfer whose pieces are smaller on average goes through a staging ring; 0: none does; null: 262144 for GPU memory,
     0 for host memory."""
     staging_ring_bytes: Natural | None = None
-    """Memory of the staging ring, of the kind and on the device that the cache is; null: 1073741824 on a GPU, 67108864 on a host."""
+    """Memory of the staging ring, of the kind and on the device that the cache is; null: 1 % of a GPU's memory, at most 1073741824, and
+    67108864 on a host."""
     peers: Texts = ()
     """In push behind a router that signs nothing: side channels (host:port) of engines that are believed without a ticket (on D of its P's,
     on P of its D's); the two legs then meet by their request id."""

@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["DeviceMemory", "enter_device"]
+__all__ = ["DeviceMemory", "device_bytes", "enter_device"]
 
 
 class DeviceMemory:
@@ -33,3 +33,8 @@ def enter_device(device: int) -> None:
     """Make a device's context the calling thread's. What is in torch's and what is in the driver's view is the same context."""
     torch.cuda.set_device(device)
     torch.cuda.current_stream(device).query()
+
+
+def device_bytes(device: int) -> int:
+    """All memory that a device has, in use or not."""
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -114,7 +114,8 @@ class StagedNixlDataPlane:
         return 0 if self._staging is None else self._staging.num_dropped
 
     def register(self, regions: Sequence[Region]) -> bool:
-        settings = self._wanted.resolved(regions[0].memory) if len({(each.memory, each.device) for each in regions}) == 1 else None
+        is_one = len({(each.memory, each.device) for each in regions}) == 1
+        settings = self._wanted.resolved(regions[0].memory, _device_bytes(regions[0])) if is_one else None
         memory = _allocate(settings, regions[0]) if settings is not None and settings.is_on else None
         if memory is None or settings is None:
             is_carried = self._plain.register(regions)
@@ -181,13 +182,19 @@ class StagedNixlDataPlane:
         if staging is None:
             return self._ours_of(self._plain.poll())
         self._enter_device(staging.region)
-        self._receive(staging, time.monotonic())
-        self._turn(staging, time.monotonic())
-        completions = self._plain.poll()
-        plain = [each for each in completions if not staging.transfers.settle(each, time.monotonic())]
-        if len(plain) < len(completions):
-            self._turn(staging, time.monotonic())
-        self._drop_lost(staging, time.monotonic())
+        now, plain = time.monotonic(), list[Completion]()
+        if len(staging.transfers) or staging.lender.is_serving:
+            self._plain.expect_calls(now + BUSY_S)
+        self._receive(staging, now)
+        self._turn(staging, now)
+        if completions := self._plain.poll_posted():
+            now = time.monotonic()
+            plain = [each for each in completions if not staging.transfers.settle(each, now)]
+            if len(plain) < len(completions):
+                self._turn(staging, now)
+        if not len(staging.transfers):
+            return self._ours_of(plain)
+        self._drop_lost(staging, now)
         return [*self._ours_of(plain), *self._start_unstaged(staging), *staging.transfers.take_ended()]
 
     def cancel(self, handle: Handle) -> None:
@@ -327,10 +334,14 @@ class StagedNixlDataPlane:
             staging.transfers.receive(sender, message, now)
 
     def _turn(self, staging: _Staging, now: float) -> None:
-        staging.transfers.advance(now)
-        self._send(staging, staging.transfers.take_mail(), now)
-        staging.lender.advance(now)
-        self._send(staging, staging.lender.take_mail(), now)
+        if len(staging.transfers):
+            staging.transfers.advance(now)
+        if staging.transfers.has_mail:
+            self._send(staging, staging.transfers.take_mail(), now)
+        if staging.lender.is_serving:
+            staging.lender.advance(now)
+        if staging.lender.has_mail:
+            self._send(staging, staging.lender.take_mail(), now)
         if now > staging.tidied_at + TIDY_S:
             staging.tidied_at = now
             staging.routes.forget_idle(now, staging.lender.senders())
@@ -353,6 +364,19 @@ class StagedNixlDataPlane:
     def _waiting_interval_s(self, staging: _Staging) -> float:
         is_busy = staging.transfers.can_move or staging.lender.can_move or time.monotonic() < staging.heard_at + BUSY_S
         return 0.0 if is_busy else WAITING_INTERVAL_S
+
+
+def _device_bytes(like: Region) -> int | None:
+    """All memory of its device; None when there is none, or it does not work."""
+    if like.memory is MemoryKind.DRAM:
+        return None
+    # Imported only where there is a device: it takes torch with CUDA.
+    try:
+        from kvferry.planes.device_memory import device_bytes
+
+        return device_bytes(like.device)
+    except (ImportError, RuntimeError, AssertionError):
+        return None
 
 
 def _allocate(settings: ResolvedStaging, like: Region) -> _RingMemory | None:

@@ -54,6 +54,8 @@ class _Served:
     """With the window, once it is granted."""
     advanced: int = 0
     told: int = 0
+    is_granted: bool = False
+    """Its peer has been told of its window."""
     owes_word: bool = False
     is_ended: bool = False
     """Nothing more is copied. Its window is kept until its peer has stopped."""
@@ -79,8 +81,19 @@ class _Served:
         room = self.advanced + self.lane.window.size_bytes if self.ask.is_read else self.advanced
         return min(self.stream.total_bytes, room)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether its peer waits for what has been copied: to read it, to write more in its place, or to be through."""
+        assert self.lane is not None
+        done, room = self.lane.done, self.lane.window.size_bytes
+        if done <= self.told or self.ask.is_read or done == self.ask.total_bytes:
+            return done > self.told
+        return self.told + room < self.ask.total_bytes and (4 * (done - self.told) >= room or done == self.advanced)
+
     def is_forsaken(self, now: float, reclaim_s: float) -> bool:
         """Nobody can be using its window any more."""
+        if self.is_ended and not self.is_granted and not self.owes_word:
+            return True
         if self.free_at is not None:
             return now >= self.free_at
         if self.ask.is_read or self.lane is None:
@@ -103,6 +116,10 @@ class WindowLender:
     @property
     def is_serving(self) -> bool:
         return bool(self._served)
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self._outgoing)
 
     @property
     def can_move(self) -> bool:
@@ -162,8 +179,11 @@ class WindowLender:
     def take_mail(self) -> Iterator[tuple[str, tuple[Message, ...]]]:
         """What is to be sent as one notification each, and to which agent."""
         outgoing, self._outgoing = self._outgoing, []
-        for sender in dict.fromkeys(sender for sender, _ in outgoing):
-            yield sender, tuple(message for to, message in outgoing if to == sender)
+        letters: dict[str, list[Message]] = {}
+        for sender, message in outgoing:
+            letters.setdefault(sender, []).append(message)
+        for sender, messages in letters.items():
+            yield sender, tuple(messages)
 
     def _admit(self, sender: str, ask: Ask, now: float) -> None:
         if len(self._served) >= MAX_SERVED:
@@ -240,7 +260,6 @@ class WindowLender:
             self._queue.popleft()
             served.lane = CopyLane(self._ring, served.stream, window, served.ask.is_read, _usable_grain(window, served.ask.grain))
             self._moving.append(served)
-            self._outgoing.append((served.sender, Granted(served.ask.transfer, window.first, window.size_bytes, served.clock_s)))
 
     def _turn_away(self, now: float) -> None:
         """Those who wait for windows that nobody will give back soon are better served plainly."""
@@ -265,7 +284,10 @@ class WindowLender:
                 served.owes_word, served.spoken_at = False, now
                 self._outgoing.append((served.sender, Ended(served.ask.transfer, "stopped")))
             return begun
-        if lane.done > served.told or served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S:
+        if not served.is_granted and (lane.is_idle or lane.done):  # not before there is something to read, if that is soon
+            served.is_granted, window = True, lane.window
+            self._outgoing.append((served.sender, Granted(served.ask.transfer, window.first, window.size_bytes, served.clock_s)))
+        if served.has_news or served.owes_word or now > max(served.heard_at, served.spoken_at) + WORD_S:
             served.told, served.owes_word, served.spoken_at = lane.done, False, now
             self._outgoing.append((served.sender, Reached(served.ask.transfer, lane.done, served.clock_s)))
         if served.is_complete:

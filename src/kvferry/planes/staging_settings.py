@@ -18,6 +18,8 @@ BY_KIND = {
     MemoryKind.DRAM: (0, 64 * MIB, 4 * MIB),
 }
 """Piece, ring and chunk, in bytes. docs/decisions/037-staged-nixl.md has the measurements."""
+RING_SHARE = 100
+"""A ring that nobody has set a size for takes at most the hundredth part of its device."""
 LEAST_RING_BYTES = 64 * 1024
 """A smaller one has no room for a window in each half: then nothing is staged."""
 MIN_RUNS = 64
@@ -37,9 +39,11 @@ class StagingSettings:
     min_runs: int = MIN_RUNS
     """Fewer go plainly whatever their size."""
 
-    def resolved(self, kind: MemoryKind) -> "ResolvedStaging":
+    def resolved(self, kind: MemoryKind, device_bytes: int | None = None) -> "ResolvedStaging":
         values = (self.piece_bytes, self.ring_bytes, self.chunk_bytes)
         piece, ring, chunk = (value if value is not None else default for value, default in zip(values, BY_KIND[kind], strict=True))
+        if self.ring_bytes is None and device_bytes is not None:
+            ring = min(ring, device_bytes // RING_SHARE // MIB * MIB)
         return ResolvedStaging(piece, ring, chunk, self.min_runs)
 
 

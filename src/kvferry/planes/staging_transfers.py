@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -122,9 +123,13 @@ class _Transfer:
         return self.landed if self.is_read else min(self.total_bytes, self.landed + self.lane.window.size_bytes)
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether the owner can go on only when it hears of what has moved. One whose window holds all that is read cannot do more."""
-        return not self.is_read or self.window_there is None or self.total_bytes > self.window_there.size_bytes
+    def owes_word(self) -> bool:
+        """Whether its owner waits for what has landed: to scatter it, to gather more in its place, or to have its window back."""
+        if self.landed <= self.advanced or not self.is_read or self.landed == self.total_bytes:
+            return self.landed > self.advanced
+        assert self.window_there is not None
+        room = self.window_there.size_bytes
+        return self.advanced + room < self.total_bytes and (4 * (self.landed - self.advanced) >= room or self.landed == self.reached)
 
     @property
     def is_complete(self) -> bool:
@@ -147,6 +152,8 @@ class StagedTransfers:
         self._reclaim_s = reclaim_s
         self._transfers: dict[Handle, _Transfer] = {}
         self._queue: deque[_Transfer] = deque()
+        self._writing: deque[_Transfer] = deque()
+        """Those whose pieces have not all been told."""
         self._by_wire: dict[Handle, _Transfer] = {}
         self._outgoing: list[tuple[str, Message]] = []
         self._ended: list[Completion] = []
@@ -160,7 +167,11 @@ class StagedTransfers:
     @property
     def can_move(self) -> bool:
         """Whether the next turn may have something to do."""
-        return bool(self._ended or self._unstaged or self._outgoing) or any(each.can_move for each in self._transfers.values())
+        return bool(self._ended or self._unstaged or self.has_mail) or any(each.can_move for each in self._transfers.values())
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self._outgoing or self._writing)
 
     def start(
         self, handle: Handle, peer: PeerId, ring: RingOf, pieces: Sequence[Pieces], regions: Sequence[Region], *, is_read: bool
@@ -263,15 +274,18 @@ class StagedTransfers:
             self._transfers[first] = self._transfers.pop(first)
 
     def take_mail(self) -> Iterator[Mail]:
-        """What is to be sent, in order. Long lists of pieces are written as they are taken."""
+        """What is to be sent, in order. Long lists of pieces are written as they are taken, the first with what asks for the transfer."""
         outgoing, self._outgoing = self._outgoing, []
-        for agent in dict.fromkeys(agent for agent, _ in outgoing):
-            yield agent, tuple(message for to, message in outgoing if to == agent)
-        written = 0
-        for transfer in [each for each in self._transfers.values() if each.state in (_State.ASKED, _State.MOVING)]:
-            while written < PARTS_PER_TURN and (part := next(transfer.parts, None)) is not None:
-                written += 1
-                yield transfer.ring.agent, (part,)
+        letters: dict[str, list[Message]] = {}
+        for agent, message in outgoing:
+            letters.setdefault(agent, []).append(message)
+        parts = islice(self._next_parts(), PARTS_PER_TURN)
+        for agent, part in islice(parts, 1):
+            letters.setdefault(agent, []).append(part)
+        for agent, messages in letters.items():
+            yield agent, tuple(messages)
+        for agent, part in parts:
+            yield agent, (part,)
 
     def take_ended(self) -> list[Completion]:
         ended, self._ended = self._ended, []
@@ -301,6 +315,16 @@ class StagedTransfers:
             metadata = b"" if now < self._heard_at.get(transfer.ring.agent, -KNOWN_S) + KNOWN_S else self._metadata
             ask = Ask(transfer.handle, now, transfer.is_read, transfer.total_bytes, window.size_bytes, grain, metadata)
             self._outgoing.append((transfer.ring.agent, ask))
+            self._writing.append(transfer)
+
+    def _next_parts(self) -> Iterator[tuple[str, Part]]:
+        while self._writing:
+            transfer = self._writing[0]
+            part = next(transfer.parts, None) if transfer.state in (_State.ASKED, _State.MOVING) else None
+            if part is None:
+                self._writing.popleft()
+            else:
+                yield transfer.ring.agent, part
 
     def _take_window(self, transfer: _Transfer, granted: Granted, now: float) -> None:
         lane = transfer.lane
@@ -329,7 +353,8 @@ class StagedTransfers:
             self._stop(transfer, str(error), now)
             return begun
         if transfer.is_complete:
-            self._say(transfer, now)
+            if transfer.landed > transfer.advanced:
+                self._say(transfer, now)
             self._end(transfer)
         return begun
 
@@ -338,8 +363,10 @@ class StagedTransfers:
         lane, there = transfer.lane, transfer.window_there
         assert lane is not None
         assert there is not None
-        most = max(lane.grain, min(share_of(window, transfer.total_bytes) for window in (lane.window, there)))
+        share = max(lane.grain, min(share_of(window, transfer.total_bytes) for window in (lane.window, there)))
         while now <= transfer.heard_s + self._reclaim_s / 2 and len(transfer.wires) < MAX_POSTED:
+            # The last of it goes at once. Before that, one part is filled while the other is emptied.
+            most = transfer.total_bytes if transfer.wire_limit == transfer.total_bytes else share
             end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
             if end <= transfer.posted:
                 return
@@ -357,7 +384,7 @@ class StagedTransfers:
             if self._heard_at.get(transfer.ring.agent, -1.0) < transfer.since:
                 self._shunned_until[transfer.ring.agent] = now + SHUN_S
             self._go_without(transfer)
-        elif (transfer.landed > transfer.advanced and transfer.is_awaited) or now > transfer.spoken_at + PING_S:
+        elif transfer.owes_word or now > transfer.spoken_at + PING_S:
             self._say(transfer, now)
 
     def _say(self, transfer: _Transfer, now: float) -> None:
