@@ -98,7 +98,8 @@ class Stage:
             for number, answer in outcomes:
                 assert answer == self.right[number % len(PROMPTS)] if answer.is_ok else answer.status in (502, 503, 504), answer
             await assert_quiescent(session, self.p, self.d)
-            await until("the memory of the dead is given back", partial(has_no_more, before + SLACK_BYTES))
+            if self.plane == "cuda_ipc":  # UCX keeps what it has opened of a dead process until its own ends (docs/faults.md)
+                await until("the memory of the dead is given back", partial(has_no_more, before + SLACK_BYTES))
 
     async def assert_serves(self, session: aiohttp.ClientSession, survivor: Engine) -> None:
         """Prompts of its own, in the meantime."""
