@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvferry.bench.transfer_memory import Edges, Memory, Source
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
@@ -133,5 +133,6 @@ class DeviceMemory:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         deadline = time.monotonic() + COPY_S
-        while not event.query() and time.monotonic() < deadline:
-            pass
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise KVFerryError(f"the GPU did not end a copy within {COPY_S:.0f} s; is it used by others?")
