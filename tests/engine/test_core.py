@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,8 +94,19 @@ def mixed_requests(tag: str) -> list[AddRequest]:
 
 def children(pid: int) -> list[psutil.Process]:
     """Processes below one that run, but for Python's own resource tracker, which goes with its parent."""
-    found = [process for process in psutil.Process(pid).children(recursive=True) if process.status() != psutil.STATUS_ZOMBIE]
-    return [process for process in found if "resource_tracker" not in " ".join(process.cmdline())]
+    return [process for process in psutil.Process(pid).children(recursive=True) if _counts(process)]
+
+
+def _counts(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended since, or is about to
+        return False
+
+
+def newcomers(before: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Children of ours that were not there before."""
+    return [process for process in children(os.getpid()) if process not in before]
 
 
 # -- one engine ------------------------------------------------------------------------------------------------------
@@ -302,7 +313,7 @@ def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing
             await client.close()
         assert [output.finish_reason async for output in stream][-1] == "error"
         assert "exit code 0" in await client.died()
-        assert children(os.getpid()) == before
+        assert newcomers(before) == []
 
     do(loop, story())
 
@@ -327,7 +338,7 @@ def test_a_start_that_is_cancelled_leaves_no_process_and_no_complaint(
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await starting
-            assert children(os.getpid()) == before
+            assert newcomers(before) == [], stage
 
     do(loop, story())
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
@@ -339,7 +350,7 @@ def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyn
     async def story() -> None:
         before = children(os.getpid())
         starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalKit()))
-        while not (born := [process for process in children(os.getpid()) if process not in before]):
+        while not (born := newcomers(before)):
             await asyncio.sleep(0)
         for process in born:
             os.kill(process.pid, signal.SIGINT)
@@ -395,6 +406,6 @@ def test_a_start_that_cannot_work_says_why_and_leaves_no_process(
             await EngineClient.start(EngineOptions(model=model, tensor_parallel_size=3), LocalKit())
         with pytest.raises(KVFerryError, match="not ready within"):
             await EngineClient.start(EngineOptions(model=model), LocalKit(), timeout_s=0.01)
-        assert children(os.getpid()) == before
+        assert newcomers(before) == []
 
     do(loop, story())

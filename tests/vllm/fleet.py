@@ -15,11 +15,13 @@ from tests.nursery.nursery import Nursery
 
 from kvferry.bench.vllm_servers import VllmServer, free_ports
 from kvferry.cli.http_client import is_healthy
+from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_S = 240.0
+TAIL_LINES = 40
 LOOPBACK = "127.0.0.1"
 OUR_ROUTER = "kvferry router"
 VLLM = Nursery(
@@ -102,8 +104,12 @@ def ready(*engines: Engine) -> None:
     while waiting:
         waiting = [engine for engine in waiting if not is_healthy(engine.address) or not _has_noticed_all(engine)]
         for engine in waiting:
-            is_late = time.monotonic() > deadline or engine.process.has_failed
-            assert not is_late, "\n".join([f"{engine.process.name} did not become healthy", *engine.process.tail(150)])
+            try:
+                engine.process.check_alive()
+            except KVFerryError as error:
+                raise AssertionError("\n".join([*engine.process.tail(TAIL_LINES), str(error)])) from None
+            is_late = time.monotonic() > deadline
+            assert not is_late, "\n".join([*engine.process.tail(TAIL_LINES), f"{engine.process.name} is not healthy after {START_S:g} s"])
         time.sleep(0.2 if waiting else 0)
 
 
