@@ -2,9 +2,12 @@
 the test is run once more, and the report says so. A failure on a machine that went on is a failure.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -17,11 +20,17 @@ AFTER_EFFECT_S = 60.0
 """What was hurt by it, a fleet that several tests share, may show it later."""
 
 
-class Pulse:
-    """Notes when this process was last kept from running."""
+KERNEL_LOG = Path("/dev/kmsg")
+STALLS = (b"detected stalls", b"self-detected stall", b"workqueue lockup")
+"""What Linux says when its own threads have not run for half a minute: what is new does not run either then, though this process may."""
 
-    def __init__(self) -> None:
+
+class Pulse:
+    """Notes when this process, or the kernel's, was last kept from running."""
+
+    def __init__(self, kernel_log: Path = KERNEL_LOG) -> None:
         self.last_standstill = float("-inf")
+        self._kernel_log = _open_end(kernel_log)
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def _beat(self) -> None:
@@ -29,9 +38,25 @@ class Pulse:
         while True:
             time.sleep(BEAT_S)
             now = time.monotonic()
-            if now - before > STANDSTILL_S:
+            if now - before > STANDSTILL_S or self._kernel_complains():
                 self.last_standstill = now
             before = now
+
+    def _kernel_complains(self) -> bool:
+        has_complained = False
+        with suppress(OSError):  # nothing more there, or some of it was overwritten
+            while self._kernel_log is not None and (said := os.read(self._kernel_log, 8192)):
+                has_complained |= any(words in said for words in STALLS)
+        return has_complained
+
+
+def _open_end(log: Path) -> int | None:
+    try:
+        opened = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # not everybody may read it
+        return None
+    os.lseek(opened, 0, os.SEEK_END)
+    return opened
 
 
 def run_test(item: pytest.Item, nextitem: pytest.Item | None, pulse: Pulse, say: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.standstill import BEAT_S, Pulse
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -49,3 +50,20 @@ def test_a_failure_is_tried_again_only_where_the_machine_stood_still(tmp_path: P
     assert (child.returncode == 0) == stands_still, said
     assert ("run once more, as the machine stood still" in said) == stands_still, said
     assert ("2 passed" in said) == stands_still, said
+
+
+@pytest.mark.parametrize(
+    ("said", "is_standstill"), [("rcu: INFO: rcu_preempt detected stalls on CPUs/tasks:", True), ("port 3 entered disabled state", False)]
+)
+def test_what_the_kernel_says_of_itself_counts(tmp_path: Path, said: str, is_standstill: bool) -> None:
+    log = tmp_path / "kmsg"
+    log.write_text("BUG: workqueue lockup - long ago\n")
+    pulse = Pulse(log)
+    time.sleep(3 * BEAT_S)
+    assert pulse.last_standstill == float("-inf")
+    with log.open("a") as more:
+        more.write(f"{said}\n")
+    deadline = time.monotonic() + (10 if is_standstill else 3 * BEAT_S)
+    while pulse.last_standstill == float("-inf") and time.monotonic() < deadline:
+        time.sleep(BEAT_S)
+    assert (pulse.last_standstill > 0) == is_standstill

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvferry.planes.address_copy import AddressCopies, CopyJob
-from kvferry.planes.cuda_copier import TABLE_ROWS, CudaAddressCopier, copy_by_torch
+from kvferry.planes.copy_table import TABLE_ROWS
+from kvferry.planes.cuda_copier import CudaAddressCopier, copy_by_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
@@ -46,7 +47,7 @@ def test_every_piece_arrives_and_nothing_else_is_touched(copier: CudaAddressCopi
     sources, targets = scattered(size_bytes, count, odd, seed=count)
     for origin, to in zip(sources.tolist(), targets.tolist(), strict=True):
         expected[to : to + size_bytes] = bytes_there[origin : origin + size_bytes]
-    wait_for(copier.start([AddressCopies(size_bytes, sources, targets, source.data_ptr(), target.data_ptr())]))
+    wait_for(copier.start([AddressCopies(size_bytes, sources, targets, (source.data_ptr(),), (target.data_ptr(),))]))
     assert np.array_equal(target.cpu().numpy(), expected)
     assert not np.array_equal(expected, before), "the control: nothing was asked for"
     copier.close()
@@ -58,8 +59,8 @@ def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(copi
     rows = np.arange(TABLE_ROWS + 100, dtype=np.int64) * 16
     half = MEMORY_BYTES // 2
     parts = [
-        AddressCopies(16, rows, rows[::-1].copy(), source.data_ptr(), target.data_ptr()),
-        AddressCopies(4096, rows[:9] * 256, rows[:9] * 256, source.data_ptr() + half, target.data_ptr() + half),
+        AddressCopies(16, rows, rows[::-1].copy(), (source.data_ptr(),), (target.data_ptr(),)),
+        AddressCopies(4096, rows[:9] * 256, rows[:9] * 256, (source.data_ptr() + half,), (target.data_ptr() + half,)),
         AddressCopies(16, np.empty(0, np.int64), np.empty(0, np.int64)),
     ]
     wait_for(copier.start(parts))
@@ -67,4 +68,17 @@ def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(copi
     assert torch.equal(target[:size].view(-1, 16), source[:size].view(-1, 16).flip(0))
     assert torch.equal(target[half : half + 9 * 4096], source[half : half + 9 * 4096])
     assert not target[size:half].any()
+    copier.close()
+
+
+def test_the_same_offsets_stand_for_several_places(copier: CudaAddressCopier) -> None:
+    source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
+    rows, layer = np.arange(100, dtype=np.int64) * 4096, MEMORY_BYTES // 16
+    sources, targets = (tuple(memory.data_ptr() + n * layer for n in range(0, 16, 3)) for memory in (source, target))
+    wait_for(copier.start([AddressCopies(4096, rows, rows[::-1].copy(), sources, targets)]))
+    expected = torch.zeros_like(target).view(16, layer)
+    expected[::3, : 100 * 4096] = source.view(16, layer)[::3, : 100 * 4096].reshape(-1, 100, 4096).flip(1).reshape(-1, 100 * 4096)
+    assert torch.equal(target.view(16, layer), expected)
+    assert target.any(), "the control: nothing was asked for"
     copier.close()

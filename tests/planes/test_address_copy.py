@@ -20,7 +20,7 @@ def test_every_piece_arrives_and_nothing_else_is_touched(size_bytes: int) -> Non
     expected = target.copy()
     for origin, to in zip(sources.tolist(), targets.tolist(), strict=True):
         expected[to : to + size_bytes] = source[origin : origin + size_bytes]
-    part = AddressCopies(size_bytes, sources, targets, source.ctypes.data, target.ctypes.data)
+    part = AddressCopies(size_bytes, sources, targets, (source.ctypes.data,), (target.ctypes.data,))
     assert HostAddressCopier().start([part]).is_done()
     assert np.array_equal(target, expected)
     assert not np.array_equal(expected, before), "the control: nothing was asked for"
@@ -33,10 +33,19 @@ def test_addresses_may_be_given_whole_or_from_a_base() -> None:
     assert target.nonzero()[0].tolist() == [*range(1, 8), *range(32, 40)]
 
 
+def test_the_same_offsets_may_stand_for_several_places() -> None:
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    first, last = np.array([0, 8], np.int64), np.array([8, 0], np.int64)
+    sources, targets = (tuple(memory.ctypes.data + at for at in (0, 48)) for memory in (source, target))
+    HostAddressCopier().start([AddressCopies(8, first, last, sources, targets)])
+    expected = np.concatenate([source[8:16], source[:8], np.zeros(32, np.uint8), source[56:], source[48:56]])
+    assert target.tolist() == expected.tolist()
+
+
 def test_some_rows_are_a_view_of_all() -> None:
-    part = AddressCopies(8, np.arange(10, dtype=np.int64), np.arange(10, dtype=np.int64), 100, 200)
+    part = AddressCopies(8, np.arange(10, dtype=np.int64), np.arange(10, dtype=np.int64), (100, 300), (200, 400))
     some = part.rows(3, 5)
-    assert (some.sources.tolist(), some.targets.tolist(), some.source_base, some.target_base) == ([3, 4], [3, 4], 100, 200)
+    assert (some.sources.tolist(), some.targets.tolist(), some.source_bases, some.target_bases) == ([3, 4], [3, 4], (100, 300), (200, 400))
     assert part.rows(0, 99) is part
 
 
@@ -49,7 +58,9 @@ def test_nothing_is_nothing() -> None:
 def test_what_leaves_its_region_is_not_copied(sources: list[int], targets: list[int]) -> None:
     memory = np.arange(64, dtype=np.uint8)
     bases = memory.ctypes.data, memory.ctypes.data
-    part = AddressCopies(8, np.array(sources, np.int64), np.array(targets, np.int64), *bases, source_last=56, target_last=56)
+    part = AddressCopies(
+        8, np.array(sources, np.int64), np.array(targets, np.int64), (bases[0],), (bases[1],), source_last=56, target_last=56
+    )
     with pytest.raises(TransportError, match="leaves its region"):
         HostAddressCopier().start([part])
     assert memory.tolist() == list(range(64))

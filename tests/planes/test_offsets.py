@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.planes.offsets import add_all, are_within
+from kvferry.planes.offsets import are_within, put_all
 
 WIDE = st.integers(-(2**63), 2**63 - 1)
 
@@ -18,22 +18,21 @@ def test_offsets_are_within_exactly_when_each_is(numbers: list[int], last: int) 
     assert are_within(np.repeat(offsets, 2)[::2], last) is expected, "not contiguous: numpy looks at them"
 
 
-@given(st.lists(st.integers(0, 2**50), max_size=40), st.integers(0, 2**50), st.integers(0, 5))
-def test_a_base_is_added_to_all_and_the_bits_of_all_are_told(numbers: list[int], base: int, first: int) -> None:
+@given(st.lists(st.integers(0, 2**50), max_size=40), st.integers(0, 5))
+def test_all_are_written_and_the_bits_of_all_are_told(numbers: list[int], first: int) -> None:
     table = np.full(50, -1, np.int64)
-    bits = add_all(table, first, np.array(numbers, np.int64), base, 2**50)
-    sums = [number + base for number in numbers]
-    assert table.tolist() == [-1] * first + sums + [-1] * (50 - first - len(sums))
-    assert bits == int(np.bitwise_or.reduce(np.array([0, *sums], np.int64)))
+    bits = put_all(table, first, np.array(numbers, np.int64), 2**50)
+    assert table.tolist() == [-1] * first + numbers + [-1] * (50 - first - len(numbers))
+    assert bits == int(np.bitwise_or.reduce(np.array([0, *numbers], np.int64)))
     apart = np.full(50, -1, np.int64)
-    assert add_all(apart, first, np.repeat(np.array(numbers, np.int64), 2)[::2], base, 2**50) == bits
+    assert put_all(apart, first, np.repeat(np.array(numbers, np.int64), 2)[::2], 2**50) == bits
     assert apart.tolist() == table.tolist()
 
 
 def test_a_table_is_never_overrun() -> None:
     table = np.zeros(4, np.int64)
     with pytest.raises(ValueError, match=r"table|broadcast"):
-        add_all(table, 2, np.arange(3, dtype=np.int64), 0, 9)
+        put_all(table, 2, np.arange(3, dtype=np.int64), 9)
     assert not table.any()
 
 
@@ -41,7 +40,7 @@ def test_a_table_is_never_overrun() -> None:
 def test_an_offset_that_leaves_its_region_is_told(numbers: list[int], last: int) -> None:
     table, offsets = np.zeros(50, np.int64), np.array(numbers, np.int64)
     if are_within(offsets, last):
-        add_all(table, 0, offsets, 5, last)
+        put_all(table, 0, offsets, last)
     else:
         with pytest.raises(IndexError):
-            add_all(table, 0, offsets, 5, last)
+            put_all(table, 0, offsets, last)

@@ -146,6 +146,19 @@ def test_equal_sides_move_whole_blocks() -> None:
     assert pieces(NHD, NHD) == [(32, [0, 160], [96, 32])] * 2
 
 
+def test_layers_that_move_the_same_runs_share_their_offsets_and_no_others_do() -> None:
+    model = Model(layers=GROUPS)
+    ours, theirs = Cache(model, NHD, 0), Cache(model, replace(NHD, tp_size=2), 0)
+    plan = plan_read(ours.geometry, theirs.geometry, range(1), [[0, 5], [1, 2]], [[3, 1], [3, 1]], range(8))
+    assert len(plan) == 4
+    for part in plan:
+        group = ours.geometry.regions[part.local_region].group
+        for other in plan:
+            is_alike = ours.geometry.regions[other.local_region].group == group
+            assert (part.local_offsets is other.local_offsets) is is_alike
+            assert (part.remote_offsets is other.remote_offsets) is is_alike
+
+
 def test_layers_that_share_blocks_on_both_sides_move_as_one_piece_per_block() -> None:
     shared = replace(HND, has_shared_blocks=True)
     assert pieces(shared, shared) == [(64, [0, 320], [192, 64])]

@@ -67,13 +67,15 @@ class Move:
         return Move(self.blocks, first, first)
 
     def pieces(self) -> list[Pieces]:
-        """As a ferry asks a plane for it: one entry for each region."""
+        """As a ferry asks a plane for it: one entry for each region, and the same arrays where the same blocks move."""
         size, per_region = self.blocks.piece_bytes, self.blocks.per_region
         moved = len(self.local_blocks) // self.blocks.regions
-        parts = []
+        parts = list[Pieces]()
         for region in range(self.blocks.regions):
             chosen = slice(region * moved, (region + 1) * moved)
             near, far = ((side[chosen] - region * per_region) * size for side in (self.local_blocks, self.remote_blocks))
+            if parts and np.array_equal(near, parts[0].local_offsets) and np.array_equal(far, parts[0].remote_offsets):
+                near, far = parts[0].local_offsets, parts[0].remote_offsets
             parts.append(Pieces(region, region, size, near, far))
         return parts
 

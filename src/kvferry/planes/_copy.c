@@ -118,28 +118,26 @@ static PyObject *copy_runs(PyObject *module, PyObject *args)
         bits |= offsets[i] | (last - offsets[i]);                        \
     return bits;
 
-#define ADD_BASE                                                         \
+#define PUT_OFFSETS                                                      \
     uint64_t bits = 0, outside = 0;                                      \
     for (Py_ssize_t i = 0; i < count; i++) {                             \
-        uint64_t sum = offsets[i] + base;                                \
-        outside |= offsets[i] | (last - offsets[i]);                     \
-        table[i] = sum;                                                  \
-        bits |= sum;                                                     \
+        outside |= last - offsets[i];                                    \
+        table[i] = offsets[i];                                           \
+        bits |= offsets[i];                                              \
     }                                                                    \
     *all = bits;                                                         \
-    return !(outside >> 63);
+    return !((outside | bits) >> 63);
 
 static uint64_t bits_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t last) { BITS_OUTSIDE }
-static int add_base(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base, uint64_t last, uint64_t *all)
+static int put_offsets(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t last, uint64_t *all)
 {
-    ADD_BASE
+    PUT_OFFSETS
 }
 #if HAS_WIDE
 WIDE static uint64_t bits_outside_wide(const uint64_t *offsets, Py_ssize_t count, uint64_t last) { BITS_OUTSIDE }
-WIDE static int add_base_wide(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t base, uint64_t last,
-                              uint64_t *all)
+WIDE static int put_offsets_wide(uint64_t *restrict table, const uint64_t *restrict offsets, Py_ssize_t count, uint64_t last, uint64_t *all)
 {
-    ADD_BASE
+    PUT_OFFSETS
 }
 #endif
 
@@ -153,13 +151,13 @@ static uint64_t any_outside(const uint64_t *offsets, Py_ssize_t count, uint64_t 
 }
 
 /* Whether all of them were from 0 to last. */
-static int add_to_all(uint64_t *table, const uint64_t *offsets, Py_ssize_t count, uint64_t base, uint64_t last, uint64_t *all)
+static int put(uint64_t *table, const uint64_t *offsets, Py_ssize_t count, uint64_t last, uint64_t *all)
 {
 #if HAS_WIDE
     if (__builtin_cpu_supports("avx2"))
-        return add_base_wide(table, offsets, count, base, last, all);
+        return put_offsets_wide(table, offsets, count, last, all);
 #endif
-    return add_base(table, offsets, count, base, last, all);
+    return put_offsets(table, offsets, count, last, all);
 }
 
 static int are_words(const Py_buffer *buffer)
@@ -188,15 +186,15 @@ static PyObject *are_within(PyObject *module, PyObject *args)
     return answer;
 }
 
-static PyObject *add_all(PyObject *module, PyObject *args)
+static PyObject *put_all(PyObject *module, PyObject *args)
 {
     PyObject *into, *numbers, *answer = NULL;
     Py_buffer table, offsets;
     Py_ssize_t first;
-    long long base, last;
+    long long last;
     uint64_t bits;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OnOLL:add_all", &into, &first, &numbers, &base, &last))
+    if (!PyArg_ParseTuple(args, "OnOL:put_all", &into, &first, &numbers, &last))
         return NULL;
     if (PyObject_GetBuffer(numbers, &offsets, PyBUF_C_CONTIGUOUS) < 0)
         return NULL;
@@ -208,7 +206,7 @@ static PyObject *add_all(PyObject *module, PyObject *args)
         Py_ssize_t count = offsets.len / offsets.itemsize, room = table.len / table.itemsize;
         if (first < 0 || first > room || count > room - first)
             PyErr_SetString(PyExc_ValueError, "the offsets leave the table");
-        else if (!add_to_all((uint64_t *)table.buf + first, offsets.buf, count, (uint64_t)base, (uint64_t)last, &bits) || last < 0)
+        else if (!put((uint64_t *)table.buf + first, offsets.buf, count, (uint64_t)last, &bits) || last < 0)
             PyErr_SetString(PyExc_IndexError, "an offset leaves its region");
         else
             answer = PyLong_FromLongLong((long long)bits);
@@ -220,7 +218,7 @@ static PyObject *add_all(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
-    {"add_all", add_all, METH_VARARGS, "add_all(table, first, offsets, base, last): table[first + i] = offsets[i] + base; all of these, or-ed. IndexError unless all offsets are from 0 to last."},
+    {"put_all", put_all, METH_VARARGS, "put_all(table, first, offsets, last): table[first + i] = offsets[i]; all of these, or-ed. IndexError unless all are from 0 to last."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };

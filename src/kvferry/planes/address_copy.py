@@ -1,5 +1,7 @@
 """Copies between addresses of this process: many pieces of one size from anywhere to anywhere, handed over as a whole.
 
+The layers of a cache mostly move the same blocks, so the same offsets may stand for several places.
+
 What moves KV without a peer's help stands on this: the gathering and scattering of staged transfers, and the plane that reads a peer's
 memory on the same GPU. Called by one thread.
 """
@@ -23,26 +25,32 @@ MAX_OFFSET = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddressCopies:
-    """Copy `i` moves `size_bytes` bytes from address `source_base + sources[i]` to `target_base + targets[i]`, valid in this process for
-    all offsets from 0 to `source_last` and `target_last`."""
+    """For every place `p`, copy `i` moves `size_bytes` bytes from address `source_bases[p] + sources[i]` to `target_bases[p] + targets[i]`,
+    valid in this process for all offsets from 0 to `source_last` and `target_last`."""
 
     size_bytes: int
     sources: Offsets
     targets: Offsets
-    source_base: int = 0
-    target_base: int = 0
+    source_bases: tuple[int, ...] = (0,)
+    target_bases: tuple[int, ...] = (0,)
     source_last: int = MAX_OFFSET
     target_last: int = MAX_OFFSET
 
-    def __len__(self) -> int:
+    @property
+    def num_rows(self) -> int:
+        """Pieces of each place."""
         return len(self.sources)
 
     @property
+    def num_places(self) -> int:
+        return len(self.source_bases)
+
+    @property
     def total_bytes(self) -> int:
-        return self.size_bytes * len(self.sources)
+        return self.size_bytes * len(self.sources) * len(self.source_bases)
 
     def rows(self, first: int, end: int) -> "AddressCopies":
-        """Some of them, or all, without copying anything."""
+        """Some of every place's, or all, without copying anything."""
         if first == 0 and end >= len(self.sources):
             return self
         return replace(self, sources=self.sources[first:end], targets=self.targets[first:end])
@@ -83,19 +91,29 @@ class HostAddressCopier:
         for part in copies:
             if not are_within(part.sources, part.source_last) or not are_within(part.targets, part.target_last):
                 raise TransportError("a piece of this transfer leaves its region")
-            if len(part) and part.size_bytes:
-                source, first_source = _stretch(part.sources, part.source_base, part.size_bytes)
-                target, first_target = _stretch(part.targets, part.target_base, part.size_bytes)
-                sizes = np.full(len(part), part.size_bytes, np.int64)
-                self._copy(target, source, Runs(part.sources - first_source, part.targets - first_target, sizes))
+            if not part.num_rows or not part.size_bytes:
+                continue
+            sources, targets = _Stretch.over(part.sources, part.size_bytes), _Stretch.over(part.targets, part.size_bytes)
+            runs = Runs(part.sources - sources.first, part.targets - targets.first, np.full(part.num_rows, part.size_bytes, np.int64))
+            for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True):
+                self._copy(targets.at(target_base), sources.at(source_base), runs)
         return _Done()
 
     def close(self) -> None:
         return None
 
 
-def _stretch(offsets: Offsets, base: int, size_bytes: int) -> tuple[Bytes, int]:
-    """All memory from the first to the last of them, and the offset it begins at. There may be gaps: nobody touches those."""
-    first = int(offsets.min())
-    length = int(offsets.max()) + size_bytes - first
-    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(base + first)), first
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """All memory from the first to the last of some offsets. There may be gaps: nobody touches those."""
+
+    first: int
+    length: int
+
+    @classmethod
+    def over(cls, offsets: Offsets, size_bytes: int) -> "_Stretch":
+        first = int(offsets.min())
+        return cls(first, int(offsets.max()) + size_bytes - first)
+
+    def at(self, base: int) -> Bytes:
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.length).from_address(base + self.first))

@@ -22,9 +22,17 @@ MAX_ADDRESS = 1 << 63
 def check_pieces(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
     """LocalProtocolError when our side of a piece is impossible, TransportError when the peer's is."""
     check_forms(pieces, local, remote, peer)
+    seen = set[tuple[int, int, int]]()
     for part in pieces:
-        _check_side(part.local_region, part.local_offsets, part.piece_bytes, local, ("our", LocalProtocolError))
-        _check_side(part.remote_region, part.remote_offsets, part.piece_bytes, remote, (f"{peer}'s", TransportError))
+        for region, offsets, regions, blame in (
+            (part.local_region, part.local_offsets, local, ("our", LocalProtocolError)),
+            (part.remote_region, part.remote_offsets, remote, (f"{peer}'s", TransportError)),
+        ):
+            # Layers mostly share their offsets.
+            looked_at = id(offsets), regions[region].size_bytes, part.piece_bytes
+            if looked_at not in seen:
+                _check_side(region, offsets, part.piece_bytes, regions, blame)
+                seen.add(looked_at)
 
 
 def check_forms(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:

@@ -7,7 +7,7 @@ compiler it needs, plain torch does the same, slower.
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,25 +17,24 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies
-from kvferry.planes.offsets import add_all
+from kvferry.planes.copy_table import TABLE_NUMBERS, TableLayout, by_launch, places_of, write_table
 from kvferry.planes.runs import Offsets
 
-__all__ = ["TABLE_ROWS", "CudaAddressCopier", "CudaCopyJob", "Timing", "copy_by_torch"]
+__all__ = ["CudaAddressCopier", "CudaCopyJob", "Timing", "copy_by_torch"]
 
-TABLE_ROWS = 65_536
-"""Pieces of one launch. Writing down the addresses of so many takes about 0.1 ms of this thread."""
 FALLBACK_WORDS = 4 * 1024 * 1024
 """What plain torch copies at a time: the two indices of each take 16 bytes."""
-SCRATCH_BYTES = 128 * 1024
+SCRATCH_BYTES, TRIAL_NUMBERS = 128 * 1024, 16
+"""What the kernel is tried with."""
 UPLOAD_FROM_ROWS, UPLOAD_FROM_BYTES = 16_384, 128 * 1024 * 1024
 """Below, a kernel is through sooner if it reads the table where it was written."""
 ALIGNMENT = 16
 MAX_TABLES = 16
-"""Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the device has enough to do."""
+"""Each takes 1.1 MiB of pinned memory and as much of the device's. With so many launches under way the device has enough to do."""
 
 _log = logging.getLogger(__name__)
 
-Launch = Callable[[torch.Tensor, int, int, bool, torch.cuda.Stream], None]
+Launch = Callable[[torch.Tensor, TableLayout, int, bool, torch.cuda.Stream], None]
 """`piece_kernel.PieceKernel`, or what stands in for it."""
 
 
@@ -46,30 +45,21 @@ class Timing(Enum):
 
 
 class _Table:
-    """Addresses in pinned memory, which kernels read as their own, and room for them on the device."""
+    """In pinned memory, which kernels read as their own, with room for it on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = torch.empty(2 * TABLE_ROWS, dtype=torch.int64, pin_memory=True)
+        self._pinned = torch.empty(TABLE_NUMBERS, dtype=torch.int64, pin_memory=True)
         self._numbers: Offsets = self._pinned.numpy()
-        self._uploaded = torch.empty(2 * TABLE_ROWS, dtype=torch.int64, device=device)
+        self._uploaded = torch.empty(TABLE_NUMBERS, dtype=torch.int64, device=device)
 
-    def write(self, parts: Sequence[AddressCopies], count: int) -> int:
-        """All sources of so many copies, then all targets. All addresses, or-ed. TransportError when one leaves its region."""
-        at, bits = 0, 0
-        try:
-            for part in parts:
-                bits |= add_all(self._numbers, at, part.sources, part.source_base, part.source_last)
-                bits |= add_all(self._numbers, count + at, part.targets, part.target_base, part.target_last)
-                at += len(part.sources)
-        except IndexError as error:
-            raise TransportError("a piece of this transfer leaves its region") from error
-        return bits
+    def write(self, parts: Sequence[AddressCopies]) -> TableLayout:
+        return write_table(self._numbers, parts)
 
-    def where_read(self, count: int, total_bytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
+    def where_read(self, layout: TableLayout, total_bytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
         """What a kernel on this stream is to read: the table itself, or a copy on the device where many programs read a lot of it."""
-        if count < UPLOAD_FROM_ROWS and total_bytes < UPLOAD_FROM_BYTES:
+        if layout.num_places * layout.most_rows < UPLOAD_FROM_ROWS and total_bytes < UPLOAD_FROM_BYTES:
             return self._pinned
-        cuda_driver.upload(self._uploaded.data_ptr(), self._pinned.data_ptr(), 16 * count, stream.cuda_stream)
+        cuda_driver.upload(self._uploaded.data_ptr(), self._pinned.data_ptr(), 8 * layout.num_numbers, stream.cuda_stream)
         return self._uploaded
 
 
@@ -109,18 +99,20 @@ class CudaAddressCopier:
         return self._launch is not copy_by_torch
 
     def start(self, copies: Sequence[AddressCopies]) -> CudaCopyJob:
-        """Neighbours of one size go together, as many as a table holds."""
+        """Neighbours of one size go together, as far as a table goes."""
         is_timed = self._timing is Timing.ON
         done, tables = torch.cuda.Event(enable_timing=is_timed), list[_Table]()
         began = torch.cuda.Event(enable_timing=True) if is_timed else None
         try:
-            for size_bytes, parts in _launches(copies):
-                table, count = self._take_table(), sum(len(part.sources) for part in parts)
+            for parts in by_launch(copies):
+                table, size_bytes = self._take_table(), parts[0].size_bytes
                 tables.append(table)
-                is_aligned = (table.write(parts, count) | size_bytes) % ALIGNMENT == 0
+                layout = table.write(parts)
+                is_aligned = (layout.bits | size_bytes) % ALIGNMENT == 0
                 if began is not None and len(tables) == 1:
                     began.record(self._stream)
-                self._launch(table.where_read(count, count * size_bytes, self._stream), count, size_bytes, is_aligned, self._stream)
+                read = table.where_read(layout, sum(part.total_bytes for part in parts), self._stream)
+                self._launch(read, layout, size_bytes, is_aligned, self._stream)
             if began is not None and not tables:
                 began.record(self._stream)
             done.record(self._stream)
@@ -158,42 +150,25 @@ class CudaAddressCopier:
             from kvferry.planes.piece_kernel import PieceKernel
 
             with torch.cuda.stream(self._stream):
-                return PieceKernel(
-                    torch.empty(2, dtype=torch.int64, pin_memory=True), torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device)
-                )
+                numbers = torch.empty(TRIAL_NUMBERS, dtype=torch.int64, pin_memory=True)
+                return PieceKernel(numbers, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
         except Exception as error:  # whatever keeps a compiler from working: there is another way
             _log.warning("triton does not work here (%s); pieces are copied by plain torch, slower", error)
             return copy_by_torch
 
 
-def _launches(copies: Sequence[AddressCopies]) -> Iterator[tuple[int, list[AddressCopies]]]:
-    """What one kernel copies: pieces of one size, at most a table's worth."""
-    waiting, room, size_bytes = list[AddressCopies](), TABLE_ROWS, 0
-    for part in copies:
-        first = 0
-        while first < len(part) and part.size_bytes:
-            if waiting and (not room or size_bytes != part.size_bytes):
-                yield size_bytes, waiting
-                waiting, room = [], TABLE_ROWS
-            size_bytes = part.size_bytes
-            taken = part.rows(first, first + room)
-            waiting.append(taken)
-            first, room = first + len(taken), room - len(taken)
-    if waiting:
-        yield size_bytes, waiting
-
-
-def copy_by_torch(table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
+def copy_by_torch(table: torch.Tensor, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
     """What the kernel does, by indexing: the table is turned into an index for every word."""
     word_bytes = 8 if is_aligned else 1
     step = max(1, FALLBACK_WORDS * word_bytes // size_bytes)
     with torch.cuda.stream(stream):
         words = torch.arange(size_bytes // word_bytes, device="cuda")
-        for first in range(0, count, step):
-            end = min(count, first + step)
-            sources = _words_at(table[first:end], words, word_bytes)
-            targets = _words_at(table[count + first : count + end], words, word_bytes)
-            targets.memory[targets.indices] = sources.memory[sources.indices]
+        for place in places_of(table.cpu().numpy(), layout):
+            for first in range(0, place.num_rows, step):
+                count = min(step, place.num_rows - first)
+                sources = _words_at(table[place.first_source + first :][:count] + place.source_base, words, word_bytes)
+                targets = _words_at(table[place.first_target + first :][:count] + place.target_base, words, word_bytes)
+                targets.memory[targets.indices] = sources.memory[sources.indices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,8 +24,9 @@ from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.bounds import check_forms, check_pieces, check_regions
+from kvferry.planes.copy_table import FIRST_ROWS, together
 from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
-from kvferry.planes.cuda_transfer import FIRST_ROWS, CudaTransfer
+from kvferry.planes.cuda_transfer import CudaTransfer
 from kvferry.planes.fabric import host_reach
 from kvferry.planes.gather import Direction
 from kvferry.planes.lending import no_fence
@@ -170,8 +171,7 @@ class CudaIpcDataPlane:
             check_pieces(pieces, self._regions, memory.regions, peer)
         else:  # to look at all takes as long as to move a good part: each is looked at when its address is written down
             check_forms(pieces, self._regions, memory.regions, peer)
-        # Pieces of one size go together.
-        copies = sorted((self._copies(part, memory, direction) for part in pieces), key=lambda part: part.size_bytes)
+        copies = together(self._copies(part, memory, direction) for part in pieces)
         self._last_handle += 1
         self._transfers.append(CudaTransfer(Handle(self._last_handle), peer, copies))
         return Handle(self._last_handle)
@@ -181,8 +181,8 @@ class CudaIpcDataPlane:
         ours, theirs = local.address, memory.addresses[part.remote_region]
         our_last, their_last = local.size_bytes - size, remote.size_bytes - size
         if direction is Direction.READ:
-            return AddressCopies(size, part.remote_offsets, part.local_offsets, theirs, ours, their_last, our_last)
-        return AddressCopies(size, part.local_offsets, part.remote_offsets, ours, theirs, our_last, their_last)
+            return AddressCopies(size, part.remote_offsets, part.local_offsets, (theirs,), (ours,), their_last, our_last)
+        return AddressCopies(size, part.local_offsets, part.remote_offsets, (ours,), (theirs,), our_last, their_last)
 
     def _launch_next(self) -> CudaTransfer | None:
         """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""

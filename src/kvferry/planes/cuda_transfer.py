@@ -1,18 +1,15 @@
 """One transfer by kernels of ours: its pieces as addresses, a launch at a time. Owned by the plane's thread."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopier, AddressCopies, CopyJob
+from kvferry.planes.copy_table import in_turns
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
 
-__all__ = ["FIRST_ROWS", "CudaTransfer"]
-
-FIRST_ROWS, MORE_ROWS = 8192, 65_536
-"""Pieces handed over at a time. The first are few, and then twice as many each time, so that the device has work while the next are
-written down."""
+__all__ = ["CudaTransfer"]
 
 
 class CudaTransfer:
@@ -20,7 +17,7 @@ class CudaTransfer:
         self.handle = handle
         self.peer = peer
         self._began = time.perf_counter()
-        self._launches = _launches(copies)
+        self._launches = in_turns(copies)
         self._next = next(self._launches, None)
         self._jobs: list[CopyJob] = []
         self._error: str | None = None
@@ -63,26 +60,3 @@ class CudaTransfer:
         elapsed = time.perf_counter() - self._began
         device_s = sum(job.device_s() for job in self._jobs) if self._error is None else 0.0
         return Completion(self.handle, self._error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s or None)
-
-
-def _launches(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
-    """What is handed over at a time."""
-    num_rows = sum(len(part.sources) for part in copies)
-    if num_rows <= FIRST_ROWS:
-        if num_rows:
-            yield list(copies)
-        return
-    most = FIRST_ROWS
-    waiting, room = list[AddressCopies](), most
-    for part in copies:
-        first = 0
-        while first < len(part):
-            taken = part.rows(first, first + room)
-            waiting.append(taken)
-            first, room = first + len(taken), room - len(taken)
-            if not room:
-                yield waiting
-                most = min(2 * most, MORE_ROWS)
-                waiting, room = [], most
-    if waiting:
-        yield waiting

@@ -9,28 +9,27 @@ import numpy as np
 
 from kvferry.planes.runs import Offsets
 
-__all__ = ["add_all", "are_within"]
+__all__ = ["are_within", "put_all"]
 
 
 def _are_within(offsets: Offsets, last: int) -> bool:
     return not len(offsets) or bool(int(offsets.min()) >= 0 and int(offsets.max()) <= last)
 
 
-def _add_all(table: Offsets, first: int, offsets: Offsets, base: int, last: int) -> int:
+def _put_all(table: Offsets, first: int, offsets: Offsets, last: int) -> int:
     if not _are_within(offsets, last):
         raise IndexError("an offset leaves its region")
-    written = table[first : first + len(offsets)]
-    np.add(offsets, base, out=written)
-    return int(np.bitwise_or.reduce(written)) if len(offsets) else 0
+    table[first : first + len(offsets)] = offsets
+    return int(np.bitwise_or.reduce(offsets)) if len(offsets) else 0
 
 
 _within: Callable[[Offsets, int], bool]
-_add: Callable[[Offsets, int, Offsets, int, int], int]
+_put: Callable[[Offsets, int, Offsets, int], int]
 try:
-    from kvferry.planes._copy import add_all as _add
     from kvferry.planes._copy import are_within as _within
+    from kvferry.planes._copy import put_all as _put
 except ImportError:
-    _within, _add = _are_within, _add_all
+    _within, _put = _are_within, _put_all
 
 
 def are_within(offsets: Offsets, last: int) -> bool:
@@ -41,10 +40,10 @@ def are_within(offsets: Offsets, last: int) -> bool:
         return _are_within(offsets, last)
 
 
-def add_all(table: Offsets, first: int, offsets: Offsets, base: int, last: int) -> int:
-    """Write `offsets + base` into the table from `first` on. All that was written, or-ed: what its lowest bits say of every one.
-    IndexError unless every offset is from 0 to `last`; then what was written is worthless."""
+def put_all(table: Offsets, first: int, offsets: Offsets, last: int) -> int:
+    """Write them into the table from `first` on. All of them, or-ed: what its lowest bits say of every one. IndexError unless every one is
+    from 0 to `last`; then what was written is worthless."""
     try:
-        return _add(table, first, offsets, base, last)
+        return _put(table, first, offsets, last)
     except (BufferError, ValueError):  # they do not lie side by side
-        return _add_all(table, first, offsets, base, last)
+        return _put_all(table, first, offsets, last)

@@ -1,15 +1,19 @@
 """The kernel that copies many pieces of one size from anywhere to anywhere on a GPU. Sole importer of triton.
 
-Each program copies a tile: `ROWS` pieces of up to `WIDTH` words, or a part of one piece that is longer. The addresses come from a table,
-first all sources, then all targets.
+Each program copies a tile: `ROWS` pieces of up to `WIDTH` words, or a part of one piece that is longer. The addresses come from a table
+(`copy_table.py`): the second number of a program says whose.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.copy_table import TableLayout, write_table
 
 __all__ = ["PieceKernel"]
 
@@ -19,45 +23,55 @@ WIDTHS = (32, 512)
 WARPS = 8
 
 
-@triton.jit(do_not_specialize=["count", "words", "tiles"])
-def _copy_aligned(table, count, words, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Words of 8 bytes; addresses and sizes are multiples of 16, so that 16 are moved at a time."""
+@triton.jit(do_not_specialize=["units", "tiles"])
+def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Words of 8 bytes where addresses and sizes are multiples of 16, else of one. `units`: of two words there, by which the compiler sees
+    that two can be moved at a time."""
     program = tl.program_id(0)
+    place = table + tl.program_id(1) * 5
     rows = (program // tiles) * ROWS + tl.arange(0, ROWS)
     columns = (program % tiles) * WIDTH + tl.arange(0, WIDTH)
-    exists = rows < count
-    sources = tl.multiple_of(tl.load(table + rows, mask=exists, other=0), 16).to(tl.pointer_type(tl.int64))
-    targets = tl.multiple_of(tl.load(table + count + rows, mask=exists, other=0), 16).to(tl.pointer_type(tl.int64))
+    exists = rows < tl.load(place + 4)
+    sources = tl.load(place) + tl.load(table + tl.load(place + 2) + rows, mask=exists, other=0)
+    targets = tl.load(place + 1) + tl.load(table + tl.load(place + 3) + rows, mask=exists, other=0)
+    if IS_ALIGNED:
+        origins = tl.multiple_of(sources.to(tl.pointer_type(tl.int64)), 16)
+        ends = tl.multiple_of(targets.to(tl.pointer_type(tl.int64)), 16)
+        words = units * 2
+    else:
+        origins = sources.to(tl.pointer_type(tl.int8))
+        ends = targets.to(tl.pointer_type(tl.int8))
+        words = units
     mask = exists[:, None] & (columns < words)[None, :]
-    moved = tl.load(sources[:, None] + columns[None, :], mask=mask, other=0)
-    tl.store(targets[:, None] + columns[None, :], moved, mask=mask)
-
-
-@triton.jit(do_not_specialize=["count", "words", "tiles"])
-def _copy_bytes(table, count, words, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The same for what is not aligned: words of one byte."""
-    program = tl.program_id(0)
-    rows = (program // tiles) * ROWS + tl.arange(0, ROWS)
-    columns = (program % tiles) * WIDTH + tl.arange(0, WIDTH)
-    exists = rows < count
-    sources = tl.load(table + rows, mask=exists, other=0).to(tl.pointer_type(tl.int8))
-    targets = tl.load(table + count + rows, mask=exists, other=0).to(tl.pointer_type(tl.int8))
-    mask = exists[:, None] & (columns < words)[None, :]
-    moved = tl.load(sources[:, None] + columns[None, :], mask=mask, other=0)
-    tl.store(targets[:, None] + columns[None, :], moved, mask=mask)
+    tl.store(ends[:, None] + columns[None, :], tl.load(origins[:, None] + columns[None, :], mask=mask, other=0), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tiles:
-    """How pieces of a size are cut."""
+class _Shape:
+    """How pieces of a size are cut, and what a word is."""
 
     rows: int
     width: int
+    words: int
+    is_aligned: bool
 
-    def grid(self, count: int, words: int) -> tuple[int, int]:
-        """How many programs there are, and how many of them share a piece."""
-        each = -(-words // self.width)
-        return -(-count // self.rows) * each, each
+    @classmethod
+    def of(cls, size_bytes: int, is_aligned: bool) -> "_Shape":
+        words = size_bytes // 8 if is_aligned else size_bytes
+        width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
+        return cls(TILE_WORDS // width, width, words, is_aligned)
+
+    @property
+    def units(self) -> int:
+        return self.words // 2 if self.is_aligned else self.words
+
+    @property
+    def tiles(self) -> int:
+        """How many programs share a piece."""
+        return -(-self.words // self.width)
+
+    def grid(self, layout: TableLayout) -> tuple[int, int, int]:
+        return -(-layout.most_rows // self.rows) * self.tiles, layout.num_places, 1
 
 
 class PieceKernel:
@@ -67,50 +81,41 @@ class PieceKernel:
     that it made are kept and launched as they are, if that is seen to work with this triton."""
 
     def __init__(self, table: torch.Tensor, scratch: torch.Tensor) -> None:
-        """`table`: as for calls; `scratch`: some memory of the device that holds nothing yet."""
+        """`table`: some numbers that the device can read; `scratch`: some memory of the device that holds nothing yet."""
         self._variants: dict[tuple[bool, int], Any] = {}
-        stream = torch.cuda.current_stream()
-        half = scratch.numel() // 2
-        table[0], table[1] = scratch.data_ptr(), scratch.data_ptr() + half
+        first, half = scratch.data_ptr(), scratch.numel() // 2
+        one = AddressCopies(half, np.zeros(1, np.int64), np.zeros(1, np.int64), (first,), (first + half,))
+        layout = write_table(table.numpy(), [one])
         for is_aligned in (True, False):
             for width in WIDTHS:
                 size_bytes = width * (8 if is_aligned else 1)
-                variant = self._compile(table, size_bytes, is_aligned)
-                self._variants[is_aligned, width] = variant
-                if not self._works(table, scratch, size_bytes, is_aligned, stream):
+                self._variants[is_aligned, width] = self._compile(table, layout, _Shape.of(size_bytes, is_aligned))
+                if not self._works(table, layout, scratch, size_bytes, is_aligned):
                     self._variants[is_aligned, width] = None
 
-    def __call__(self, table: torch.Tensor, count: int, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
-        """Copy `count` pieces of `size_bytes`. `table`: readable by the device, so many sources, then as many targets; `is_aligned`: all of
-        them and the size are multiples of 16."""
-        words = size_bytes // 8 if is_aligned else size_bytes
-        tiles = _tiles(words)
-        variant = self._variants.get((is_aligned, tiles.width))
+    def __call__(self, table: torch.Tensor, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
+        """Copy pieces of `size_bytes`. `table`: laid out like that, readable by the device; `is_aligned`: all addresses and the size are
+        multiples of 16."""
+        shape = _Shape.of(size_bytes, is_aligned)
+        variant = self._variants.get((is_aligned, shape.width))
         if variant is None:
             with torch.cuda.stream(stream):
-                self._compile(table, size_bytes, is_aligned, count)
+                self._compile(table, layout, shape)
             return
-        programs, each = tiles.grid(count, words)
-        variant[programs, 1, 1](table.data_ptr(), count, words, each, tiles.rows, tiles.width, stream=stream.cuda_stream)
+        variant[shape.grid(layout)](
+            table.data_ptr(), shape.units, shape.tiles, shape.rows, shape.width, is_aligned, stream=stream.cuda_stream
+        )
 
-    def _compile(self, table: torch.Tensor, size_bytes: int, is_aligned: bool, count: int = 1) -> Any:
+    def _compile(self, table: torch.Tensor, layout: TableLayout, shape: _Shape) -> Any:
         """By triton's own way, which launches too."""
-        kernel, words = (_copy_aligned, size_bytes // 8) if is_aligned else (_copy_bytes, size_bytes)
-        tiles = _tiles(words)
-        programs, each = tiles.grid(count, words)
-        return kernel[(programs,)](table, count, words, each, tiles.rows, tiles.width, num_warps=WARPS)
+        return _copy[shape.grid(layout)](table, shape.units, shape.tiles, shape.rows, shape.width, shape.is_aligned, num_warps=WARPS)
 
-    def _works(self, table: torch.Tensor, scratch: torch.Tensor, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> bool:
+    def _works(self, table: torch.Tensor, layout: TableLayout, scratch: torch.Tensor, size_bytes: int, is_aligned: bool) -> bool:
         half = scratch.numel() // 2
         scratch[:half].fill_(7)
         scratch[half:].zero_()
         try:
-            self(table, 1, size_bytes, is_aligned, stream)
+            self(table, layout, size_bytes, is_aligned, torch.cuda.current_stream())
         except Exception:  # whatever another version of triton has against it
             return False
         return bool((scratch[half : half + size_bytes] == 7).all()) and not bool(scratch[half + size_bytes :].any())
-
-
-def _tiles(words: int) -> _Tiles:
-    width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
-    return _Tiles(TILE_WORDS // width, width)

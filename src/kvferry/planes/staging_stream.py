@@ -7,11 +7,13 @@ computed for the whole transfer beforehand, so that a long one begins as soon as
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from kvferry.errors import LocalProtocolError
 from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.copy_table import together
 from kvferry.planes.runs import Offsets
 from kvferry.planes.staging_ring import Window
 
@@ -42,7 +44,7 @@ class Segment:
             index += 1
         last, rest = divmod(end, size)
         if start < end and last > index:
-            yield size, self.address, self.offsets[index:last]
+            yield size, self.address, self.offsets[index:last] if last - index < len(self.offsets) else self.offsets
         if start < end and rest:
             yield rest, self.address, self.offsets[last : last + 1]
 
@@ -63,28 +65,25 @@ class Stream:
 
     def gathered(self, start: int, end: int, ring_address: int, window: Window) -> list[AddressCopies]:
         """The copies that bring these bytes of the stream into the window. Those of one size follow each other."""
-        found = self._pairs(start, end, window)
-        return [AddressCopies(size, offsets, ring, address, ring_address) for size, address, offsets, ring in found]
+        found = self._pairs(start, end, ring_address, window)
+        return together(AddressCopies(size, offsets, ring, (address,), (at,)) for size, address, offsets, at, ring in found)
 
     def scattered(self, start: int, end: int, ring_address: int, window: Window) -> list[AddressCopies]:
         """The copies that bring these bytes of the stream from the window to their places. Those of one size follow each other."""
-        found = self._pairs(start, end, window)
-        return [AddressCopies(size, ring, offsets, ring_address, address) for size, address, offsets, ring in found]
+        found = self._pairs(start, end, ring_address, window)
+        return together(AddressCopies(size, ring, offsets, (at,), (address,)) for size, address, offsets, at, ring in found)
 
-    def _pairs(self, start: int, end: int, window: Window) -> list[tuple[int, int, Offsets, Offsets]]:
-        """(size, address in memory, offsets from there, offsets in the ring) of equal copies, by size."""
+    def _pairs(self, start: int, end: int, ring_address: int, window: Window) -> Iterator[tuple[int, int, Offsets, int, Offsets]]:
+        """(size, address in memory, offsets from there, address in the ring, offsets from there) of equal copies."""
         if not 0 <= start <= end <= self.total_bytes or end - start > window.size_bytes:
             raise LocalProtocolError(
                 f"bytes {start} to {end} of a staged transfer of {self.total_bytes} do not fit {window}; this is a bug"
             )
-        found = []
         for at, length in window.places(start, end):
             for size, address, offsets in self._places(start, start + length):
-                until = at + size * len(offsets)
-                found.append((size, address, offsets, np.arange(at, until, size, dtype=np.int64)))
-                at = until
+                yield size, address, offsets, ring_address + at, _in_a_row(size, len(offsets))
+                at += size * len(offsets)
             start += length
-        return sorted(found, key=lambda pair: pair[0])
 
     def _places(self, start: int, end: int) -> Iterator[tuple[int, int, Offsets]]:
         index = bisect_right(self._starts, start) - 1
@@ -93,6 +92,12 @@ class Stream:
             until = min(end, first + segment.total_bytes)
             yield from segment.places(start - first, until - first)
             start, index = until, index + 1
+
+
+@lru_cache(maxsize=64)
+def _in_a_row(size: int, count: int) -> Offsets:
+    """Offsets of so many pieces, one after the other. The same array for the same numbers: layers share it."""
+    return np.arange(0, size * count, size, dtype=np.int64)
 
 
 def common_grain(piece_sizes: Sequence[int], window_bytes: int) -> int:

@@ -34,7 +34,8 @@ Offsets = npt.NDArray[np.int64]
 class Pieces:
     """Equal-sized pieces between one local and one remote region; offsets are bytes from each region's start.
 
-    Piece `i` is `local[local_offsets[i]:][:piece_bytes] <-> remote[remote_offsets[i]:][:piece_bytes]`.
+    Piece `i` is `local[local_offsets[i]:][:piece_bytes] <-> remote[remote_offsets[i]:][:piece_bytes]`. Regions may share these arrays:
+    nobody writes to them.
     """
 
     local_region: int
@@ -110,8 +111,11 @@ def plan_read(
     }
     size = min(local.block_size, remote.block_size)
     mine, other = (_Share(size, side.block_size, _within(heads, side)) for side in (local, remote))
+    laid = _Laid()
     return [
-        _pieces(overlap, mine, other, part) for overlap in _overlaps(local.regions, remote.regions) for part in grains[overlap.local.group]
+        _pieces(overlap, mine, other, part, laid)
+        for overlap in _overlaps(local.regions, remote.regions)
+        for part in grains[overlap.local.group]
     ]
 
 
@@ -217,7 +221,24 @@ class _Share:
         return _Cut(axes, layers, range(number * items, (number + 1) * items), self.heads)
 
 
-def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains) -> Pieces:
+class _Laid:
+    """Templates laid over grains. Layers that move the same runs of the same blocks get the same arrays: planes may go by that."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[_Template, _Grains, int, int], tuple[Offsets, Offsets]] = {}
+
+    def offsets(self, template: _Template, grains: _Grains, local_stride: int, remote_stride: int) -> tuple[Offsets, Offsets]:
+        """Where the runs begin, in a local and in a remote region."""
+        key = template, grains, local_stride, remote_stride
+        if key not in self._known:
+            self._known[key] = (
+                (grains.local_blocks[:, None] * local_stride + template.local).ravel(),
+                (grains.remote_blocks[:, None] * remote_stride + template.remote).ravel(),
+            )
+        return self._known[key]
+
+
+def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains, laid: _Laid) -> Pieces:
     ours, theirs = overlap.local, overlap.remote
     axes = overlap.axes_here
     if axes is not None and theirs.axes is not None:
@@ -225,14 +246,14 @@ def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains) -> 
         there = other.cut(theirs, theirs.axes, overlap.remote_layers, grains.there)
         template = _template(here, there, ours.item_bytes)
     else:
-        template = _Template(ours.block_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
-    return Pieces(
-        overlap.local_index,
-        overlap.remote_index,
-        template.run_bytes,
-        (grains.local_blocks[:, None] * ours.stride_bytes + template.local).ravel(),
-        (grains.remote_blocks[:, None] * theirs.stride_bytes + template.remote).ravel(),
-    )
+        template = _whole_blocks(ours.block_bytes)
+    offsets = laid.offsets(template, grains, ours.stride_bytes, theirs.stride_bytes)
+    return Pieces(overlap.local_index, overlap.remote_index, template.run_bytes, *offsets)
+
+
+@lru_cache(maxsize=64)
+def _whole_blocks(block_bytes: int) -> _Template:
+    return _Template(block_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,131 @@
+"""What a kernel reads from the table is what was asked for: read here as the kernel reads it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import TransportError
+from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.copy_table import (
+    FIRST_ROWS,
+    TABLE_NUMBERS,
+    TABLE_ROWS,
+    TURN_BYTES,
+    TableLayout,
+    by_launch,
+    in_turns,
+    places_of,
+    together,
+    write_table,
+)
+from kvferry.planes.runs import Offsets
+
+Moved = set[tuple[int, int, int]]
+"""Size, source and target of every piece."""
+
+
+def offsets(*numbers: int) -> Offsets:
+    return np.array(numbers, np.int64)
+
+
+def asked(copies: list[AddressCopies]) -> Moved:
+    return {
+        (part.size_bytes, source_base + source, target_base + target)
+        for part in copies
+        for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True)
+        for source, target in zip(part.sources.tolist(), part.targets.tolist(), strict=True)
+    }
+
+
+def read(table: Offsets, layout: TableLayout, size_bytes: int) -> Moved:
+    numbers = table.tolist()
+    return {
+        (size_bytes, place.source_base + numbers[place.first_source + row], place.target_base + numbers[place.first_target + row])
+        for place in places_of(table, layout)
+        for row in range(place.num_rows)
+    }
+
+
+parts = st.builds(
+    lambda size, rows, places, seed: AddressCopies(
+        size,
+        np.arange(rows, dtype=np.int64) * size + seed,
+        np.arange(rows, dtype=np.int64)[::-1] * size + seed,
+        tuple(seed * 10**6 + n * 10**9 for n in range(places)),
+        tuple(10**15 + seed * 10**6 + n * 10**9 for n in range(places)),
+    ),
+    st.sampled_from([16, 4096]),
+    st.sampled_from([0, 1, 7, 300]),
+    st.integers(1, 5),
+    st.integers(0, 100),
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(parts, max_size=12))
+def test_launches_move_what_was_asked_for(copies: list[AddressCopies]) -> None:
+    table, moved = np.zeros(TABLE_NUMBERS, np.int64), set[tuple[int, int, int]]()
+    for launch in by_launch(together(copies)):
+        layout = write_table(table, launch)
+        (size_bytes,) = {part.size_bytes for part in launch}
+        moved |= read(table, layout, size_bytes)
+        assert layout.num_places == sum(part.num_places for part in launch)
+        assert layout.most_rows == max(part.num_rows for part in launch)
+        assert layout.most_rows * layout.num_places <= 2 * sum(part.num_rows * part.num_places for part in launch), "most programs idle"
+    assert moved == asked(copies)
+
+
+def test_what_shares_its_offsets_is_written_down_once() -> None:
+    shared, other = offsets(0, 64), offsets(64, 0)
+    layers = [AddressCopies(64, shared, other, (1000 * n,), (5000 * n,), 900 + n, 800 - n) for n in range(1, 33)]
+    apart = AddressCopies(64, offsets(0, 64), other, (1,), (2,))
+    joined = together([*layers, apart])
+    assert [part.num_places for part in joined] == [32, 1]
+    assert (joined[0].source_last, joined[0].target_last) == (901, 768), "the smallest region counts"
+    (launch,) = by_launch(joined)
+    table = np.zeros(TABLE_NUMBERS, np.int64)
+    layout = write_table(table, launch)
+    assert layout.num_numbers == 33 * 5 + 2 * 4
+    assert read(table, layout, 64) == asked([*layers, apart])
+
+
+def test_more_rows_than_a_table_has_and_other_sizes_are_other_launches() -> None:
+    rows = np.arange(TABLE_ROWS + 10, dtype=np.int64) * 16
+    copies = [AddressCopies(16, rows, rows, (0,), (1 << 40,)), AddressCopies(32, rows[:10], rows[:10], (0,), (1 << 41,))]
+    launches = list(by_launch(together(copies)))
+    assert sorted(sum(part.num_rows for part in launch) for launch in launches) == [10, 10, TABLE_ROWS]
+
+
+def test_a_place_with_many_rows_does_not_make_idle_programs_for_those_with_few() -> None:
+    few = [AddressCopies(16, offsets(0), offsets(0), (n,), (1000 + n,)) for n in range(40)]
+    many = AddressCopies(16, np.arange(5000, dtype=np.int64) * 16, np.arange(5000, dtype=np.int64) * 16, (1 << 40,), (1 << 41,))
+    assert [sum(part.num_places for part in launch) for launch in by_launch(together([many, *few]))] == [40, 1]
+
+
+def test_the_bits_of_all_addresses_are_told() -> None:
+    table = np.zeros(TABLE_NUMBERS, np.int64)
+    for sources, bases, bits in ((offsets(0, 32), (64,), 96), (offsets(0, 8), (64,), 72), (offsets(0, 32), (64, 3), 99)):
+        targets = offsets(*[0] * len(sources))
+        assert write_table(table, [AddressCopies(8, sources, targets, bases, tuple(0 for _ in bases))]).bits == bits
+
+
+@pytest.mark.parametrize(("source", "target"), [(57, 0), (0, 57), (-1, 0)])
+def test_what_leaves_its_region_is_refused(source: int, target: int) -> None:
+    with pytest.raises(TransportError, match="leaves its region"):
+        write_table(np.zeros(TABLE_NUMBERS, np.int64), [AddressCopies(8, offsets(source), offsets(target), source_last=56, target_last=56)])
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "places"), [(16, 10, 3), (4096, 40_000, 2), (1 << 20, 600, 4), (1 << 30, 2, 3), (4096, FIRST_ROWS + 1, 1)]
+)
+def test_a_transfer_is_handed_over_in_parts_that_together_are_all_of_it(size: int, rows: int, places: int) -> None:
+    numbers = np.arange(rows, dtype=np.int64)
+    part = AddressCopies(size, numbers, numbers[::-1].copy(), tuple(range(places)), tuple(range(100, 100 + places)))
+    turns = list(in_turns([part, part]))
+    for turn in turns:
+        assert sum(each.num_rows for each in turn) <= TABLE_ROWS
+        assert sum(each.total_bytes for each in turn) <= max(TURN_BYTES, size * places)
+    assert sum(each.num_rows for each in turns[0]) <= FIRST_ROWS
+    assert np.concatenate([each.sources for turn in turns for each in turn]).tolist() == [*numbers.tolist()] * 2
+    assert sum(each.total_bytes for turn in turns for each in turn) == 2 * size * rows * places
