@@ -38,6 +38,14 @@ def asked(copies: list[AddressCopies]) -> Moved:
     }
 
 
+def joined(copies: list[AddressCopies]) -> list[AddressCopies]:
+    return together(
+        (part.size_bytes, part.sources, part.targets, source_base, target_base, part.source_last, part.target_last)
+        for part in copies
+        for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True)
+    )
+
+
 def read(table: Offsets, layout: TableLayout, size_bytes: int) -> Moved:
     numbers = table.tolist()
     return {
@@ -66,7 +74,7 @@ parts = st.builds(
 @given(st.lists(parts, max_size=12))
 def test_launches_move_what_was_asked_for(copies: list[AddressCopies]) -> None:
     table, moved = np.zeros(TABLE_NUMBERS, np.int64), set[tuple[int, int, int]]()
-    for launch in by_launch(together(copies)):
+    for launch in by_launch(joined(copies)):
         layout = write_table(table, launch)
         (size_bytes,) = {part.size_bytes for part in launch}
         moved |= read(table, layout, size_bytes)
@@ -80,10 +88,10 @@ def test_what_shares_its_offsets_is_written_down_once() -> None:
     shared, other = offsets(0, 64), offsets(64, 0)
     layers = [AddressCopies(64, shared, other, (1000 * n,), (5000 * n,), 900 + n, 800 - n) for n in range(1, 33)]
     apart = AddressCopies(64, offsets(0, 64), other, (1,), (2,))
-    joined = together([*layers, apart])
-    assert [part.num_places for part in joined] == [32, 1]
-    assert (joined[0].source_last, joined[0].target_last) == (901, 768), "the smallest region counts"
-    (launch,) = by_launch(joined)
+    found = joined([*layers, apart])
+    assert [part.num_places for part in found] == [32, 1]
+    assert (found[0].source_last, found[0].target_last) == (901, 768), "the smallest region counts"
+    (launch,) = by_launch(found)
     table = np.zeros(TABLE_NUMBERS, np.int64)
     layout = write_table(table, launch)
     assert layout.num_numbers == 33 * 5 + 2 * 4
@@ -93,14 +101,14 @@ def test_what_shares_its_offsets_is_written_down_once() -> None:
 def test_more_rows_than_a_table_has_and_other_sizes_are_other_launches() -> None:
     rows = np.arange(TABLE_ROWS + 10, dtype=np.int64) * 16
     copies = [AddressCopies(16, rows, rows, (0,), (1 << 40,)), AddressCopies(32, rows[:10], rows[:10], (0,), (1 << 41,))]
-    launches = list(by_launch(together(copies)))
+    launches = list(by_launch(joined(copies)))
     assert sorted(sum(part.num_rows for part in launch) for launch in launches) == [10, 10, TABLE_ROWS]
 
 
 def test_a_place_with_many_rows_does_not_make_idle_programs_for_those_with_few() -> None:
     few = [AddressCopies(16, offsets(0), offsets(0), (n,), (1000 + n,)) for n in range(40)]
     many = AddressCopies(16, np.arange(5000, dtype=np.int64) * 16, np.arange(5000, dtype=np.int64) * 16, (1 << 40,), (1 << 41,))
-    assert [sum(part.num_places for part in launch) for launch in by_launch(together([many, *few]))] == [40, 1]
+    assert [sum(part.num_places for part in launch) for launch in by_launch(joined([many, *few]))] == [40, 1]
 
 
 def test_the_bits_of_all_addresses_are_told() -> None:

@@ -18,7 +18,7 @@ from kvferry.planes.copiers import fastest_copier
 from kvferry.planes.offsets import are_within
 from kvferry.planes.runs import Bytes, Offsets, Runs
 
-__all__ = ["AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier"]
+__all__ = ["MAX_OFFSET", "AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier"]
 
 MAX_OFFSET = (1 << 63) - 1
 

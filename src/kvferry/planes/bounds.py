@@ -24,27 +24,31 @@ def check_pieces(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequ
     check_forms(pieces, local, remote, peer)
     seen = set[tuple[int, int, int]]()
     for part in pieces:
-        for region, offsets, regions, blame in (
-            (part.local_region, part.local_offsets, local, ("our", LocalProtocolError)),
-            (part.remote_region, part.remote_offsets, remote, (f"{peer}'s", TransportError)),
-        ):
-            # Layers mostly share their offsets.
-            looked_at = id(offsets), regions[region].size_bytes, part.piece_bytes
-            if looked_at not in seen:
-                _check_side(region, offsets, part.piece_bytes, regions, blame)
-                seen.add(looked_at)
+        size = part.piece_bytes
+        # Layers mostly share their offsets: looking once is enough.
+        near = id(part.local_offsets), local[part.local_region].size_bytes, size
+        if near not in seen:
+            seen.add(near)
+            _check_side(part.local_region, part.local_offsets, size, local, ("our", LocalProtocolError))
+        far = id(part.remote_offsets), remote[part.remote_region].size_bytes, size
+        if far not in seen:
+            seen.add(far)
+            _check_side(part.remote_region, part.remote_offsets, size, remote, (f"{peer}'s", TransportError))
 
 
 def check_forms(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
     """The same of all but the offsets themselves: for planes that look at each of a great many when its turn comes."""
+    num_local, num_remote = len(local), len(remote)
     for part in pieces:
         if part.piece_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
             raise LocalProtocolError(
                 f"a transfer with {peer} has {part.piece_bytes} bytes a piece, {len(part.local_offsets)} local and "
                 f"{len(part.remote_offsets)} remote offsets; this is a bug in its planning"
             )
-        _check_region(part.local_region, local, ("our", LocalProtocolError))
-        _check_region(part.remote_region, remote, (f"{peer}'s", TransportError))
+        if not 0 <= part.local_region < num_local:
+            raise LocalProtocolError(f"region {part.local_region} is not one of our {num_local} regions")
+        if not 0 <= part.remote_region < num_remote:
+            raise TransportError(f"region {part.remote_region} is not one of {peer}'s {num_remote} regions")
 
 
 def check_regions(regions: Sequence[Region], peer: object) -> None:
@@ -68,12 +72,6 @@ def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
         elif region.size_bytes:
             merged.append((region.address, region.size_bytes))
     return merged
-
-
-def _check_region(region: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]) -> None:
-    whose, error = blame
-    if not 0 <= region < len(regions):
-        raise error(f"region {region} is not one of {whose} {len(regions)} regions")
 
 
 def _check_side(

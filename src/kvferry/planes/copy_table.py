@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.offsets import put_all
@@ -21,6 +23,7 @@ __all__ = [
     "TABLE_NUMBERS",
     "TABLE_ROWS",
     "TURN_BYTES",
+    "Copies",
     "Place",
     "TableLayout",
     "by_launch",
@@ -44,6 +47,10 @@ MOST_IDLE = 2
 """Every place gets as many programs as the one with the most rows; so many times what all of them need are too many."""
 
 
+Copies = tuple[int, Offsets, Offsets, int, int, int, int]
+"""As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of each transfer."""
+
+
 class Place(NamedTuple):
     """Numbers `first_source + i` and `first_target + i` of the table are offsets from these addresses."""
 
@@ -65,13 +72,17 @@ class TableLayout:
     """All addresses, or-ed: what their lowest bits say of every one."""
 
 
-def together(copies: Iterable[AddressCopies]) -> list[AddressCopies]:
-    """The same copies, those with the same offsets as one, by size and length. Offsets are the same if they are the same array."""
-    alike: dict[tuple[int, int, int], list[AddressCopies]] = {}
+def together(copies: Iterable[Copies]) -> list[AddressCopies]:
+    """Those with the same offsets as one, by size and length. Offsets are the same if they are the same array."""
+    alike: dict[tuple[int, int, int], list[Copies]] = {}
     for part in copies:
-        if part.num_rows and part.size_bytes:
-            alike.setdefault((part.size_bytes, id(part.sources), id(part.targets)), []).append(part)
-    joined = [_joined(parts[first : first + MAX_PLACES]) for parts in alike.values() for first in range(0, len(parts), MAX_PLACES)]
+        alike.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
+    joined = [
+        _joined(parts[first : first + MAX_PLACES])
+        for parts in alike.values()
+        for first in range(0, len(parts), MAX_PLACES)
+        if parts[0][0] and len(parts[0][1])
+    ]
     return sorted(joined, key=lambda part: (part.size_bytes, part.num_rows))
 
 
@@ -117,20 +128,20 @@ def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
 
 def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
     """TransportError when a piece leaves its region."""
-    at = PLACE_NUMBERS * sum(part.num_places for part in parts)
-    numbers, bits, most = list[int](), 0, 0
+    num_places = sum(part.num_places for part in parts)
+    places = table[: PLACE_NUMBERS * num_places].reshape(num_places, PLACE_NUMBERS)
+    first, at, bits = 0, places.size, 0
     try:
         for part in parts:
-            rows = part.num_rows
+            rows, end = part.num_rows, first + part.num_places
             bits |= put_all(table, at, part.sources, part.source_last) | put_all(table, at + rows, part.targets, part.target_last)
-            for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True):
-                bits |= source_base | target_base
-                numbers += (source_base, target_base, at, at + rows, rows)
-            at, most = at + 2 * rows, max(most, rows)
+            places[first:end] = (0, 0, at, at + rows, rows)
+            places[first:end, 0], places[first:end, 1] = part.source_bases, part.target_bases
+            first, at = end, at + 2 * rows
     except IndexError as error:
         raise TransportError("a piece of this transfer leaves its region") from error
-    table[: len(numbers)] = numbers
-    return TableLayout(len(numbers) // PLACE_NUMBERS, most, at, bits)
+    bits |= int(np.bitwise_or.reduce(places[:, :2], axis=None))
+    return TableLayout(num_places, max(part.num_rows for part in parts), at, bits)
 
 
 def places_of(table: Offsets, layout: TableLayout) -> list[Place]:
@@ -138,15 +149,6 @@ def places_of(table: Offsets, layout: TableLayout) -> list[Place]:
     return [Place(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
 
 
-def _joined(parts: Sequence[AddressCopies]) -> AddressCopies:
-    if len(parts) == 1:
-        return parts[0]
-    return AddressCopies(
-        parts[0].size_bytes,
-        parts[0].sources,
-        parts[0].targets,
-        tuple(base for part in parts for base in part.source_bases),
-        tuple(base for part in parts for base in part.target_bases),
-        min(part.source_last for part in parts),
-        min(part.target_last for part in parts),
-    )
+def _joined(parts: Sequence[Copies]) -> AddressCopies:
+    sizes, sources, targets, source_bases, target_bases, source_lasts, target_lasts = zip(*parts, strict=True)
+    return AddressCopies(sizes[0], sources[0], targets[0], source_bases, target_bases, min(source_lasts), min(target_lasts))

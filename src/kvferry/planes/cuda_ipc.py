@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,12 +24,13 @@ from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.bounds import check_forms, check_pieces, check_regions
-from kvferry.planes.copy_table import FIRST_ROWS, together
+from kvferry.planes.copy_table import FIRST_ROWS, Copies, together
 from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
 from kvferry.planes.cuda_transfer import CudaTransfer
 from kvferry.planes.fabric import host_reach
 from kvferry.planes.gather import Direction
 from kvferry.planes.lending import no_fence
+from kvferry.planes.offsets import are_within
 from kvferry.planes.process import start_ticks
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
@@ -56,6 +57,8 @@ class CudaIpcDataPlane:
         """`is_timed`: completions tell what the device has spent; for benchmarks."""
         self._is_timed = is_timed
         self._regions: tuple[Region, ...] = ()
+        self._addresses: list[int] = []
+        self._sizes: list[int] = []
         self._device: CudaDevice | None = None
         self._offer: CudaOffer | None = None
         self._peers: dict[PeerId, PeerMemory] = {}
@@ -83,6 +86,7 @@ class CudaIpcDataPlane:
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False
         self._device, self._regions = device, tuple(regions)
+        self._addresses, self._sizes = [region.address for region in regions], [region.size_bytes for region in regions]
         return True
 
     def offer(self) -> PlaneOffer:
@@ -167,22 +171,25 @@ class CudaIpcDataPlane:
         memory = self._peers.get(peer)
         if memory is None:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
-        if sum(len(part.local_offsets) for part in pieces) <= FIRST_ROWS:
+        check_forms(pieces, self._regions, memory.regions, peer)
+        copies = together(self._copies(pieces, memory, direction))
+        # To look at very many takes as long as to move a good part of them: each is looked at when it is written down.
+        if sum(part.num_rows for part in copies) <= FIRST_ROWS and not all(_is_possible(part) for part in copies):
             check_pieces(pieces, self._regions, memory.regions, peer)
-        else:  # to look at all takes as long as to move a good part: each is looked at when its address is written down
-            check_forms(pieces, self._regions, memory.regions, peer)
-        copies = together(self._copies(part, memory, direction) for part in pieces)
         self._last_handle += 1
         self._transfers.append(CudaTransfer(Handle(self._last_handle), peer, copies))
         return Handle(self._last_handle)
 
-    def _copies(self, part: Pieces, memory: PeerMemory, direction: Direction) -> AddressCopies:
-        local, remote, size = self._regions[part.local_region], memory.regions[part.remote_region], part.piece_bytes
-        ours, theirs = local.address, memory.addresses[part.remote_region]
-        our_last, their_last = local.size_bytes - size, remote.size_bytes - size
-        if direction is Direction.READ:
-            return AddressCopies(size, part.remote_offsets, part.local_offsets, (theirs,), (ours,), their_last, our_last)
-        return AddressCopies(size, part.local_offsets, part.remote_offsets, (ours,), (theirs,), our_last, their_last)
+    def _copies(self, pieces: Sequence[Pieces], memory: PeerMemory, direction: Direction) -> Iterator[Copies]:
+        our_addresses, our_sizes, their_addresses, their_sizes = self._addresses, self._sizes, memory.addresses, memory.sizes
+        for part in pieces:
+            size, local, remote = part.piece_bytes, part.local_region, part.remote_region
+            ours, theirs = our_addresses[local], their_addresses[remote]
+            our_last, their_last = our_sizes[local] - size, their_sizes[remote] - size
+            if direction is Direction.READ:
+                yield size, part.remote_offsets, part.local_offsets, theirs, ours, their_last, our_last
+            else:
+                yield size, part.local_offsets, part.remote_offsets, ours, theirs, our_last, their_last
 
     def _launch_next(self) -> CudaTransfer | None:
         """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
@@ -223,6 +230,10 @@ class CudaIpcDataPlane:
             memory.close()
         except TransportError as error:
             _log.warning("memory of a peer cannot be closed peer=%s reason=%s", peer, error)
+
+
+def _is_possible(copies: AddressCopies) -> bool:
+    return are_within(copies.sources, copies.source_last) and are_within(copies.targets, copies.target_last)
 
 
 def _look_at(transfers: Sequence[CudaTransfer], until: float) -> None:

@@ -41,6 +41,7 @@ class PeerMemory:
 
     def __init__(self, peer: PeerId, offer: CudaOffer, regions: tuple[Region, ...], device: int, may_be_elsewhere: bool) -> None:
         self.regions = regions
+        self.sizes = [region.size_bytes for region in regions]
         self._opened: list[int] = []
         life = ProcessLife.watch(offer.pid, offer.start_ticks)
         if life is None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.address_copy import MAX_OFFSET, AddressCopies
 from kvferry.planes.copy_table import together
 from kvferry.planes.runs import Offsets
 from kvferry.planes.staging_ring import Window
@@ -66,12 +66,12 @@ class Stream:
     def gathered(self, start: int, end: int, ring_address: int, window: Window) -> list[AddressCopies]:
         """The copies that bring these bytes of the stream into the window. Those of one size follow each other."""
         found = self._pairs(start, end, ring_address, window)
-        return together(AddressCopies(size, offsets, ring, (address,), (at,)) for size, address, offsets, at, ring in found)
+        return together((size, offsets, ring, address, at, MAX_OFFSET, MAX_OFFSET) for size, address, offsets, at, ring in found)
 
     def scattered(self, start: int, end: int, ring_address: int, window: Window) -> list[AddressCopies]:
         """The copies that bring these bytes of the stream from the window to their places. Those of one size follow each other."""
         found = self._pairs(start, end, ring_address, window)
-        return together(AddressCopies(size, ring, offsets, (at,), (address,)) for size, address, offsets, at, ring in found)
+        return together((size, ring, offsets, at, address, MAX_OFFSET, MAX_OFFSET) for size, address, offsets, at, ring in found)
 
     def _pairs(self, start: int, end: int, ring_address: int, window: Window) -> Iterator[tuple[int, int, Offsets, int, Offsets]]:
         """(size, address in memory, offsets from there, address in the ring, offsets from there) of equal copies."""
