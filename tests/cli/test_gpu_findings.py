@@ -13,6 +13,8 @@ from kvferry.cli.probes import measure_gpu
 
 SETTINGS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 GPU = "cuda:0 (H200)"
+NEVER = float("inf")
+"""In the stead of a time: the plane was there, and moved nothing."""
 
 
 def report(**seconds: float) -> GpuReport:
@@ -22,6 +24,7 @@ def report(**seconds: float) -> GpuReport:
     named = {name.replace("_by_", " "): [value] for name, value in seconds.items()}
     copies = {"cuda_ipc": 1, "nixl": 500, "nixl staged": 8}
     told = {name: copies[name] for name in named if name in copies}
+    named = {name: times for name, times in named.items() if times != [NEVER]}
     cells = [Cell(move, Pattern.SCATTERED, named, told, {"nixl": part, "raw nixl": part})]
     return msgspec.json.decode(msgspec.json.encode({"rows": make_device_rows(cells), "baselines": make_baselines(cells)}), type=GpuReport)
 
@@ -44,6 +47,13 @@ def test_speeds_are_read_from_the_benchmarks_rows() -> None:
     assert round(speeds.nixl_contiguous or 0) == 1254
     assert speeds.descriptor_us == pytest.approx(9.0)
     assert speeds.nixl == pytest.approx(1.86)
+
+
+def test_a_plane_that_moved_nothing_does_not_hide_the_others() -> None:
+    speeds = gpu_speeds(report(**WHOLE | {"nixl": NEVER}))
+    assert isinstance(speeds, GpuSpeeds)
+    assert (speeds.nixl, speeds.descriptor_us) == (None, None)
+    assert round(speeds.cuda_ipc or 0) == 1890
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 
 from kvferry.bench.transfer_memory import Edges, Memory, Source
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.planes.address_copy import Timing
 from kvferry.planes.cuda_ipc import CudaIpcDataPlane
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
@@ -89,7 +90,7 @@ class DeviceMemory:
 
     def planes(self) -> Mapping[str, DataPlane]:
         plain, inner = (NixlDataPlane(reach=NetworkReach.THIS_HOST) for _ in range(2))
-        return {"cuda_ipc": CudaIpcDataPlane(is_timed=True), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
+        return {"cuda_ipc": CudaIpcDataPlane(Timing.ON), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
 
     def source(self) -> Source | None:
         return None

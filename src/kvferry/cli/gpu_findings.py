@@ -24,9 +24,10 @@ class PlaneRow(msgspec.Struct, frozen=True):
     plane: str
     piece_bytes: int
     pattern: str
-    gbps: float
-    copies: int
-    median_us: float
+    gbps: float | None = None
+    """None: this plane could not move it."""
+    copies: int | None = None
+    median_us: float | None = None
 
 
 class BaselineRow(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class GpuSpeeds:
 
 
 def gpu_speeds(report: GpuReport) -> GpuSpeeds | Failed:
-    rows = {row.plane: row for row in report.rows if row.pattern == "scattered"}
+    rows = {row.plane: row for row in report.rows if row.pattern == "scattered" and row.gbps is not None}
     baselines = [row for row in report.baselines if row.pattern == "scattered"]
     if not rows or not baselines:
         return Failed("no plane carries memory of this GPU")
@@ -70,7 +71,7 @@ def gpu_speeds(report: GpuReport) -> GpuSpeeds | Failed:
         nixl=speeds.get("nixl"),
         nixl_staged=speeds.get("nixl staged"),
         nixl_contiguous=baselines[0].contiguous_nixl_gbps,
-        descriptor_us=plain.median_us / plain.copies if plain and plain.copies else None,
+        descriptor_us=plain.median_us / plain.copies if plain and plain.median_us and plain.copies else None,
     )
 
 

@@ -9,6 +9,7 @@ memory on the same GPU. Called by one thread.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvferry.planes.copiers import fastest_copier
 from kvferry.planes.offsets import are_within
 from kvferry.planes.runs import Bytes, Offsets, Runs
 
-__all__ = ["MAX_OFFSET", "AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier"]
+__all__ = ["MAX_OFFSET", "AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier", "Timing"]
 
 MAX_OFFSET = (1 << 63) - 1
 
@@ -54,6 +55,12 @@ class AddressCopies:
         if first == 0 and end >= len(self.sources):
             return self
         return replace(self, sources=self.sources[first:end], targets=self.targets[first:end])
+
+
+class Timing(Enum):
+    OFF = "off"
+    ON = "on"
+    """Every job tells how long the device was at it; for benchmarks."""
 
 
 class CopyJob(Protocol):

@@ -9,18 +9,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
-from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.address_copy import AddressCopies, Timing
 from kvferry.planes.copy_table import TABLE_NUMBERS, TableLayout, by_launch, places_of, write_table
 from kvferry.planes.runs import Offsets
 
-__all__ = ["CudaAddressCopier", "CudaCopyJob", "Timing", "copy_by_torch"]
+__all__ = ["CudaAddressCopier", "CudaCopyJob", "copy_by_torch"]
 
 FALLBACK_WORDS = 4 * 1024 * 1024
 """What plain torch copies at a time: the two indices of each take 16 bytes."""
@@ -36,12 +35,6 @@ _log = logging.getLogger(__name__)
 
 Launch = Callable[[torch.Tensor, TableLayout, int, bool, torch.cuda.Stream], None]
 """`piece_kernel.PieceKernel`, or what stands in for it."""
-
-
-class Timing(Enum):
-    OFF = "off"
-    ON = "on"
-    """Every job tells how long the device was at it; for benchmarks."""
 
 
 class _Table:

@@ -5,7 +5,8 @@ import threading
 import torch
 
 from kvferry.errors import TransportError
-from kvferry.planes.cuda_copier import CudaAddressCopier, Timing
+from kvferry.planes.address_copy import Timing
+from kvferry.planes.cuda_copier import CudaAddressCopier
 from kvferry.planes.device_memory import enter_device
 
 __all__ = ["CudaDevice"]

@@ -22,7 +22,7 @@ import msgspec
 
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
-from kvferry.planes.address_copy import AddressCopies
+from kvferry.planes.address_copy import AddressCopies, Timing
 from kvferry.planes.bounds import check_forms, check_pieces, check_regions
 from kvferry.planes.copy_table import FIRST_ROWS, Copies, together
 from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
@@ -53,9 +53,8 @@ _log = logging.getLogger(__name__)
 class CudaIpcDataPlane:
     """Implements `ports.data.DataPlane`. Nothing of CUDA is loaded before `register` is given memory of a device."""
 
-    def __init__(self, is_timed: bool = False) -> None:
-        """`is_timed`: completions tell what the device has spent; for benchmarks."""
-        self._is_timed = is_timed
+    def __init__(self, timing: Timing = Timing.OFF) -> None:
+        self._timing = timing
         self._regions: tuple[Region, ...] = ()
         self._addresses: list[int] = []
         self._sizes: list[int] = []
@@ -74,14 +73,13 @@ class CudaIpcDataPlane:
         if {region.memory for region in regions} != {MemoryKind.VRAM} or len({region.device for region in regions}) != 1:
             return False
         # Imported only where there is a device: it takes torch with CUDA.
-        from kvferry.planes.cuda_copier import Timing
         from kvferry.planes.cuda_device import CudaDevice
 
         device = CudaDevice(regions[0].device)
         try:
             device.enter()
             self._offer = _own_offer(regions, device.number)
-            device.prepare(Timing.ON if self._is_timed else Timing.OFF)
+            device.prepare(self._timing)
         except (TransportError, RuntimeError) as error:  # torch's are RuntimeErrors: no memory left, say
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False

@@ -138,11 +138,11 @@ class StagedNixlDataPlane:
         return replace(offer, blob=msgspec.msgpack.encode(_Offer(name, metadata, ring.address, ring.size_bytes, STAGING_VERSION)))
 
     def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
-        self._forget(peer, f"peer {peer} was connected anew")
         try:
             decoded = msgspec.msgpack.decode(offer.blob, type=_Offer)
         except msgspec.MsgspecError as error:
             raise TransportError(f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+        self._forget(peer, f"peer {peer} was connected anew")
         theirs, ring = list(regions), None
         if self._staging is not None and decoded.version == STAGING_VERSION and decoded.ring_bytes > 0 and regions:
             size, like = decoded.ring_bytes, regions[0]

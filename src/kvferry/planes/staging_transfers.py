@@ -11,8 +11,6 @@ never wait for each other.
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 from typing import Protocol
 
@@ -20,6 +18,7 @@ import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.planes.runs import Runs
+from kvferry.planes.staged_transfer import RingOf, StagedTransfer, State
 from kvferry.planes.staging_lane import CopyLane, StagingRing, share_of, stretch_end
 from kvferry.planes.staging_lender import RECLAIM_S
 from kvferry.planes.staging_ring import Window, WindowTable, fair_window
@@ -49,15 +48,6 @@ Mail = tuple[str, tuple[Message, ...]]
 """What is to be sent as one notification, and to which agent."""
 
 
-@dataclass(frozen=True, slots=True)
-class RingOf:
-    """A peer's ring: whose agent has it, and where it is in the peer."""
-
-    agent: str
-    address: int
-    size_bytes: int
-
-
 class Wire(Protocol):
     """What moves stretches between two rings."""
 
@@ -67,82 +57,6 @@ class Wire(Protocol):
     def cancel(self, handle: Handle) -> None: ...
 
 
-class _State(Enum):
-    QUEUED = "waits for a window here"
-    ASKED = "waits for a window there"
-    MOVING = "moving"
-    STOPPING = "what is under way is waited for"
-    CLOSING = "its owner is waited for"
-    ENDED = "ended"
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    handle: Handle
-    peer: PeerId
-    is_read: bool
-    pieces: Sequence[Pieces]
-    total_bytes: int
-    stream: Stream
-    ring: RingOf
-    began_s: float
-    state: _State = _State.QUEUED
-    lane: CopyLane | None = None
-    window_there: Window | None = None
-    parts: Iterator[Part] = field(default_factory=lambda: iter(()))
-    reached: int = 0
-    posted: int = 0
-    landed: int = 0
-    wires: deque[tuple[int, Handle]] = field(default_factory=deque)
-    """What is on the wire: where each ends, in order."""
-    arrived: set[Handle] = field(default_factory=set)
-    advanced: int = 0
-    spoken_at: float = 0.0
-    heard_s: float = 0.0
-    """Our clock in the last message that the peer has certainly had."""
-    since: float = 0.0
-    """When it came into its state."""
-    error: str | None = None
-    is_certain: bool = True
-    """Nothing that was posted can still arrive there."""
-    is_ended_there: bool = False
-    descriptors: int = 0
-    post_s: float = 0.0
-
-    @property
-    def wire_limit(self) -> int:
-        assert self.lane is not None
-        assert self.window_there is not None
-        if self.is_read:
-            return min(self.reached, self.lane.done + self.lane.window.size_bytes)
-        return min(self.lane.done, self.reached + self.window_there.size_bytes)
-
-    @property
-    def copy_limit(self) -> int:
-        assert self.lane is not None
-        return self.landed if self.is_read else min(self.total_bytes, self.landed + self.lane.window.size_bytes)
-
-    @property
-    def owes_word(self) -> bool:
-        """Whether its owner waits for what has landed: to scatter it, to gather more in its place, or to have its window back."""
-        if self.landed <= self.advanced or not self.is_read or self.landed == self.total_bytes:
-            return self.landed > self.advanced
-        assert self.window_there is not None
-        room = self.window_there.size_bytes
-        return self.advanced + room < self.total_bytes and (4 * (self.landed - self.advanced) >= room or self.landed == self.reached)
-
-    @property
-    def is_complete(self) -> bool:
-        return self.lane is not None and (self.lane.done if self.is_read else self.reached) == self.total_bytes
-
-    @property
-    def can_move(self) -> bool:
-        if self.state is _State.MOVING:
-            assert self.lane is not None
-            return bool(self.wires) or not self.lane.is_idle or self.posted < self.wire_limit or self.lane.started < self.copy_limit
-        return self.state is _State.STOPPING
-
-
 class StagedTransfers:
     def __init__(self, ring: StagingRing, table: WindowTable, wire: Wire, metadata: bytes, reclaim_s: float = RECLAIM_S) -> None:
         self._ring = ring
@@ -150,11 +64,11 @@ class StagedTransfers:
         self._wire = wire
         self._metadata = metadata
         self._reclaim_s = reclaim_s
-        self._transfers: dict[Handle, _Transfer] = {}
-        self._queue: deque[_Transfer] = deque()
-        self._writing: deque[_Transfer] = deque()
+        self._transfers: dict[Handle, StagedTransfer] = {}
+        self._queue: deque[StagedTransfer] = deque()
+        self._writing: deque[StagedTransfer] = deque()
         """Those whose pieces have not all been told."""
-        self._by_wire: dict[Handle, _Transfer] = {}
+        self._by_wire: dict[Handle, StagedTransfer] = {}
         self._outgoing: list[tuple[str, Message]] = []
         self._ended: list[Completion] = []
         self._unstaged: list[tuple[Handle, PeerId, Sequence[Pieces], bool]] = []
@@ -180,7 +94,7 @@ class StagedTransfers:
         stream = Stream()
         for part in pieces:
             stream.append(Segment(regions[part.local_region].address, part.piece_bytes, part.local_offsets))
-        transfer = _Transfer(handle, peer, is_read, pieces, stream.total_bytes, stream, ring, time.perf_counter())
+        transfer = StagedTransfer(handle, peer, is_read, pieces, stream.total_bytes, stream, ring, time.perf_counter())
         self._transfers[handle] = transfer
         self._queue.append(transfer)
 
@@ -208,7 +122,7 @@ class StagedTransfers:
             # A peer that lives may be putting into place what it was told of: a write waits for as long as that may take.
             transfer.is_ended_there |= transfer.is_read or transfer.advanced == 0
             self._stop(transfer, why, now)
-            if transfer.state in (_State.STOPPING, _State.CLOSING):
+            if transfer.state in (State.STOPPING, State.CLOSING):
                 self._wind_up(transfer, now)
 
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
@@ -223,7 +137,7 @@ class StagedTransfers:
         self._heard_at[sender] = now
         if isinstance(message, Ended):
             transfer.is_ended_there = True
-            if transfer.state is _State.ASKED:
+            if transfer.state is State.ASKED:
                 self._go_without(transfer)
             else:
                 self._stop(transfer, f"peer {peer} ended it: {message.why}", now)
@@ -263,11 +177,11 @@ class StagedTransfers:
         self._admit(now)
         budget = self._ring.pace.turn_bytes
         for transfer in list(self._transfers.values()):
-            if transfer.state is _State.MOVING:
+            if transfer.state is State.MOVING:
                 budget -= self._move(transfer, now, may_begin=budget > 0)
-            if transfer.state in (_State.STOPPING, _State.CLOSING):
+            if transfer.state in (State.STOPPING, State.CLOSING):
                 self._wind_up(transfer, now)
-            elif transfer.state in (_State.ASKED, _State.MOVING):
+            elif transfer.state in (State.ASKED, State.MOVING):
                 self._keep_up(transfer, now)
         if len(self._transfers) > 1:  # the next turn begins with another
             first = next(iter(self._transfers))
@@ -311,7 +225,7 @@ class StagedTransfers:
             transfer.lane = CopyLane(self._ring, transfer.stream, window, not transfer.is_read, grain)
             transfer.parts = cut_into_parts(transfer.handle, transfer.pieces)
             transfer.heard_s = transfer.spoken_at = now
-            self._become(transfer, _State.ASKED, now)
+            self._become(transfer, State.ASKED, now)
             metadata = b"" if now < self._heard_at.get(transfer.ring.agent, -KNOWN_S) + KNOWN_S else self._metadata
             ask = Ask(transfer.handle, now, transfer.is_read, transfer.total_bytes, window.size_bytes, grain, metadata)
             self._outgoing.append((transfer.ring.agent, ask))
@@ -320,15 +234,15 @@ class StagedTransfers:
     def _next_parts(self) -> Iterator[tuple[str, Part]]:
         while self._writing:
             transfer = self._writing[0]
-            part = next(transfer.parts, None) if transfer.state in (_State.ASKED, _State.MOVING) else None
+            part = next(transfer.parts, None) if transfer.state in (State.ASKED, State.MOVING) else None
             if part is None:
                 self._writing.popleft()
             else:
                 yield transfer.ring.agent, part
 
-    def _take_window(self, transfer: _Transfer, granted: Granted, now: float) -> None:
+    def _take_window(self, transfer: StagedTransfer, granted: Granted, now: float) -> None:
         lane = transfer.lane
-        if transfer.state is not _State.ASKED or lane is None:
+        if transfer.state is not State.ASKED or lane is None:
             return
         window = Window(granted.first, granted.size_bytes)
         if window.end > transfer.ring.size_bytes or window.size_bytes > lane.window.size_bytes:
@@ -337,9 +251,9 @@ class StagedTransfers:
         transfer.window_there = window
         if window.size_bytes % lane.grain or lane.window.size_bytes % lane.grain:
             lane.grain = 1
-        self._become(transfer, _State.MOVING, now)
+        self._become(transfer, State.MOVING, now)
 
-    def _move(self, transfer: _Transfer, now: float, *, may_begin: bool) -> int:
+    def _move(self, transfer: StagedTransfer, now: float, *, may_begin: bool) -> int:
         """What it has begun to copy, in bytes."""
         lane, begun = transfer.lane, 0
         assert lane is not None
@@ -358,7 +272,7 @@ class StagedTransfers:
             self._end(transfer)
         return begun
 
-    def _post(self, transfer: _Transfer, now: float) -> None:
+    def _post(self, transfer: StagedTransfer, now: float) -> None:
         """Hand what is ready to the wire. TransportError when the peer is not there any more."""
         lane, there = transfer.lane, transfer.window_there
         assert lane is not None
@@ -376,10 +290,10 @@ class StagedTransfers:
             transfer.posted = end
             self._by_wire[handle] = transfer
 
-    def _keep_up(self, transfer: _Transfer, now: float) -> None:
+    def _keep_up(self, transfer: StagedTransfer, now: float) -> None:
         if now > transfer.heard_s + self._reclaim_s / 2:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
-        elif transfer.state is _State.ASKED and now > transfer.since + GRANT_PATIENCE_S:
+        elif transfer.state is State.ASKED and now > transfer.since + GRANT_PATIENCE_S:
             self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, is_certain=True)))
             if self._heard_at.get(transfer.ring.agent, -1.0) < transfer.since:
                 self._shunned_until[transfer.ring.agent] = now + SHUN_S
@@ -387,26 +301,26 @@ class StagedTransfers:
         elif transfer.owes_word or now > transfer.spoken_at + PING_S:
             self._say(transfer, now)
 
-    def _say(self, transfer: _Transfer, now: float) -> None:
+    def _say(self, transfer: StagedTransfer, now: float) -> None:
         transfer.advanced, transfer.spoken_at = transfer.landed, now
         self._outgoing.append((transfer.ring.agent, Advanced(transfer.handle, transfer.landed, now)))
 
-    def _stop(self, transfer: _Transfer, why: str, now: float) -> None:
+    def _stop(self, transfer: StagedTransfer, why: str, now: float) -> None:
         """The first reason counts."""
-        if transfer.error is not None or transfer.state is _State.ENDED:
+        if transfer.error is not None or transfer.state is State.ENDED:
             return
         transfer.error = why
-        if transfer.state is _State.QUEUED:
+        if transfer.state is State.QUEUED:
             self._end(transfer)
             return
-        self._become(transfer, _State.STOPPING, now)
+        self._become(transfer, State.STOPPING, now)
         if transfer.is_read:
             self._cancel_wires(transfer)
 
-    def _wind_up(self, transfer: _Transfer, now: float) -> None:
+    def _wind_up(self, transfer: StagedTransfer, now: float) -> None:
         """A stopped transfer has ended once nothing of ours is touched any more; a write waits for the peer to say the same."""
         assert transfer.lane is not None
-        if transfer.state is _State.STOPPING:
+        if transfer.state is State.STOPPING:
             if not transfer.is_read and now > transfer.since + STOP_PATIENCE_S:
                 self._cancel_wires(transfer)
             try:
@@ -416,39 +330,39 @@ class StagedTransfers:
             if transfer.wires or not transfer.lane.is_idle:
                 return
             self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, transfer.is_certain)))
-            self._become(transfer, _State.CLOSING, now)
+            self._become(transfer, State.CLOSING, now)
         is_told = transfer.is_read or transfer.advanced == 0 or transfer.is_ended_there
         # An owner that is silent for so long stood still, and writes nothing when it wakes up.
         if is_told or now > transfer.since + self._reclaim_s / 2:
             self._end(transfer)
 
-    def _cancel_wires(self, transfer: _Transfer) -> None:
+    def _cancel_wires(self, transfer: StagedTransfer) -> None:
         for _, handle in transfer.wires:
             self._wire.cancel(handle)
 
-    def _go_without(self, transfer: _Transfer) -> None:
+    def _go_without(self, transfer: StagedTransfer) -> None:
         self._unstaged.append((transfer.handle, transfer.peer, transfer.pieces, transfer.is_read))
         self._release(transfer)
 
-    def _end(self, transfer: _Transfer) -> None:
+    def _end(self, transfer: StagedTransfer) -> None:
         elapsed_s = time.perf_counter() - transfer.began_s
         done = transfer.total_bytes if transfer.error is None else transfer.landed
         self._ended.append(Completion(transfer.handle, transfer.error, done, transfer.descriptors, transfer.post_s, elapsed_s))
         self._release(transfer)
 
-    def _release(self, transfer: _Transfer) -> None:
-        transfer.state = _State.ENDED
+    def _release(self, transfer: StagedTransfer) -> None:
+        transfer.state = State.ENDED
         if transfer.lane is not None:
             self._table.give_back(transfer.lane.window)
         else:
             self._queue.remove(transfer)
         del self._transfers[transfer.handle]
 
-    def _of(self, peer: PeerId) -> list[_Transfer]:
+    def _of(self, peer: PeerId) -> list[StagedTransfer]:
         return [transfer for transfer in self._transfers.values() if transfer.peer == peer]
 
     @staticmethod
-    def _become(transfer: _Transfer, state: _State, now: float) -> None:
+    def _become(transfer: StagedTransfer, state: State, now: float) -> None:
         transfer.state, transfer.since = state, now
 
 
