@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.planes.runs import Runs, batches, coalesce, concatenate
+from kvferry.planes.runs import Runs, batches, between, coalesce
 from kvferry.ports.data import Pieces
+from kvferry.types import Region
 
 SLOTS = 40
 
@@ -55,13 +56,22 @@ def test_the_order_of_pieces_does_not_matter() -> None:
 @given(pieces(), st.integers(1, 50), st.integers(1, 7))
 def test_batches_are_bounded_and_lose_nothing(part: Pieces, max_bytes: int, max_runs: int) -> None:
     cut = list(batches(coalesce(part), max_bytes, max_runs))
-    assert moved(concatenate(cut)) == named(part)
+    assert set().union(*map(moved, cut)) == named(part)
     assert sum(each.total_bytes for each in cut) == part.total_bytes
     assert all(1 <= len(each) <= max_runs and 1 <= each.total_bytes <= max_bytes for each in cut)
 
 
 def test_nothing_is_one_empty_concatenation_and_no_batch() -> None:
-    nothing = concatenate([])
+    nothing = between([], [], [])
     assert len(nothing) == 0
     assert nothing.total_bytes == 0
     assert list(batches(nothing, 10, 10)) == []
+
+
+@given(st.lists(pieces(), max_size=4), st.lists(st.integers(0, 3), max_size=6))
+def test_a_transfer_is_what_its_parts_are_at_their_addresses_whoever_shares_offsets(parts: list[Pieces], again: list[int]) -> None:
+    near, far = ([Region(str(n), base * (n + 1), 1, 1, 700) for n in range(10)] for base in (10_000, 1_000_000))
+    chosen = [*parts, *(parts[n] for n in again if n < len(parts))]
+    whole = [Pieces(n, 9 - n, part.piece_bytes, part.local_offsets, part.remote_offsets) for n, part in enumerate(chosen)]
+    expected = {(near[n].address + here, far[9 - n].address + there) for n, part in enumerate(whole) for here, there in named(part)}
+    assert moved(between(whole, near, far)) == expected

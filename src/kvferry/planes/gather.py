@@ -12,7 +12,7 @@ from enum import Enum
 import numpy as np
 
 from kvferry.planes.copiers import Copier
-from kvferry.planes.runs import Bytes, Runs, batches, coalesce
+from kvferry.planes.runs import Bytes, Offsets, Runs, batches, coalesce
 from kvferry.ports.data import Pieces
 
 __all__ = ["SLICE_BYTES", "SLICE_COST", "Direction", "RegionCopy", "copy_in_slices"]
@@ -56,8 +56,8 @@ class RegionCopy:
         ours, theirs = self.pieces, other.pieces
         return (
             (self.direction, ours.piece_bytes) == (other.direction, theirs.piece_bytes)
-            and np.array_equal(ours.local_offsets, theirs.local_offsets)
-            and np.array_equal(ours.remote_offsets, theirs.remote_offsets)
+            and _are_same(ours.local_offsets, theirs.local_offsets)
+            and _are_same(ours.remote_offsets, theirs.remote_offsets)
         )
 
 
@@ -72,3 +72,7 @@ def copy_in_slices(copies: Iterable[RegionCopy], copier: Copier) -> Iterator[tup
         for runs, total_bytes in parts:
             copier(target, source, runs)
             yield total_bytes, len(runs)
+
+
+def _are_same(first: Offsets, second: Offsets) -> bool:
+    return first is second or np.array_equal(first, second)

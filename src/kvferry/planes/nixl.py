@@ -26,7 +26,7 @@ from kvferry.planes.lending import no_fence
 from kvferry.planes.nixl_agent import NixlAgent, load_nixl
 from kvferry.planes.nixl_generations import Generations
 from kvferry.planes.nixl_transfer import Agent, Link, NixlTransfer
-from kvferry.planes.runs import Runs, batches, coalesce, concatenate
+from kvferry.planes.runs import Runs, batches, between
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
@@ -291,8 +291,7 @@ class NixlDataPlane:
     def _batches(self, pieces: Sequence[Pieces], link: Link) -> Iterator[Runs]:
         """Descriptors are made when the first batch is posted, not when the transfer is asked for."""
         local, remote = self._regions, link.regions
-        runs = [coalesce(part).moved(local[part.local_region].address, remote[part.remote_region].address) for part in pieces]
-        yield from batches(concatenate(runs), MAX_BATCH_BYTES[local[0].memory], MAX_BATCH_RUNS)
+        yield from batches(between(pieces, local, remote), MAX_BATCH_BYTES[local[0].memory], MAX_BATCH_RUNS)
 
     def _progress(self, agent: NixlAgent) -> None:
         is_known = time.monotonic() < self._known_until

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.ports.data import Pieces
+from kvferry.types import Region
 
-__all__ = ["Bytes", "Offsets", "Runs", "batches", "coalesce", "concatenate"]
+__all__ = ["Bytes", "Offsets", "Runs", "batches", "between", "coalesce"]
 
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
@@ -46,13 +47,16 @@ def coalesce(pieces: Pieces) -> Runs:
     return Runs(local[starts], remote[starts], counts.astype(np.int64) * pieces.piece_bytes)
 
 
-def concatenate(parts: Sequence[Runs]) -> Runs:
-    empty = np.empty(0, np.int64)
-    return Runs(
-        np.concatenate([empty, *(part.local for part in parts)]),
-        np.concatenate([empty, *(part.remote for part in parts)]),
-        np.concatenate([empty, *(part.size_bytes for part in parts)]),
-    )
+def between(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region]) -> Runs:
+    """The same of a whole transfer, as addresses. What shares its offsets with others is joined once: layers mostly do."""
+    known: dict[tuple[int, int, int], Runs] = {}
+    parts = []
+    for part in pieces:
+        key = part.piece_bytes, id(part.local_offsets), id(part.remote_offsets)
+        if key not in known:
+            known[key] = coalesce(part)
+        parts.append(known[key].moved(local[part.local_region].address, remote[part.remote_region].address))
+    return _concatenate(parts)
 
 
 def batches(runs: Runs, max_bytes: int, max_runs: int) -> Iterator[Runs]:
@@ -75,3 +79,12 @@ def _split_long(runs: Runs, max_bytes: int) -> Runs:
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     skipped = nth * max_bytes
     return Runs(runs.local[owner] + skipped, runs.remote[owner] + skipped, np.minimum(max_bytes, runs.size_bytes[owner] - skipped))
+
+
+def _concatenate(parts: Sequence[Runs]) -> Runs:
+    empty = np.empty(0, np.int64)
+    return Runs(
+        np.concatenate([empty, *(part.local for part in parts)]),
+        np.concatenate([empty, *(part.remote for part in parts)]),
+        np.concatenate([empty, *(part.size_bytes for part in parts)]),
+    )

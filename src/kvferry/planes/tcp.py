@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes import tcp_wire as wire
 from kvferry.planes.bounds import check_pieces, check_regions
 from kvferry.planes.lending import check_number
-from kvferry.planes.runs import batches, coalesce, concatenate
+from kvferry.planes.runs import batches, between
 from kvferry.planes.tcp_client import Batch, Dialler, Link, TcpTransfer, numeric_addresses
 from kvferry.planes.tcp_fence import WriteFence
 from kvferry.planes.tcp_loop import Loop
@@ -173,8 +173,7 @@ class TcpDataPlane:
 
     def _batches(self, pieces: Sequence[Pieces], remote: Sequence[Region], memory: AddressedMemory) -> Iterator[Batch]:
         """Made on the loop's thread, when the peer is about to be asked for them."""
-        runs = [coalesce(part).moved(self._regions[part.local_region].address, remote[part.remote_region].address) for part in pieces]
-        for batch in batches(concatenate(runs), wire.MAX_BATCH_BYTES, wire.MAX_BATCH_RUNS):
+        for batch in batches(between(pieces, self._regions, remote), wire.MAX_BATCH_BYTES, wire.MAX_BATCH_RUNS):
             rows = np.stack((batch.remote, batch.size_bytes), axis=1).astype("<i8")
             yield Batch(rows, memory.views(batch.local.tolist(), batch.size_bytes.tolist()))
 
