@@ -20,6 +20,7 @@ from kvferry.bench.transfer_memory import HostPlace, Memory, Place, Source, chec
 from kvferry.bench.transfer_moves import Move
 from kvferry.bench.transfer_raw_nixl import Listed, RawMove, RawNixl
 from kvferry.bench.transfer_rows import MEMCPY, RAW_NIXL, RAW_NIXL_ONE, RAW_NIXL_WRITE
+from kvferry.breath import breathe
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError, MissingDependency
 from kvferry.planes.runs import Offsets
@@ -225,6 +226,8 @@ class Consumer:
             interval_s = plane.poll_interval_s()
             if interval_s:
                 time.sleep(interval_s)
+            else:
+                breathe()
         if not ended[0].ok:
             raise KVFerryError(f"a read over {plane_name} failed: {ended[0].error}")
         return ended[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from kvferry.breath import breathe
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
 from kvferry.events import BytesMoved, Event, LeaseEnded, LeaseLingers, MessageDropped, PeerConnected, PullFailed
 from kvferry.ferry.commands import (
@@ -135,8 +136,10 @@ class Ferry:
 
         What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
         blocks were good until now is answered by what the engine had said until then."""
-        timeout = self.idle_s() if wait_s is None else wait_s
-        received = self._control.poll(0.0 if commands else timeout)
+        timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
+        if not timeout and not commands:  # a plane is polled without pause
+            breathe()
+        received = self._control.poll(timeout)
         now = self._clock()
         for command in (*commands, *late_commands()):
             self._obey(command, now)

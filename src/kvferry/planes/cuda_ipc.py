@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.breath import breathe
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
@@ -235,10 +236,9 @@ def _is_possible(copies: AddressCopies) -> bool:
 
 
 def _look_at(transfers: Sequence[CudaTransfer], until: float) -> None:
-    """Until one of them has ended, or it is time for something else. The engine's thread is let in between two looks: it computes with the
-    same interpreter."""
+    """Until one of them has ended, or it is time for something else."""
     while not any(transfer.has_ended() for transfer in transfers) and time.monotonic() < until:
-        os.sched_yield()
+        breathe()
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:

@@ -1,0 +1,45 @@
+"""A busy thread that breathes lets the others of its interpreter in."""
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.breath import breathe
+
+TURNS = 200
+
+
+@pytest.fixture
+def nobody_is_interrupted() -> Iterator[None]:
+    """Whoever has the interpreter keeps it until he lets go of it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(30.0)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("nobody_is_interrupted")
+def test_a_thread_that_waits_for_the_interpreter_gets_it_when_another_breathes() -> None:
+    counted, is_over, has_begun = 0, threading.Event(), threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        has_begun.set()
+        while not is_over.is_set():
+            counted += 1
+            breathe()
+
+    other = threading.Thread(target=count)
+    other.start()
+    has_begun.wait(10.0)
+    for _ in range(TURNS):
+        before = counted
+        for _ in range(1000):
+            breathe()
+            if counted > before:
+                break
+        assert counted > before
+    is_over.set()
+    other.join()
