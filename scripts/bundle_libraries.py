@@ -50,20 +50,25 @@ export NIXL_PLUGIN_DIR="$_libraries/@CORE@/plugins"
 export UCX_MODULE_DIR="$_libraries/@LIBRARIES@/ucx"
 export LD_LIBRARY_PATH="$_cuda:$_libraries/@LIBRARIES@:$_libraries/@CORE@${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 _include="$("$_python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')"
-rm -f src/kvferry/planes/_copy*.so
-"${CC:-gcc}" -O3 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$_include" src/kvferry/planes/_copy.c -o src/kvferry/planes/_copy.abi3.so ||
-    echo "no compiler, or no headers of Python: kvferry copies with numpy"
+[ -d src/kvferry ] || echo "this is not the root of the repository: go there, and source this again"
+if "${CC:-gcc}" -O3 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$_include" src/kvferry/planes/_copy.c -o src/kvferry/planes/_copy.new
+then mv src/kvferry/planes/_copy.new src/kvferry/planes/_copy.abi3.so
+else echo "no compiler, or no headers of Python: kvferry copies with numpy"
+fi
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="is made anew")
+    parser.add_argument("folder", type=Path, help="is made, or made anew")
     parser.add_argument("--python", default="3.12", help="of the other machine (default: %(default)s)")
     parser.add_argument("--machine", default="x86_64", help="its processor (default: %(default)s)")
     parser.add_argument("--strip", help="a program that takes symbols out of libraries for that processor: half the size")
     options = parser.parse_args()
-    shutil.rmtree(options.folder, ignore_errors=True)
+    if options.folder.exists():
+        if not (options.folder / "env.sh").exists():
+            parser.error(f"{options.folder} was not made by this script; name another folder, or remove it")
+        shutil.rmtree(options.folder)
     with tempfile.TemporaryDirectory() as wheels:
         _download(Path(wheels), options.python, options.machine)
         for wheel in sorted(Path(wheels).iterdir()):

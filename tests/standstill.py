@@ -52,10 +52,14 @@ class Pulse:
 
 def _open_end(log: Path) -> int | None:
     try:
-        opened = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        opened = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:  # not everybody may read it
         return None
-    os.lseek(opened, 0, os.SEEK_END)
+    try:
+        os.lseek(opened, 0, os.SEEK_END)
+    except OSError:  # in some containers it is a terminal
+        os.close(opened)
+        return None
     return opened
 
 

@@ -34,12 +34,14 @@ def test_a_thread_that_waits_for_the_interpreter_gets_it_when_another_breathes()
     other = threading.Thread(target=count)
     other.start()
     has_begun.wait(10.0)
-    for _ in range(TURNS):
-        before = counted
-        for _ in range(1000):
-            breathe()
-            if counted > before:
-                break
-        assert counted > before
-    is_over.set()
-    other.join()
+    try:
+        for _ in range(TURNS):
+            before = counted
+            for _ in range(1000):
+                breathe()
+                if counted > before:
+                    break
+            assert counted > before
+    finally:
+        is_over.set()
+        other.join()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.planes.address_copy import AddressCopies, CopyJob
-from kvferry.planes.copy_table import TABLE_ROWS
+from kvferry.planes.copy_table import TABLE_ROWS, by_launch
 from kvferry.planes.cuda_copier import CudaAddressCopier, copy_by_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
@@ -68,6 +68,30 @@ def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(copi
     assert torch.equal(target[:size].view(-1, 16), source[:size].view(-1, 16).flip(0))
     assert torch.equal(target[half : half + 9 * 4096], source[half : half + 9 * 4096])
     assert not target[size:half].any()
+    copier.close()
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("scale", [1, 900])
+def test_places_of_unequal_length_go_together(copier: CudaAddressCopier, odd: int, scale: int) -> None:
+    """3 and 5 rows, in one launch; and so many that the table is brought to the device first."""
+    source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
+    quarter, size = MEMORY_BYTES // 4, 1024
+    copies = []
+    expected = np.zeros(MEMORY_BYTES, np.uint8)
+    here = source.cpu().numpy()
+    for number, (first, rows) in enumerate([(0, 3 * scale), (2 * quarter, 5 * scale)]):
+        sources, targets = (np.random.default_rng(number).permutation(rows).astype(np.int64) * size + odd for _ in range(2))
+        targets = targets[::-1].copy()
+        bases = [tuple(memory.data_ptr() + first + n * quarter for n in range(2)) for memory in (source, target)]
+        copies.append(AddressCopies(size, sources, targets, bases[0], bases[1]))
+        for base in (first, first + quarter):
+            for origin, to in zip((base + sources).tolist(), (base + targets).tolist(), strict=True):
+                expected[to : to + size] = here[origin : origin + size]
+    assert len(list(by_launch(copies))) == 1
+    wait_for(copier.start(copies))
+    assert np.array_equal(target.cpu().numpy(), expected)
     copier.close()
 
 

@@ -14,8 +14,8 @@ from kvferry.planes.copy_table import (
     TURN_BYTES,
     TableLayout,
     by_launch,
+    flat_addresses,
     in_turns,
-    places_of,
     together,
     write_table,
 )
@@ -47,12 +47,18 @@ def joined(copies: list[AddressCopies]) -> list[AddressCopies]:
 
 
 def read(table: Offsets, layout: TableLayout, size_bytes: int) -> Moved:
-    numbers = table.tolist()
-    return {
-        (size_bytes, place.source_base + numbers[place.first_source + row], place.target_base + numbers[place.first_target + row])
-        for place in places_of(table, layout)
-        for row in range(place.num_rows)
-    }
+    """As the kernel does it: every place has as many rows as the longest, of which it leaves out those that it has not."""
+    numbers, moved = table.tolist(), Moved()
+    for place in range(layout.num_places):
+        source_base, target_base, first_source, first_target, num_rows = numbers[5 * place : 5 * place + 5]
+        for row in range(layout.most_rows):
+            if row < num_rows:
+                moved.add((size_bytes, source_base + numbers[first_source + row], target_base + numbers[first_target + row]))
+    sources, targets = flat_addresses(table, layout)
+    assert moved == {(size_bytes, *pair) for pair in zip(sources.tolist(), targets.tolist(), strict=True)}, (
+        "without a kernel it is the same"
+    )
+    return moved
 
 
 parts = st.builds(
@@ -109,6 +115,12 @@ def test_a_place_with_many_rows_does_not_make_idle_programs_for_those_with_few()
     few = [AddressCopies(16, offsets(0), offsets(0), (n,), (1000 + n,)) for n in range(40)]
     many = AddressCopies(16, np.arange(5000, dtype=np.int64) * 16, np.arange(5000, dtype=np.int64) * 16, (1 << 40,), (1 << 41,))
     assert [sum(part.num_places for part in launch) for launch in by_launch(joined([many, *few]))] == [40, 1]
+
+
+def test_many_parts_that_share_nothing_are_few_launches() -> None:
+    copies = [AddressCopies(16, offsets(n), offsets(n), (0,), (1 << 40,)) for n in range(5000)]
+    launches = list(by_launch(joined(copies)))
+    assert [len(launch) for launch in launches] == [2048, 2048, 904]
 
 
 def test_the_bits_of_all_addresses_are_told() -> None:

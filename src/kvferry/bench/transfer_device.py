@@ -128,7 +128,7 @@ class DeviceMemory:
         self._finish()
 
     def _finish(self) -> None:
-        """Until the device is through. As often as a ferry would look, not by a wait that the driver may sleep in."""
+        """Until the device is through. Looked at without pause, not by a wait that the driver may sleep in."""
         if self.kind is MemoryKind.DRAM:
             return
         event = torch.cuda.Event()

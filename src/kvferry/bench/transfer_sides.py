@@ -225,9 +225,7 @@ class Consumer:
                 raise KVFerryError(f"a read over {plane_name} did not end within {self._memory.move_s:.0f} s; is the machine overloaded?")
             interval_s = plane.poll_interval_s()
             if interval_s:
-                time.sleep(interval_s)
-            else:
-                breathe()
+                breathe(interval_s)
         if not ended[0].ok:
             raise KVFerryError(f"a read over {plane_name} failed: {ended[0].error}")
         return ended[0]

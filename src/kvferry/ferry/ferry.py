@@ -69,6 +69,8 @@ from kvferry.types import EngineId, EngineLife
 __all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
 
 MAX_WAIT_S = 1.0
+CONTROL_GRAIN_S = 0.0005
+"""The control plane waits for whole milliseconds. A plane that watches its device wants less."""
 EXPIRY_GRAIN_S = 0.05
 """A lease that has run out is no longer good at once; its blocks may be freed this much later."""
 READ_WATCH_INTERVAL_S = 0.01
@@ -137,8 +139,9 @@ class Ferry:
         What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
         blocks were good until now is answered by what the engine had said until then."""
         timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
-        if not timeout and not commands:  # a plane is polled without pause
-            breathe()
+        if 0.0 < timeout < CONTROL_GRAIN_S:
+            breathe(timeout)
+            timeout = 0.0
         received = self._control.poll(timeout)
         now = self._clock()
         for command in (*commands, *late_commands()):

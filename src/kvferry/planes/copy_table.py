@@ -24,25 +24,25 @@ __all__ = [
     "TABLE_ROWS",
     "TURN_BYTES",
     "Copies",
-    "Place",
     "TableLayout",
     "by_launch",
+    "flat_addresses",
     "in_turns",
-    "places_of",
     "together",
     "write_table",
 ]
 
-TABLE_ROWS = 65_536
+TABLE_NUMBERS = 131_072
+"""1 MiB: torch rounds up what it pins, and keeps large pieces of a device for what is larger."""
+MAX_PLACES = 2048
+PLACE_NUMBERS = 5
+TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
 """Rows of offsets in one table. Writing down so many takes about 0.1 ms."""
 FIRST_ROWS = 8192
 """Rows of a long transfer that are handed over first. Then it is twice as many each time, so that the device has work while the next are
 written down."""
 TURN_BYTES = 1 << 30
-"""What is handed over at a time at most: others want their turn."""
-MAX_PLACES = 2048
-PLACE_NUMBERS = 5
-TABLE_NUMBERS = 2 * TABLE_ROWS + PLACE_NUMBERS * MAX_PLACES
+"""What is handed over at a time, if more than one row is: others want their turn."""
 MOST_IDLE = 2
 """Every place gets as many programs as the one with the most rows; so many times what all of them need are too many."""
 
@@ -51,7 +51,7 @@ Copies = tuple[int, Offsets, Offsets, int, int, int, int]
 """As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of each transfer."""
 
 
-class Place(NamedTuple):
+class _Place(NamedTuple):
     """Numbers `first_source + i` and `first_target + i` of the table are offsets from these addresses."""
 
     source_base: int
@@ -108,20 +108,20 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
 
 def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What one kernel copies: pieces of one size, at most a table's worth, places of about as many rows."""
-    waiting, room, num_places, num_pieces = list[AddressCopies](), TABLE_ROWS, 0, 0
+    waiting, room, num_places, num_pieces, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0
     for part in copies:
         first = 0
         while first < part.num_rows and part.size_bytes:
             taken = part.rows(first, first + (room or TABLE_ROWS))
             places, pieces = num_places + part.num_places, num_pieces + taken.num_rows * part.num_places
-            most = max(taken.num_rows, *(each.num_rows for each in waiting), 0)
+            most = max(most_rows, taken.num_rows)
             fits = room and places <= MAX_PLACES and most * places <= MOST_IDLE * pieces
             if waiting and (not fits or waiting[0].size_bytes != part.size_bytes):
                 yield waiting
-                waiting, room, num_places, num_pieces = [], TABLE_ROWS, 0, 0
+                waiting, room, num_places, num_pieces, most_rows = [], TABLE_ROWS, 0, 0, 0
                 continue
             waiting.append(taken)
-            first, room, num_places, num_pieces = first + taken.num_rows, room - taken.num_rows, places, pieces
+            first, room, num_places, num_pieces, most_rows = first + taken.num_rows, room - taken.num_rows, places, pieces, most
     if waiting:
         yield waiting
 
@@ -144,9 +144,13 @@ def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
     return TableLayout(num_places, max(part.num_rows for part in parts), at, bits)
 
 
-def places_of(table: Offsets, layout: TableLayout) -> list[Place]:
-    """For whoever copies without a kernel."""
-    return [Place(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
+def flat_addresses(table: Offsets, layout: TableLayout) -> tuple[Offsets, Offsets]:
+    """Sources and targets of all pieces, for whoever copies without a kernel."""
+    places = [_Place(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
+    return (
+        np.concatenate([table[place.first_source :][: place.num_rows] + place.source_base for place in places]),
+        np.concatenate([table[place.first_target :][: place.num_rows] + place.target_base for place in places]),
+    )
 
 
 def _joined(parts: Sequence[Copies]) -> AddressCopies:

@@ -16,7 +16,7 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
-from kvferry.planes.copy_table import TABLE_NUMBERS, TableLayout, by_launch, places_of, write_table
+from kvferry.planes.copy_table import TABLE_NUMBERS, TableLayout, by_launch, flat_addresses, write_table
 from kvferry.planes.runs import Offsets
 
 __all__ = ["CudaAddressCopier", "CudaCopyJob", "copy_by_torch"]
@@ -29,7 +29,7 @@ UPLOAD_FROM_ROWS, UPLOAD_FROM_BYTES = 16_384, 128 * 1024 * 1024
 """Below, a kernel is through sooner if it reads the table where it was written."""
 ALIGNMENT = 16
 MAX_TABLES = 16
-"""Each takes 1.1 MiB of pinned memory and as much of the device's. With so many launches under way the device has enough to do."""
+"""Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the device has enough to do."""
 
 _log = logging.getLogger(__name__)
 
@@ -156,12 +156,12 @@ def copy_by_torch(table: torch.Tensor, layout: TableLayout, size_bytes: int, is_
     step = max(1, FALLBACK_WORDS * word_bytes // size_bytes)
     with torch.cuda.stream(stream):
         words = torch.arange(size_bytes // word_bytes, device="cuda")
-        for place in places_of(table.cpu().numpy(), layout):
-            for first in range(0, place.num_rows, step):
-                count = min(step, place.num_rows - first)
-                sources = _words_at(table[place.first_source + first :][:count] + place.source_base, words, word_bytes)
-                targets = _words_at(table[place.first_target + first :][:count] + place.target_base, words, word_bytes)
-                targets.memory[targets.indices] = sources.memory[sources.indices]
+        addresses = flat_addresses(table[: layout.num_numbers].cpu().numpy(), layout)
+        sources, targets = (torch.from_numpy(side) for side in addresses)
+        for first in range(0, len(sources), step):
+            origins = _words_at(sources[first : first + step], words, word_bytes)
+            ends = _words_at(targets[first : first + step], words, word_bytes)
+            ends.memory[ends.indices] = origins.memory[origins.indices]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,8 @@
 """The `cuda_ipc` data plane: caches on GPUs of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
 
 Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its pieces,
-on a stream of its own (very long ones: several), and nobody waits for it: `poll` asks whether it is through. Facts, CUDA 13:
+on a stream of its own (more where they are very many, or very unequal), and nobody waits for it: `poll` asks whether it is through. Facts
+of CUDA 13:
 
 - Memory that is open here stays as it is when its owner dies, until it is closed. So a dead peer costs its transfers, never this process;
   but what is open would hold its whole cache on the device, so peers are looked at every now and then.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.breath import breathe
+from kvferry.breath import BREATH_S, breathe
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
@@ -144,7 +145,7 @@ class CudaIpcDataPlane:
 
     def poll_interval_s(self) -> float | None:
         if self._transfers:
-            return 0.0
+            return 0.0 if any(transfer.is_launching for transfer in self._transfers) else BREATH_S
         return DEATH_CHECK_S if self._peers else None
 
     def serving_interval_s(self) -> float | None:

@@ -21,6 +21,7 @@ TILE_WORDS = 4096
 WIDTHS = (32, 512)
 """Words of a tile's rows; pieces of other lengths take the next, with the rest masked."""
 WARPS = 8
+TRIAL_SLOTS, TRIAL_PIECES = 4, 3
 
 
 @triton.jit(do_not_specialize=["units", "tiles"])
@@ -83,9 +84,7 @@ class PieceKernel:
     def __init__(self, table: torch.Tensor, scratch: torch.Tensor) -> None:
         """`table`: some numbers that the device can read; `scratch`: some memory of the device that holds nothing yet."""
         self._variants: dict[tuple[bool, int], Any] = {}
-        first, half = scratch.data_ptr(), scratch.numel() // 2
-        one = AddressCopies(half, np.zeros(1, np.int64), np.zeros(1, np.int64), (first,), (first + half,))
-        layout = write_table(table.numpy(), [one])
+        layout = write_table(table.numpy(), _trial(scratch.data_ptr(), scratch.numel()))
         for is_aligned in (True, False):
             for width in WIDTHS:
                 size_bytes = width * (8 if is_aligned else 1)
@@ -114,8 +113,18 @@ class PieceKernel:
         half = scratch.numel() // 2
         scratch[:half].fill_(7)
         scratch[half:].zero_()
+        expected = torch.zeros_like(scratch[half:])
+        expected.view(TRIAL_SLOTS, -1)[:TRIAL_PIECES, :size_bytes] = 7
         try:
             self(table, layout, size_bytes, is_aligned, torch.cuda.current_stream())
         except Exception:  # whatever another version of triton has against it
             return False
-        return bool((scratch[half : half + size_bytes] == 7).all()) and not bool(scratch[half + size_bytes :].any())
+        return torch.equal(scratch[half:], expected)
+
+
+def _trial(first: int, size_bytes: int) -> list[AddressCopies]:
+    """Two places with one row and with two: from the first half of some memory to the first slots of the other."""
+    half, slot = size_bytes // 2, size_bytes // 2 // TRIAL_SLOTS
+    rows = np.arange(2, dtype=np.int64) * slot
+    one = AddressCopies(slot, rows[:1], rows[:1], (first,), (first + half,))
+    return [one, AddressCopies(slot, rows, rows, (first,), (first + half + slot,))]

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvferry.breath import BREATH_S
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
 from kvferry.planes.address_copy import AddressCopier, HostAddressCopier
 from kvferry.planes.bounds import check_pieces
@@ -363,7 +364,7 @@ class StagedNixlDataPlane:
 
     def _waiting_interval_s(self, staging: _Staging) -> float:
         is_busy = staging.transfers.can_move or staging.lender.can_move or time.monotonic() < staging.heard_at + BUSY_S
-        return 0.0 if is_busy else WAITING_INTERVAL_S
+        return BREATH_S if is_busy else WAITING_INTERVAL_S
 
 
 def _device_bytes(like: Region) -> int | None:

@@ -7,7 +7,6 @@ computed for the whole transfer beforehand, so that a long one begins as soon as
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 
@@ -79,9 +78,14 @@ class Stream:
             raise LocalProtocolError(
                 f"bytes {start} to {end} of a staged transfer of {self.total_bytes} do not fit {window}; this is a bug"
             )
+        in_a_row: dict[tuple[int, int], Offsets] = {}
+        """Of so many pieces of a size, one after the other: layers share them."""
         for at, length in window.places(start, end):
             for size, address, offsets in self._places(start, start + length):
-                yield size, address, offsets, ring_address + at, _in_a_row(size, len(offsets))
+                key = size, len(offsets)
+                if key not in in_a_row:
+                    in_a_row[key] = np.arange(0, size * len(offsets), size, dtype=np.int64)
+                yield size, address, offsets, ring_address + at, in_a_row[key]
                 at += size * len(offsets)
             start += length
 
@@ -92,12 +96,6 @@ class Stream:
             until = min(end, first + segment.total_bytes)
             yield from segment.places(start - first, until - first)
             start, index = until, index + 1
-
-
-@lru_cache(maxsize=64)
-def _in_a_row(size: int, count: int) -> Offsets:
-    """Offsets of so many pieces, one after the other. The same array for the same numbers: layers share it."""
-    return np.arange(0, size * count, size, dtype=np.int64)
 
 
 def common_grain(piece_sizes: Sequence[int], window_bytes: int) -> int:

@@ -231,10 +231,11 @@ class _Laid:
         """Where the runs begin, in a local and in a remote region."""
         key = template, grains, local_stride, remote_stride
         if key not in self._known:
-            self._known[key] = (
-                (grains.local_blocks[:, None] * local_stride + template.local).ravel(),
-                (grains.remote_blocks[:, None] * remote_stride + template.remote).ravel(),
-            )
+            local = (grains.local_blocks[:, None] * local_stride + template.local).ravel()
+            remote = (grains.remote_blocks[:, None] * remote_stride + template.remote).ravel()
+            for offsets in (local, remote):
+                offsets.setflags(write=False)
+            self._known[key] = local, remote
         return self._known[key]
 
 
