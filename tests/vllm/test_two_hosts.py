@@ -16,7 +16,8 @@ from tests.vllm.vllm_asking import assert_free, random_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PREFIX = "10.231.77"
+PREFIX = f"10.231.{secrets.randbelow(256)}"
+"""A run that was killed leaves its cable behind, with these addresses: another one has others."""
 NAMES = {"10.0.0.1": f"{PREFIX}.1", "10.0.0.2": f"{PREFIX}.2"}
 """Documented addresses, and where they are here: the first in the namespace, the second outside."""
 
