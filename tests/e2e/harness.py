@@ -318,11 +318,19 @@ async def until(what: str, condition: Callable[[], Awaitable[bool]], timeout_s: 
 async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> None:
     """Sooner or later: no block in use, nothing running, waiting, held or on its way."""
 
+    left: list[dict[str, float]] = []
+
     async def is_quiet() -> bool:
         seen = [await metrics(session, engine) for engine in engines]
-        return all(found[name] == 0 for found in seen for name in QUIET)
+        left[:] = [{name: found[name] for name in QUIET if found[name]} for found in seen]
+        return not any(left)
 
-    await until("all blocks free and nothing waiting", is_quiet)
+    try:
+        await until("all blocks free and nothing waiting", is_quiet)
+    except AssertionError as error:
+        said = [line for engine, rest in zip(engines, left, strict=True) if rest for line in engine.process.tail(30)]
+        names = [engine.process.name for engine in engines]
+        raise AssertionError("\n".join([*said, f"{error}; still there: {list(zip(names, left, strict=True))}"])) from None
 
 
 async def assert_leaving_costs_nothing(router: Engine, *engines: Engine, num_tokens: int, count: int = 24, **options: Any) -> None:
