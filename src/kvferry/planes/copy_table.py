@@ -36,8 +36,9 @@ TABLE_NUMBERS = 131_072
 """1 MiB: torch rounds up what it pins, and keeps large pieces of a device for what is larger."""
 MAX_PLACES = 2048
 PLACE_NUMBERS = 5
+"""The kernel counts by it too (`piece_kernel.py`)."""
 TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
-"""Rows of offsets in one table. Writing down so many takes about 0.1 ms."""
+"""Rows of offsets in one table."""
 FIRST_ROWS = 8192
 """Rows of a long transfer that are handed over first. Then it is twice as many each time, so that the device has work while the next are
 written down."""
