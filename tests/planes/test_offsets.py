@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.planes.offsets import are_within, put_all
+from kvferry.planes.offsets import PLACE_NUMBERS, are_within, put_all, put_places
 
 WIDE = st.integers(-(2**63), 2**63 - 1)
 
@@ -44,3 +44,24 @@ def test_an_offset_that_leaves_its_region_is_told(numbers: list[int], last: int)
     else:
         with pytest.raises(IndexError):
             put_all(table, 0, offsets, last)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62)), max_size=8), st.integers(0, 10))
+def test_places_are_written_one_after_the_other(pairs: list[tuple[int, int]], first: int) -> None:
+    table = np.full(50, -1, np.int64)
+    sources, targets = tuple(source for source, _ in pairs), tuple(target for _, target in pairs)
+    bits = put_places(table, first, sources, targets, (7, 8, 9))
+    written = [number for pair in pairs for number in (*pair, 7, 8, 9)]
+    assert table.tolist() == [-1] * first + written + [-1] * (50 - first - len(written))
+    assert len(written) == PLACE_NUMBERS * len(pairs)
+    assert bits == int(np.bitwise_or.reduce(np.array([0, *sources, *targets], np.int64)))
+
+
+def test_places_never_overrun_a_table_and_are_numbers_in_pairs() -> None:
+    table = np.zeros(9, np.int64)
+    for first, sources, targets in [(0, (1, 2), (3, 4)), (5, (1,), (2,)), (-1, (1,), (2,)), (0, (1,), (2, 3))]:
+        with pytest.raises(ValueError, match=r"table|broadcast|shape"):
+            put_places(table, first, sources, targets, (7, 8, 9))
+    assert not table.any()
+    with pytest.raises(OverflowError):
+        put_places(table, 0, (1,), (1 << 64,), (7, 8, 9))

@@ -44,6 +44,7 @@ EXAMPLES = """\
 MIB = 1024 * 1024
 SEED = 4
 LEAST_ROUNDS = 3
+MOST_WARM_MOVES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,9 @@ class Scope:
     """How many pieces ways move at most that need long for each."""
     leaves_out: bool = False
     """A way that does not work is left out; else it ends the benchmark."""
-    warms_up: bool = False
-    """Before each move that is timed there is one of the same kind: a GPU that was left alone for a while is slow at first."""
+    warm_s: float | None = None
+    """Before each move that is timed there are others of the same kind for about so long, one at least: a GPU that was left alone is slow
+    at first, and so is a processor that has just done something else."""
 
     def shape(self, spread: int) -> Shape:
         return Shape(self.regions, self.moved_mib[0] * MIB * spread // self.regions)
@@ -71,7 +73,7 @@ class Scope:
 HOST = Scope((4, 16, 64, 256, 1024), (256,), regions=8, rounds=9)
 """256 MiB are far more than any cache of a processor holds."""
 GPU = Scope(
-    (4, 16, 64, 256, 1024, 4096, 16384), (1024, 64), regions=8, rounds=25, way_s=0.6, most_descriptors=8192, leaves_out=True, warms_up=True
+    (4, 16, 64, 256, 1024, 4096, 16384), (1024, 64), regions=8, rounds=25, way_s=0.6, most_descriptors=8192, leaves_out=True, warm_s=0.005
 )
 """NIXL takes some 9 µs for each descriptor on a GPU: a GiB in pieces of 4 KiB would take 2.4 s a move."""
 QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
@@ -213,14 +215,13 @@ def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scop
             if way.name in left_out or not _is_turn(turn, turns[way.name], max(turns.values())):
                 continue
             with _left_out_if_it_fails(way, scope, left_out):
-                if scope.warms_up:
-                    way.run()
+                seen = None if scope.warm_s is None else _warm_up(way, scope.warm_s)
                 took, told = _timed(way)
                 seconds[way.name].append(took)
                 if told is not None:
                     copies[way.name] = told.pieces
-                if told is not None and told.device_s is not None:
-                    device_seconds.setdefault(way.name, []).append(told.device_s)
+                if seen is not None and seen.device_s is not None:
+                    device_seconds.setdefault(way.name, []).append(seen.device_s)
     working = {way.name: way.move for way in ways if way.name not in left_out}
     return Cell(
         move,
@@ -236,6 +237,16 @@ def _timed(way: Way) -> tuple[float, Completion | None]:
     began = time.perf_counter()
     told = way.run()
     return time.perf_counter() - began, told
+
+
+def _warm_up(way: Way, seconds: float) -> Completion | None:
+    """What was said of a move that was looked at."""
+    until = time.perf_counter() + seconds
+    for _ in range(MOST_WARM_MOVES):
+        seen = way.observe()
+        if time.perf_counter() > until:
+            break
+    return seen
 
 
 @contextmanager

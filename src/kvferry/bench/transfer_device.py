@@ -90,7 +90,7 @@ class DeviceMemory:
 
     def planes(self) -> Mapping[str, DataPlane]:
         plain, inner = (NixlDataPlane(reach=NetworkReach.THIS_HOST) for _ in range(2))
-        return {"cuda_ipc": CudaIpcDataPlane(Timing.ON), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
+        return {"cuda_ipc": CudaIpcDataPlane(), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
 
     def source(self) -> Source | None:
         return None
@@ -117,6 +117,10 @@ class DeviceMemory:
             part.cpu().numpy().view("uint64") for part in (rows[:, 0].contiguous(), rows[:, -1].contiguous(), rows.sum(dim=1))
         )
         return Edges(first, last, sums)
+
+    def take_times(self, plane: DataPlane, timing: Timing) -> None:
+        if isinstance(plane, CudaIpcDataPlane):
+            plane.take_times(timing)
 
     def close(self) -> None:
         self._finish()

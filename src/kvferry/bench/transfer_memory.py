@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvferry.bench.transfer_moves import Move
 from kvferry.errors import KVFerryError
+from kvferry.planes.address_copy import Timing
 from kvferry.planes.copiers import copy_by_numpy, fastest_copier
 from kvferry.planes.nixl import NetworkReach, NixlDataPlane
 from kvferry.planes.shared_memory import SharedMemory, available_bytes, check_fits
@@ -84,6 +85,9 @@ class Memory(Protocol):
 
     def edges(self, count: int) -> Edges:
         """Of the memory, cut into so many blocks."""
+
+    def take_times(self, plane: DataPlane, timing: Timing) -> None:
+        """Whether completions of a plane that can tell say how long the device was at it."""
 
     def close(self) -> None: ...
 
@@ -177,6 +181,9 @@ class HostMemory:
     def edges(self, count: int) -> Edges:
         rows = np.frombuffer(self._memory.buffer, np.uint64).reshape(count, -1)
         return Edges(rows[:, 0], rows[:, -1], rows.sum(axis=1, dtype=np.uint64))
+
+    def take_times(self, plane: DataPlane, timing: Timing) -> None:
+        return None
 
     def close(self) -> None:
         if self._opened is not None:

@@ -23,6 +23,7 @@ from kvferry.bench.transfer_rows import MEMCPY, RAW_NIXL, RAW_NIXL_ONE, RAW_NIXL
 from kvferry.breath import breathe
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError, MissingDependency
+from kvferry.planes.address_copy import Timing
 from kvferry.planes.runs import Offsets
 from kvferry.ports.data import Completion, DataPlane, Pieces, PlaneOffer
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
@@ -72,6 +73,8 @@ class Way:
     move: Move
     run: Callable[[], Completion | None]
     """The timed part, and what a plane says of it."""
+    observe: Callable[[], Completion | None]
+    """The same, while it is looked at how long the device takes. Not timed."""
     verify: Callable[[], None]
     """Not timed: once more, into memory that has forgotten everything. KVFerryError when other bytes came."""
 
@@ -187,11 +190,13 @@ class Consumer:
     def ways(self, move: Move, most_descriptors: int | None) -> list[Way]:
         """Every way to make this move, ready to be timed. Those that need long for a descriptor move no more of it than is given here."""
         part = move if most_descriptors is None else move.part(most_descriptors)
-        ways = [Way(MEMCPY, move, partial(self._copy, move), lambda: None), *self._raw_ways(move, part)]
+        copy = partial(self._copy, move)
+        ways = [Way(MEMCPY, move, copy, copy, lambda: None), *self._raw_ways(move, part)]
         for name in self._planes:
             chosen = part if name in self._memory.slow_ways else move
-            run = partial(self._read, name, chosen.pieces())
-            ways.append(Way(name, chosen, run, partial(self._verify, run, chosen)))
+            pieces = chosen.pieces()
+            run, observe = partial(self._read, name, pieces), partial(self._read_observed, name, pieces)
+            ways.append(Way(name, chosen, run, observe, partial(self._verify, run, chosen)))
         return ways
 
     def prepare(self, move: Move) -> None:
@@ -230,22 +235,31 @@ class Consumer:
             raise KVFerryError(f"a read over {plane_name} failed: {ended[0].error}")
         return ended[0]
 
+    def _read_observed(self, plane_name: str, pieces: Sequence[Pieces]) -> Completion:
+        plane = self._planes[plane_name]
+        self._memory.take_times(plane, Timing.ON)
+        try:
+            return self._read(plane_name, pieces)
+        finally:
+            self._memory.take_times(plane, Timing.OFF)
+
     def _raw_ways(self, move: Move, part: Move) -> list[Way]:
         if self._raw is None:
             return []
         raw, here, there = self._raw, self._memory.address, self._producer.regions[0].address
         raw.forget()
         read = partial(self._run_raw, raw.prepare("READ", _listed(here, part, part.local_blocks), _listed(there, part, part.remote_blocks)))
-        ways = [Way(RAW_NIXL, part, read, partial(self._verify, read, part))]
+        ways = [Way(RAW_NIXL, part, read, read, partial(self._verify, read, part))]
         spare, their_spare = self._memory.spare_address, self._producer.spare_address
         if spare is None or their_spare is None:
             return ways
         one = partial(self._run_raw, raw.prepare("READ", *(_one_piece(address, move.total_bytes) for address in (here, there))))
-        ways.append(Way(RAW_NIXL_ONE, move, one, partial(self._verify, one, move.joined())))
-        write = raw.prepare("WRITE", _listed(spare, part, part.remote_blocks), _listed(their_spare, part, part.local_blocks))
+        ways.append(Way(RAW_NIXL_ONE, move, one, one, partial(self._verify, one, move.joined())))
+        list_write = raw.prepare("WRITE", _listed(spare, part, part.remote_blocks), _listed(their_spare, part, part.local_blocks))
         whole = [_one_piece(address, move.blocks.count * move.blocks.piece_bytes) for address in (here, their_spare)]
         erase, fetch = raw.prepare("WRITE", *whole), raw.prepare("READ", *whole)
-        ways.append(Way(RAW_NIXL_WRITE, part, partial(self._run_raw, write), partial(self._verify_write, [erase, write, fetch], part)))
+        write = partial(self._run_raw, list_write)
+        ways.append(Way(RAW_NIXL_WRITE, part, write, write, partial(self._verify_write, [erase, list_write, fetch], part)))
         return ways
 
     def _run_raw(self, move: RawMove) -> None:

@@ -1,6 +1,7 @@
-/* What is done for every piece of a transfer: runs copied between two buffers, offsets checked, addresses written down.
+/* What is done for every piece of a transfer: runs copied between two buffers, offsets checked, addresses written down. And a device is
+ * asked here whether it is through.
  *
- * Runs are copied without the interpreter's lock.
+ * Runs are copied, and devices asked, without the interpreter's lock.
  * Two runs are copied at a time, 128 bytes of each in turn: while one starts, and waits for memory, the other keeps memory busy. The
  * second comes from the other half of the list, so that both halves are walked in the caller's order (sorted by source: the processor
  * then foresees what is read next). On x86-64 full chunks are stored past the caches, as memcpy does with one large copy.
@@ -10,6 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -216,9 +218,75 @@ static PyObject *put_all(PyObject *module, PyObject *args)
     return answer;
 }
 
+/* Where each place begins, and which offsets are its: PLACE_NUMBERS of them, one place after the other. */
+#define PLACE_NUMBERS 5
+
+static int put_place(int64_t *numbers, PyObject *source, PyObject *target, const long long *rest, uint64_t *bits)
+{
+    numbers[0] = source ? PyLong_AsLongLong(source) : -1;
+    numbers[1] = target ? PyLong_AsLongLong(target) : -1;
+    for (int i = 0; i < 3; i++)
+        numbers[2 + i] = rest[i];
+    *bits |= (uint64_t)(numbers[0] | numbers[1]);
+    return !PyErr_Occurred();
+}
+
+static PyObject *put_places(PyObject *module, PyObject *args)
+{
+    PyObject *into, *sources, *targets;
+    Py_buffer table;
+    Py_ssize_t first;
+    long long rest[3];
+    uint64_t bits = 0;
+    int is_valid = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OnO!O!(LLL):put_places", &into, &first, &PyTuple_Type, &sources, &PyTuple_Type, &targets, rest, rest + 1, rest + 2))
+        return NULL;
+    Py_ssize_t count = PyTuple_Size(sources);
+    if (PyObject_GetBuffer(into, &table, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
+        return NULL;
+    if (are_words(&table)) {
+        Py_ssize_t room = table.len / table.itemsize;
+        is_valid = first >= 0 && first <= room && count <= (room - first) / PLACE_NUMBERS && PyTuple_Size(targets) == count;
+        if (!is_valid)
+            PyErr_SetString(PyExc_ValueError, "the places leave the table, or are not in pairs");
+        for (Py_ssize_t i = 0; i < count && is_valid; i++)
+            is_valid = put_place((int64_t *)table.buf + first + PLACE_NUMBERS * i, PyTuple_GetItem(sources, i), PyTuple_GetItem(targets, i), rest, &bits);
+    }
+    PyBuffer_Release(&table);
+    return is_valid ? PyLong_FromLongLong((long long)bits) : NULL;
+}
+
+static double seconds_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static PyObject *ask_until(PyObject *module, PyObject *args)
+{
+    unsigned long long function, argument;
+    int waiting, answer;
+    double seconds;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKid:ask_until", &function, &argument, &waiting, &seconds))
+        return NULL;
+    int (*ask)(void *) = (int (*)(void *))(uintptr_t)function;
+    Py_BEGIN_ALLOW_THREADS
+    double end = seconds_now() + seconds;
+    do
+        answer = ask((void *)(uintptr_t)argument);
+    while (answer == waiting && seconds_now() < end);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(answer);
+}
+
 static PyMethodDef methods[] = {
     {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
     {"put_all", put_all, METH_VARARGS, "put_all(table, first, offsets, last): table[first + i] = offsets[i]; all of these, or-ed. IndexError unless all are from 0 to last."},
+    {"put_places", put_places, METH_VARARGS, "put_places(table, first, sources, targets, rest): for each place its source, its target and the three numbers of the rest; all sources and targets, or-ed."},
+    {"ask_until", ask_until, METH_VARARGS, "ask_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };

@@ -8,15 +8,15 @@ Layers mostly move the same blocks, so offsets are written down once for all pla
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopies
-from kvferry.planes.offsets import put_all
+from kvferry.planes.offsets import PLACE_NUMBERS, put_all, put_places
 from kvferry.planes.runs import Offsets
+from kvferry.ports.data import Pieces
 
 __all__ = [
     "FIRST_ROWS",
@@ -25,6 +25,7 @@ __all__ = [
     "TURN_BYTES",
     "Copies",
     "TableLayout",
+    "alike",
     "by_launch",
     "flat_addresses",
     "in_turns",
@@ -35,13 +36,12 @@ __all__ = [
 TABLE_NUMBERS = 131_072
 """1 MiB: torch rounds up what it pins, and keeps large pieces of a device for what is larger."""
 MAX_PLACES = 2048
-PLACE_NUMBERS = 5
-"""The kernel counts by it too (`piece_kernel.py`)."""
 TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
 """Rows of offsets in one table."""
 FIRST_ROWS = 8192
-"""Rows of a long transfer that are handed over first. Then it is twice as many each time, so that the device has work while the next are
-written down."""
+"""Rows of a long transfer that are handed over first. Then it is more each time, so that the device has work while the next are written
+down."""
+MORE_EACH_TURN = 4
 TURN_BYTES = 1 << 30
 """What is handed over at a time, if more than one row is: others want their turn."""
 MOST_IDLE = 2
@@ -62,8 +62,7 @@ class _Place(NamedTuple):
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class TableLayout:
+class TableLayout(NamedTuple):
     num_places: int
     most_rows: int
     """Of any place."""
@@ -71,6 +70,26 @@ class TableLayout:
     """What of the table is in use."""
     bits: int
     """All addresses, or-ed: what their lowest bits say of every one."""
+
+
+def alike(pieces: Sequence[Pieces]) -> list[Sequence[Pieces]]:
+    """Those with the same offsets, by size and length, at most a table's worth of places. Mostly that is all of them, so this is looked at
+    first: there may be a hundred layers. Offsets are the same if they are the same array."""
+    if not pieces:
+        return []
+    size, near, far = pieces[0].piece_bytes, pieces[0].local_offsets, pieces[0].remote_offsets
+    for part in pieces:
+        if part.local_offsets is not near or part.remote_offsets is not far or part.piece_bytes != size:
+            break
+    else:
+        if len(pieces) <= MAX_PLACES:
+            return [pieces] if len(near) else []
+    found: dict[tuple[int, int, int], list[Pieces]] = {}
+    for part in pieces:
+        if len(part.local_offsets):
+            found.setdefault((part.piece_bytes, id(part.local_offsets), id(part.remote_offsets)), []).append(part)
+    groups = sorted(found.values(), key=lambda same: (same[0].piece_bytes, len(same[0].local_offsets)))
+    return [same[first : first + MAX_PLACES] for same in groups for first in range(0, len(same), MAX_PLACES)]
 
 
 def together(copies: Iterable[Copies]) -> list[AddressCopies]:
@@ -89,6 +108,9 @@ def together(copies: Iterable[Copies]) -> list[AddressCopies]:
 
 def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
+    if sum(part.num_rows for part in copies) <= FIRST_ROWS and 0 < sum(part.total_bytes for part in copies) <= TURN_BYTES:
+        yield list(copies)
+        return
     most_rows = FIRST_ROWS
     waiting, rows, room = list[AddressCopies](), most_rows, TURN_BYTES
     for part in copies:
@@ -97,7 +119,7 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
             fitting = min(rows, max(room // row_bytes, 0 if waiting else 1))
             if fitting <= 0:
                 yield waiting
-                most_rows = min(2 * most_rows, TABLE_ROWS)
+                most_rows = min(MORE_EACH_TURN * most_rows, TABLE_ROWS)
                 waiting, rows, room = [], most_rows, TURN_BYTES
                 continue
             taken = part.rows(first, first + fitting)
@@ -109,6 +131,9 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
 
 def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What one kernel copies: pieces of one size, at most a table's worth, places of about as many rows."""
+    if len(copies) == 1 and 0 < copies[0].num_rows <= TABLE_ROWS and copies[0].size_bytes and copies[0].num_places <= MAX_PLACES:
+        yield list(copies)
+        return
     waiting, room, num_places, num_pieces, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0
     for part in copies:
         first = 0
@@ -130,18 +155,15 @@ def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
 def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
     """TransportError when a piece leaves its region."""
     num_places = sum(part.num_places for part in parts)
-    places = table[: PLACE_NUMBERS * num_places].reshape(num_places, PLACE_NUMBERS)
-    first, at, bits = 0, places.size, 0
+    first, at, bits = 0, PLACE_NUMBERS * num_places, 0
     try:
         for part in parts:
-            rows, end = part.num_rows, first + part.num_places
+            rows = part.num_rows
             bits |= put_all(table, at, part.sources, part.source_last) | put_all(table, at + rows, part.targets, part.target_last)
-            places[first:end] = (0, 0, at, at + rows, rows)
-            places[first:end, 0], places[first:end, 1] = part.source_bases, part.target_bases
-            first, at = end, at + 2 * rows
+            bits |= put_places(table, first, part.source_bases, part.target_bases, (at, at + rows, rows))
+            first, at = first + PLACE_NUMBERS * part.num_places, at + 2 * rows
     except IndexError as error:
         raise TransportError("a piece of this transfer leaves its region") from error
-    bits |= int(np.bitwise_or.reduce(places[:, :2], axis=None))
     return TableLayout(num_places, max(part.num_rows for part in parts), at, bits)
 
 

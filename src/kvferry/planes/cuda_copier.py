@@ -1,4 +1,6 @@
-"""Copies between addresses that a GPU can reach: one kernel for all pieces of a size, on a stream of its own.
+"""Copies between addresses that a GPU can reach: one kernel for all pieces of a size, on streams of its own.
+
+Jobs take turns on two streams: while one is copying, the table of the next goes to the device, and no job waits for another's last bytes.
 
 Called by one thread, with the device's context current in it. It never waits for the device but in `close`. Without triton, or without the
 compiler it needs, plain torch does the same, slower.
@@ -25,8 +27,6 @@ FALLBACK_WORDS = 4 * 1024 * 1024
 """What plain torch copies at a time: the two indices of each take 16 bytes."""
 SCRATCH_BYTES, TRIAL_NUMBERS = 128 * 1024, 16
 """What the kernel is tried with."""
-UPLOAD_FROM_ROWS, UPLOAD_FROM_BYTES = 16_384, 128 * 1024 * 1024
-"""Below, a kernel is through sooner if it reads the table where it was written."""
 ALIGNMENT = 16
 MAX_TABLES = 16
 """Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the device has enough to do."""
@@ -38,7 +38,7 @@ Launch = Callable[[torch.Tensor, TableLayout, int, bool, torch.cuda.Stream], Non
 
 
 class _Table:
-    """In pinned memory, which kernels read as their own, with room for it on the device."""
+    """Written in pinned memory, read on the device: programs that read it over the bus would wait longer than they copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = torch.empty(TABLE_NUMBERS, dtype=torch.int64, pin_memory=True)
@@ -48,10 +48,8 @@ class _Table:
     def write(self, parts: Sequence[AddressCopies]) -> TableLayout:
         return write_table(self._numbers, parts)
 
-    def where_read(self, layout: TableLayout, total_bytes: int, stream: torch.cuda.Stream) -> torch.Tensor:
-        """What a kernel on this stream is to read: the table itself, or a copy on the device where many programs read a lot of it."""
-        if layout.num_places * layout.most_rows < UPLOAD_FROM_ROWS and total_bytes < UPLOAD_FROM_BYTES:
-            return self._pinned
+    def uploaded(self, layout: TableLayout, stream: torch.cuda.Stream) -> torch.Tensor:
+        """What a kernel on this stream is to read."""
         cuda_driver.upload(self._uploaded.data_ptr(), self._pinned.data_ptr(), 8 * layout.num_numbers, stream.cuda_stream)
         return self._uploaded
 
@@ -78,10 +76,10 @@ class CudaCopyJob:
 class CudaAddressCopier:
     """Implements `planes.address_copy.AddressCopier`."""
 
-    def __init__(self, device: int, launch: Launch | None = None, timing: Timing = Timing.OFF) -> None:
-        self._timing = timing
+    def __init__(self, device: int, launch: Launch | None = None) -> None:
+        self.timing = Timing.OFF
         self._device = torch.device("cuda", device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream, self._next_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._free = [_Table(self._device)]
         self._used: deque[tuple[torch.cuda.Event, _Table]] = deque()
         self._launch = launch or self._best_launch()
@@ -93,22 +91,23 @@ class CudaAddressCopier:
 
     def start(self, copies: Sequence[AddressCopies]) -> CudaCopyJob:
         """Neighbours of one size go together, as far as a table goes."""
-        is_timed = self._timing is Timing.ON
-        done, tables = torch.cuda.Event(enable_timing=is_timed), list[_Table]()
-        began = torch.cuda.Event(enable_timing=True) if is_timed else None
+        stream, self._next_stream = self._next_stream, self._stream
+        self._stream, tables = stream, list[_Table]()
+        began = torch.cuda.Event(enable_timing=True) if self.timing is Timing.ON else None
         try:
             for parts in by_launch(copies):
                 table, size_bytes = self._take_table(), parts[0].size_bytes
                 tables.append(table)
                 layout = table.write(parts)
                 is_aligned = (layout.bits | size_bytes) % ALIGNMENT == 0
+                uploaded = table.uploaded(layout, stream)
                 if began is not None and len(tables) == 1:
-                    began.record(self._stream)
-                read = table.where_read(layout, sum(part.total_bytes for part in parts), self._stream)
-                self._launch(read, layout, size_bytes, is_aligned, self._stream)
+                    began.record(stream)
+                self._launch(uploaded, layout, size_bytes, is_aligned, stream)
             if began is not None and not tables:
-                began.record(self._stream)
-            done.record(self._stream)
+                began.record(stream)
+            done = torch.cuda.Event(enable_timing=began is not None)
+            done.record(stream)
         except Exception as error:  # no memory for a table, or the device has failed: this transfer's, not the thread's end
             with contextlib.suppress(RuntimeError):
                 self.wait()  # whoever hears of it takes the memory back
@@ -122,9 +121,17 @@ class CudaAddressCopier:
         """Whether so much is under way that more would only wait."""
         return len(self._used) >= MAX_TABLES and not self._used[0][0].query()
 
+    def watch(self, seconds: float) -> None:
+        """Until one more of the kernels under way is through, for so long at most."""
+        while self._used and self._used[0][0].query():
+            self._free.append(self._used.popleft()[1])
+        if self._used:
+            cuda_driver.has_passed(self._used[0][0].cuda_event, seconds)
+
     def wait(self) -> None:
         """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""
-        self._stream.synchronize()
+        for stream in (self._stream, self._next_stream):
+            stream.synchronize()
 
     def close(self) -> None:
         self.wait()
@@ -132,7 +139,7 @@ class CudaAddressCopier:
         self._free.clear()
 
     def _take_table(self) -> _Table:
-        """One that no kernel reads any more. They are used in turn, on one stream."""
+        """One that no kernel reads any more."""
         if not self._free and self._used and self._used[0][0].query():
             self._free.append(self._used.popleft()[1])
         return self._free.pop() if self._free else _Table(self._device)

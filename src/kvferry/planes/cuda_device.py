@@ -5,7 +5,6 @@ import threading
 import torch
 
 from kvferry.errors import TransportError
-from kvferry.planes.address_copy import Timing
 from kvferry.planes.cuda_copier import CudaAddressCopier
 from kvferry.planes.device_memory import enter_device
 
@@ -26,9 +25,9 @@ class CudaDevice:
             enter_device(self.number)
             self._here.has_entered = True
 
-    def prepare(self, timing: Timing) -> None:
+    def prepare(self) -> None:
         """Compile what will be needed."""
-        self._copier = CudaAddressCopier(self.number, timing=timing)
+        self._copier = CudaAddressCopier(self.number)
 
     @property
     def copier(self) -> CudaAddressCopier:

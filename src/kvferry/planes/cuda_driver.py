@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import TransportError
+from kvferry.planes.asking import ask_until
 
 __all__ = [
     "HANDLE_BYTES",
@@ -18,6 +19,8 @@ __all__ = [
     "close_handle",
     "device_with",
     "export_handle",
+    "has_passed",
+    "launch",
     "open_handle",
     "read_memory",
     "upload",
@@ -28,6 +31,7 @@ __all__ = [
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 LAZY_PEER_ACCESS = 1
+NOT_READY = 600
 
 
 class _Handle(ctypes.Structure):
@@ -81,7 +85,22 @@ def write_memory(address: int, content: bytes) -> None:
 
 def upload(target: int, source: int, size_bytes: int, stream: int) -> None:
     """Copy pinned memory to the device, in the order of a stream. Returns at once."""
-    _call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
+    status = _driver().cuMemcpyHtoDAsync_v2(target, source, size_bytes, stream)
+    if status:
+        raise _error("cuMemcpyHtoDAsync", status)
+
+
+def launch(function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
+    """Start a kernel in the order of a stream. `arguments`: the address of an array of addresses, one for each; they are read at once."""
+    status = _driver().cuLaunchKernel(function, *grid, threads, 1, 1, shared_bytes, stream, arguments, None)
+    if status:
+        raise _error("cuLaunchKernel", status)
+
+
+def has_passed(event: int, within_s: float) -> bool:
+    """Whether the device has come past an event, or has failed. It is asked all the time for so long; other threads of this interpreter go
+    on meanwhile."""
+    return ask_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
 
 
 def uuid_of(device: int) -> bytes:
@@ -107,19 +126,31 @@ def can_reach(device: int, other: int) -> bool:
 
 
 @functools.cache
+def _event_query() -> int:
+    return ctypes.cast(_driver().cuEventQuery, ctypes.c_void_p).value or 0
+
+
+@functools.cache
 def _driver() -> Any:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise TransportError(f"CUDA's driver cannot be loaded ({error})") from error
     driver.cuInit(0)
+    # What every transfer calls takes plain numbers.
+    pointer = ctypes.c_void_p
+    driver.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
+    driver.cuLaunchKernel.argtypes = (pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer)
     return driver
 
 
 def _call(name: str, *arguments: Any) -> None:
-    driver = _driver()
-    status = getattr(driver, name)(*arguments)
+    status = getattr(_driver(), name)(*arguments)
     if status:
-        text = ctypes.c_char_p()
-        driver.cuGetErrorString(status, ctypes.byref(text))
-        raise TransportError(f"{name} failed: {(text.value or b'unknown error').decode()} (CUDA error {status})")
+        raise _error(name, status)
+
+
+def _error(name: str, status: int) -> TransportError:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    return TransportError(f"{name} failed: {(text.value or b'unknown error').decode()} (CUDA error {status})")

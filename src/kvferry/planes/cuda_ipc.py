@@ -12,21 +12,21 @@ of CUDA 13:
   none.
 """
 
+import contextlib
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.breath import BREATH_S, breathe
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
 from kvferry.planes.bounds import check_forms, check_pieces, check_regions
-from kvferry.planes.copy_table import FIRST_ROWS, Copies, together
+from kvferry.planes.copy_table import FIRST_ROWS, alike
 from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
 from kvferry.planes.cuda_transfer import CudaTransfer
 from kvferry.planes.fabric import host_reach
@@ -46,8 +46,8 @@ DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at."""
 LAUNCH_S = 500e-6
 """How long one poll hands over what is to be copied: the device is not to wait for the rest of a turn."""
-SPIN_S = 100e-6
-"""How long one poll looks at the kernels under way: most are through before another turn of the ferry has begun."""
+WATCH_S = 250e-6
+"""How long one poll looks at the kernels under way: most are through by then."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ _log = logging.getLogger(__name__)
 class CudaIpcDataPlane:
     """Implements `ports.data.DataPlane`. Nothing of CUDA is loaded before `register` is given memory of a device."""
 
-    def __init__(self, timing: Timing = Timing.OFF) -> None:
-        self._timing = timing
+    def __init__(self) -> None:
         self._regions: tuple[Region, ...] = ()
         self._addresses: list[int] = []
         self._sizes: list[int] = []
@@ -81,7 +80,7 @@ class CudaIpcDataPlane:
         try:
             device.enter()
             self._offer = _own_offer(regions, device.number)
-            device.prepare(self._timing)
+            device.prepare()
         except (TransportError, RuntimeError) as error:  # torch's are RuntimeErrors: no memory left, say
             _log.warning("this cache cannot be shown to other processes over cuda_ipc: %s", error)
             return False
@@ -135,7 +134,7 @@ class CudaIpcDataPlane:
         launched = self._launch_next()
         others = [transfer for transfer in self._transfers if transfer is not launched]
         if launched is None:
-            _look_at(others, now + SPIN_S)
+            self._watch()
         return self._take_ended(others)
 
     def cancel(self, handle: Handle) -> None:
@@ -145,11 +144,15 @@ class CudaIpcDataPlane:
 
     def poll_interval_s(self) -> float | None:
         if self._transfers:
-            return 0.0 if any(transfer.is_launching for transfer in self._transfers) else BREATH_S
+            return 0.0
         return DEATH_CHECK_S if self._peers else None
 
     def serving_interval_s(self) -> float | None:
         return None
+
+    def take_times(self, timing: Timing) -> None:
+        """Whether completions say how long the device was at it, from now on. That costs some microseconds."""
+        self._entered().copier.timing = timing
 
     def close(self) -> None:
         """Waits for the kernels under way: they may be touching memory that is given back next."""
@@ -172,24 +175,26 @@ class CudaIpcDataPlane:
         if memory is None:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
         check_forms(pieces, self._regions, memory.regions, peer)
-        copies = together(self._copies(pieces, memory, direction))
+        copies = [self._copies(group, memory, direction) for group in alike(pieces)]
         # To look at very many takes as long as to move a good part of them: each is looked at when it is written down.
         if sum(part.num_rows for part in copies) <= FIRST_ROWS and not all(_is_possible(part) for part in copies):
             check_pieces(pieces, self._regions, memory.regions, peer)
         self._last_handle += 1
-        self._transfers.append(CudaTransfer(Handle(self._last_handle), peer, copies))
-        return Handle(self._last_handle)
+        transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
+        copier, is_next = self._entered().copier, not any(each.is_launching for each in self._transfers)
+        self._transfers.append(transfer)
+        if is_next and transfer.is_launching and not copier.is_full:
+            transfer.launch(copier)  # the rest of it, and what is behind others, with the next polls
+        return transfer.handle
 
-    def _copies(self, pieces: Sequence[Pieces], memory: PeerMemory, direction: Direction) -> Iterator[Copies]:
-        our_addresses, our_sizes, their_addresses, their_sizes = self._addresses, self._sizes, memory.addresses, memory.sizes
-        for part in pieces:
-            size, local, remote = part.piece_bytes, part.local_region, part.remote_region
-            ours, theirs = our_addresses[local], their_addresses[remote]
-            our_last, their_last = our_sizes[local] - size, their_sizes[remote] - size
-            if direction is Direction.READ:
-                yield size, part.remote_offsets, part.local_offsets, theirs, ours, their_last, our_last
-            else:
-                yield size, part.local_offsets, part.remote_offsets, ours, theirs, our_last, their_last
+    def _copies(self, group: Sequence[Pieces], memory: PeerMemory, direction: Direction) -> AddressCopies:
+        size, near, far = group[0].piece_bytes, group[0].local_offsets, group[0].remote_offsets
+        ours, theirs = [part.local_region for part in group], [part.remote_region for part in group]
+        here, there = tuple([self._addresses[each] for each in ours]), tuple([memory.addresses[each] for each in theirs])
+        last_here, last_there = min([self._sizes[each] for each in ours]) - size, min([memory.sizes[each] for each in theirs]) - size
+        if direction is Direction.READ:
+            return AddressCopies(size, far, near, there, here, last_there, last_here)
+        return AddressCopies(size, near, far, here, there, last_here, last_there)
 
     def _launch_next(self) -> CudaTransfer | None:
         """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
@@ -203,6 +208,10 @@ class CudaIpcDataPlane:
                     transfer.launch(copier)
                 return transfer
         return None
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the device has failed, which each transfer finds
+            self._entered().copier.watch(WATCH_S)
 
     def _take_ended(self, transfers: Sequence[CudaTransfer]) -> list[Completion]:
         ended = [transfer for transfer in transfers if transfer.has_ended()]
@@ -234,12 +243,6 @@ class CudaIpcDataPlane:
 
 def _is_possible(copies: AddressCopies) -> bool:
     return are_within(copies.sources, copies.source_last) and are_within(copies.targets, copies.target_last)
-
-
-def _look_at(transfers: Sequence[CudaTransfer], until: float) -> None:
-    """Until one of them has ended, or it is time for something else."""
-    while not any(transfer.has_ended() for transfer in transfers) and time.monotonic() < until:
-        breathe()
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:

@@ -49,9 +49,9 @@ class CudaTransfer:
         self._error = self._error or why
 
     def has_ended(self) -> bool:
-        """Whether no kernel of it touches memory any more, and none will. One stream: the last one ends last."""
+        """Whether no kernel of it touches memory any more, and none will."""
         try:
-            return not self.is_launching and (not self._jobs or self._jobs[-1].is_done())
+            return not self.is_launching and all(job.is_done() for job in reversed(self._jobs))
         except TransportError as error:
             self.stop(str(error))
             return True

@@ -3,13 +3,16 @@
 Pure. There may be hundreds of thousands of them, or some dozens for each of a hundred regions: both shall cost little.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvferry.planes.runs import Offsets
 
-__all__ = ["are_within", "put_all"]
+__all__ = ["PLACE_NUMBERS", "are_within", "put_all", "put_places"]
+
+PLACE_NUMBERS = 5
+"""What a table says of each place (`copy_table.py`). The kernel and the compiled loop count by it too."""
 
 
 def _are_within(offsets: Offsets, last: int) -> bool:
@@ -23,13 +26,22 @@ def _put_all(table: Offsets, first: int, offsets: Offsets, last: int) -> int:
     return int(np.bitwise_or.reduce(offsets)) if len(offsets) else 0
 
 
+def _put_places(table: Offsets, first: int, sources: Sequence[int], targets: Sequence[int], rest: tuple[int, int, int]) -> int:
+    places = table[first : first + PLACE_NUMBERS * len(sources)].reshape(-1, PLACE_NUMBERS)
+    places[:, 0], places[:, 1], places[:, 2:] = sources, targets, rest
+    return int(np.bitwise_or.reduce(places[:, :2], axis=None))
+
+
 _within: Callable[[Offsets, int], bool]
 _put: Callable[[Offsets, int, Offsets, int], int]
+put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int]
+"""For each place write its numbers into the table from `first` on: its source, its target, and the rest. All sources and targets, or-ed."""
 try:
     from kvferry.planes._copy import are_within as _within
     from kvferry.planes._copy import put_all as _put
+    from kvferry.planes._copy import put_places
 except ImportError:
-    _within, _put = _are_within, _put_all
+    _within, _put, put_places = _are_within, _put_all, _put_places
 
 
 def are_within(offsets: Offsets, last: int) -> bool:
