@@ -21,6 +21,12 @@ def copier(request: pytest.FixtureRequest) -> CudaAddressCopier:
     return CudaAddressCopier(0, copy_by_torch if request.param == "torch" else None)
 
 
+def copy(copier: CudaAddressCopier, copies: list[AddressCopies]) -> None:
+    """What was filled before is filled by another stream: it is to be complete."""
+    torch.cuda.synchronize()
+    wait_for(copier.start(copies))
+
+
 def wait_for(job: CopyJob) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not job.is_done():
@@ -47,7 +53,7 @@ def test_every_piece_arrives_and_nothing_else_is_touched(copier: CudaAddressCopi
     sources, targets = scattered(size_bytes, count, odd, seed=count)
     for origin, to in zip(sources.tolist(), targets.tolist(), strict=True):
         expected[to : to + size_bytes] = bytes_there[origin : origin + size_bytes]
-    wait_for(copier.start([AddressCopies(size_bytes, sources, targets, (source.data_ptr(),), (target.data_ptr(),))]))
+    copy(copier, [AddressCopies(size_bytes, sources, targets, (source.data_ptr(),), (target.data_ptr(),))])
     assert np.array_equal(target.cpu().numpy(), expected)
     assert not np.array_equal(expected, before), "the control: nothing was asked for"
     copier.close()
@@ -63,7 +69,7 @@ def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(copi
         AddressCopies(4096, rows[:9] * 256, rows[:9] * 256, (source.data_ptr() + half,), (target.data_ptr() + half,)),
         AddressCopies(16, np.empty(0, np.int64), np.empty(0, np.int64)),
     ]
-    wait_for(copier.start(parts))
+    copy(copier, parts)
     size = len(rows) * 16
     assert torch.equal(target[:size].view(-1, 16), source[:size].view(-1, 16).flip(0))
     assert torch.equal(target[half : half + 9 * 4096], source[half : half + 9 * 4096])
@@ -90,7 +96,7 @@ def test_places_of_unequal_length_go_together(copier: CudaAddressCopier, odd: in
             for origin, to in zip((base + sources).tolist(), (base + targets).tolist(), strict=True):
                 expected[to : to + size] = here[origin : origin + size]
     assert len(list(by_launch(copies))) == 1
-    wait_for(copier.start(copies))
+    copy(copier, copies)
     assert np.array_equal(target.cpu().numpy(), expected)
     copier.close()
 
@@ -100,7 +106,7 @@ def test_the_same_offsets_stand_for_several_places(copier: CudaAddressCopier) ->
     target = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
     rows, layer = np.arange(100, dtype=np.int64) * 4096, MEMORY_BYTES // 16
     sources, targets = (tuple(memory.data_ptr() + n * layer for n in range(0, 16, 3)) for memory in (source, target))
-    wait_for(copier.start([AddressCopies(4096, rows, rows[::-1].copy(), sources, targets)]))
+    copy(copier, [AddressCopies(4096, rows, rows[::-1].copy(), sources, targets)])
     expected = torch.zeros_like(target).view(16, layer)
     expected[::3, : 100 * 4096] = source.view(16, layer)[::3, : 100 * 4096].reshape(-1, 100, 4096).flip(1).reshape(-1, 100 * 4096)
     assert torch.equal(target.view(16, layer), expected)

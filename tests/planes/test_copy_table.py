@@ -13,6 +13,7 @@ from kvferry.planes.copy_table import (
     TABLE_ROWS,
     TURN_BYTES,
     TableLayout,
+    alike,
     by_launch,
     flat_addresses,
     in_turns,
@@ -20,6 +21,7 @@ from kvferry.planes.copy_table import (
     write_table,
 )
 from kvferry.planes.runs import Offsets
+from kvferry.ports.data import Pieces
 
 Moved = set[tuple[int, int, int]]
 """Size, source and target of every piece."""
@@ -102,6 +104,23 @@ def test_what_shares_its_offsets_is_written_down_once() -> None:
     layout = write_table(table, launch)
     assert layout.num_numbers == 33 * 5 + 2 * 4
     assert read(table, layout, 64) == asked([*layers, apart])
+
+
+def test_layers_that_move_the_same_blocks_are_found() -> None:
+    near, far, none = offsets(0, 64), offsets(64, 0), offsets()
+    layers = [Pieces(n, n + 1, 64, near, far) for n in range(5)]
+    assert alike(layers) == [layers]
+    apart = [Pieces(0, 0, 64, near, far.copy()), Pieces(1, 1, 64, near.copy(), far), Pieces(2, 2, 32, near, far)]
+    empty = Pieces(3, 3, 16, none, none)
+    found = alike([layers[0], apart[0], empty, layers[1], apart[1], apart[2], layers[2]])
+    assert [[id(part) for part in group] for group in found] == [
+        [id(apart[2])],
+        [id(part) for part in layers[:3]],
+        [id(apart[0])],
+        [id(apart[1])],
+    ]
+    assert alike([]) == alike([empty]) == []
+    assert [len(group) for group in alike(layers * 1000)] == [2048, 2048, 904]
 
 
 def test_more_rows_than_a_table_has_and_other_sizes_are_other_launches() -> None:

@@ -1,7 +1,7 @@
-/* What is done for every piece of a transfer: runs copied between two buffers, offsets checked, addresses written down. And a device is
- * asked here whether it is through.
+/* What is done for every piece of a transfer: runs copied between two buffers, offsets checked, addresses written down. And what is done
+ * for every kernel: it is started, and asked about until it is through.
  *
- * Runs are copied, and devices asked, without the interpreter's lock.
+ * Runs are copied, and devices spoken to, without the interpreter's lock.
  * Two runs are copied at a time, 128 bytes of each in turn: while one starts, and waits for memory, the other keeps memory busy. The
  * second comes from the other half of the list, so that both halves are walked in the caller's order (sorted by source: the processor
  * then foresees what is read next). On x86-64 full chunks are stored past the caches, as memcpy does with one large copy.
@@ -257,6 +257,46 @@ static PyObject *put_places(PyObject *module, PyObject *args)
     return is_valid ? PyLong_FromLongLong((long long)bits) : NULL;
 }
 
+/* Calls of CUDA's driver, by their addresses: nothing of CUDA is needed to compile this, nor where there is no device. */
+typedef int (*Upload)(uint64_t target, const void *source, size_t size, void *stream);
+typedef int (*Launch)(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned shared, void *stream, void **, void **);
+typedef int (*Record)(void *event, void *stream);
+#define OWN_PARAMETERS 3
+#define MAX_PARAMETERS 16
+
+static PyObject *start_kernel(PyObject *module, PyObject *args)
+{
+    unsigned long long upload, launch, record, table, pinned, function, stream, event;
+    Py_ssize_t size;
+    unsigned threads, shared, width, height;
+    int num_parameters, numbers[2], call = 0, status = 0;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "(KKK)(KKn)(KIIi)(II)(ii)KK:start_kernel", &upload, &launch, &record, &table, &pinned, &size, &function, &threads,
+                          &shared, &num_parameters, &width, &height, numbers, numbers + 1, &stream, &event))
+        return NULL;
+    if (num_parameters < OWN_PARAMETERS || num_parameters > MAX_PARAMETERS) {
+        PyErr_SetString(PyExc_ValueError, "too few or too many parameters");
+        return NULL;
+    }
+    uint64_t nothing = 0;
+    void *parameters[MAX_PARAMETERS] = {&table, numbers, numbers + 1}, *on = (void *)(uintptr_t)stream;
+    for (int i = OWN_PARAMETERS; i < num_parameters; i++)
+        parameters[i] = &nothing;
+    Py_BEGIN_ALLOW_THREADS
+    if (size)
+        status = ((Upload)(uintptr_t)upload)(table, (const void *)(uintptr_t)pinned, (size_t)size, on);
+    if (!status) {
+        call = 1;
+        status = ((Launch)(uintptr_t)launch)((void *)(uintptr_t)function, width, height, 1, threads, 1, 1, shared, on, parameters, NULL);
+    }
+    if (!status) {
+        call = 2;
+        status = ((Record)(uintptr_t)record)((void *)(uintptr_t)event, on);
+    }
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("ii", call, status);
+}
+
 static double seconds_now(void)
 {
     struct timespec now;
@@ -286,6 +326,7 @@ static PyMethodDef methods[] = {
     {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
     {"put_all", put_all, METH_VARARGS, "put_all(table, first, offsets, last): table[first + i] = offsets[i]; all of these, or-ed. IndexError unless all are from 0 to last."},
     {"put_places", put_places, METH_VARARGS, "put_places(table, first, sources, targets, rest): for each place its source, its target and the three numbers of the rest; all sources and targets, or-ed."},
+    {"start_kernel", start_kernel, METH_VARARGS, "start_kernel((upload, launch, record), (table, pinned, size), (function, threads, shared, parameters), (width, height), (number, number), stream, event): bring the table to the device, start the kernel with it and the two numbers, record the event; which call was the last, and its status."},
     {"ask_until", ask_until, METH_VARARGS, "ask_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},

@@ -8,9 +8,9 @@ memory on the same GPU. Called by one thread.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,8 +24,7 @@ __all__ = ["MAX_OFFSET", "AddressCopier", "AddressCopies", "CopyJob", "HostAddre
 MAX_OFFSET = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AddressCopies:
+class AddressCopies(NamedTuple):
     """For every place `p`, copy `i` moves `size_bytes` bytes from address `source_bases[p] + sources[i]` to `target_bases[p] + targets[i]`,
     valid in this process for all offsets from 0 to `source_last` and `target_last`."""
 
@@ -54,21 +53,18 @@ class AddressCopies:
         """Some of every place's, or all, without copying anything."""
         if first == 0 and end >= len(self.sources):
             return self
-        return replace(self, sources=self.sources[first:end], targets=self.targets[first:end])
+        return self._replace(sources=self.sources[first:end], targets=self.targets[first:end])
 
 
 class Timing(Enum):
     OFF = "off"
     ON = "on"
-    """Every job tells how long the device was at it; for benchmarks."""
+    """Jobs on a device tell how long it was at them; for benchmarks."""
 
 
 class CopyJob(Protocol):
     def is_done(self) -> bool:
         """Whether every byte is in place. Never waits. TransportError when the device has failed."""
-
-    def device_s(self) -> float:
-        """What a device has spent on it, once it is done; 0 where nobody has measured."""
 
 
 class AddressCopier(Protocol):
@@ -83,9 +79,6 @@ class AddressCopier(Protocol):
 class _Done:
     def is_done(self) -> bool:
         return True
-
-    def device_s(self) -> float:
-        return 0.0
 
 
 class HostAddressCopier:

@@ -108,8 +108,8 @@ def together(copies: Iterable[Copies]) -> list[AddressCopies]:
 
 def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
-    if sum(part.num_rows for part in copies) <= FIRST_ROWS and 0 < sum(part.total_bytes for part in copies) <= TURN_BYTES:
-        yield list(copies)
+    if len(copies) == 1 and 0 < copies[0].num_rows <= FIRST_ROWS and copies[0].total_bytes <= TURN_BYTES:
+        yield [copies[0]]
         return
     most_rows = FIRST_ROWS
     waiting, rows, room = list[AddressCopies](), most_rows, TURN_BYTES
@@ -132,7 +132,7 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
 def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What one kernel copies: pieces of one size, at most a table's worth, places of about as many rows."""
     if len(copies) == 1 and 0 < copies[0].num_rows <= TABLE_ROWS and copies[0].size_bytes and copies[0].num_places <= MAX_PLACES:
-        yield list(copies)
+        yield [copies[0]]
         return
     waiting, room, num_places, num_pieces, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0
     for part in copies:

@@ -18,14 +18,14 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
-from kvferry.planes.copy_table import TABLE_NUMBERS, TableLayout, by_launch, flat_addresses, write_table
-from kvferry.planes.runs import Offsets
+from kvferry.planes.copy_table import TableLayout, by_launch, flat_addresses
+from kvferry.planes.cuda_table import CudaTable
 
 __all__ = ["CudaAddressCopier", "CudaCopyJob", "copy_by_torch"]
 
 FALLBACK_WORDS = 4 * 1024 * 1024
 """What plain torch copies at a time: the two indices of each take 16 bytes."""
-SCRATCH_BYTES, TRIAL_NUMBERS = 128 * 1024, 16
+SCRATCH_BYTES = 128 * 1024
 """What the kernel is tried with."""
 ALIGNMENT = 16
 MAX_TABLES = 16
@@ -33,44 +33,39 @@ MAX_TABLES = 16
 
 _log = logging.getLogger(__name__)
 
-Launch = Callable[[torch.Tensor, TableLayout, int, bool, torch.cuda.Stream], None]
+Launch = Callable[[CudaTable, TableLayout, int, bool, torch.cuda.Stream], None]
 """`piece_kernel.PieceKernel`, or what stands in for it."""
 
 
-class _Table:
-    """Written in pinned memory, read on the device: programs that read it over the bus would wait longer than they copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = torch.empty(TABLE_NUMBERS, dtype=torch.int64, pin_memory=True)
-        self._numbers: Offsets = self._pinned.numpy()
-        self._uploaded = torch.empty(TABLE_NUMBERS, dtype=torch.int64, device=device)
-
-    def write(self, parts: Sequence[AddressCopies]) -> TableLayout:
-        return write_table(self._numbers, parts)
-
-    def uploaded(self, layout: TableLayout, stream: torch.cuda.Stream) -> torch.Tensor:
-        """What a kernel on this stream is to read."""
-        cuda_driver.upload(self._uploaded.data_ptr(), self._pinned.data_ptr(), 8 * layout.num_numbers, stream.cuda_stream)
-        return self._uploaded
+@dataclass(frozen=True, slots=True, eq=False)
+class _Span:
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
 
 
-@dataclass(frozen=True, slots=True)
 class CudaCopyJob:
     """Implements `planes.address_copy.CopyJob`."""
 
-    event: torch.cuda.Event
-    began: torch.cuda.Event | None
-    """Where times are taken."""
+    def __init__(self, table: CudaTable | None, span: _Span | None) -> None:
+        """`table`: the last one that is read for it."""
+        self._table = table
+        self.span = span
 
-    def device_s(self) -> float:
-        """How long the device was at it. Once it is done, and where times are taken."""
-        return 0.0 if self.began is None else self.began.elapsed_time(self.event) / 1000
+    def forget(self) -> None:
+        """It is over, and its table is used for something else."""
+        self._table = None
 
     def is_done(self) -> bool:
         try:
-            return bool(self.event.query())
+            return self._table is None or self._table.has_passed()
         except RuntimeError as error:
             raise TransportError(f"the GPU has failed ({error}); nothing more can be copied by this process") from error
+
+    def device_s(self, first: "CudaCopyJob") -> float | None:
+        """From the beginning of another job to the end of this one, once it is done; None where no times were taken."""
+        if first.span is None or self.span is None:
+            return None
+        return float(first.span.began.elapsed_time(self.span.ended)) / 1000
 
 
 class CudaAddressCopier:
@@ -80,9 +75,9 @@ class CudaAddressCopier:
         self.timing = Timing.OFF
         self._device = torch.device("cuda", device)
         self._stream, self._next_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        self._free = [_Table(self._device)]
-        self._used: deque[tuple[torch.cuda.Event, _Table]] = deque()
-        self._launch = launch or self._best_launch()
+        self._free = [CudaTable(self._device)]
+        self._used: deque[tuple[CudaTable, CudaCopyJob]] = deque()
+        self._launch = launch or self._best_launch(self._free[0])
 
     @property
     def reaches_other_gpus(self) -> bool:
@@ -92,41 +87,36 @@ class CudaAddressCopier:
     def start(self, copies: Sequence[AddressCopies]) -> CudaCopyJob:
         """Neighbours of one size go together, as far as a table goes."""
         stream, self._next_stream = self._next_stream, self._stream
-        self._stream, tables = stream, list[_Table]()
-        began = torch.cuda.Event(enable_timing=True) if self.timing is Timing.ON else None
+        self._stream, tables = stream, []
         try:
+            span = self._begin_span(stream)
             for parts in by_launch(copies):
                 table, size_bytes = self._take_table(), parts[0].size_bytes
-                tables.append(table)
                 layout = table.write(parts)
-                is_aligned = (layout.bits | size_bytes) % ALIGNMENT == 0
-                uploaded = table.uploaded(layout, stream)
-                if began is not None and len(tables) == 1:
-                    began.record(stream)
-                self._launch(uploaded, layout, size_bytes, is_aligned, stream)
-            if began is not None and not tables:
-                began.record(stream)
-            done = torch.cuda.Event(enable_timing=began is not None)
-            done.record(stream)
+                tables.append(table)
+                self._launch(table, layout, size_bytes, (layout.bits | size_bytes) % ALIGNMENT == 0, stream)
+            if span is not None:
+                span.ended.record(stream)
         except Exception as error:  # no memory for a table, or the device has failed: this transfer's, not the thread's end
             with contextlib.suppress(RuntimeError):
-                self.wait()  # whoever hears of it takes the memory back
+                if tables:
+                    self.wait()  # whoever hears of it takes the memory back
             raise error if isinstance(error, TransportError) else TransportError(f"the GPU cannot copy this ({error})") from error
-        # Not before: an event that was never recorded counts as passed.
-        self._used.extend((done, table) for table in tables)
-        return CudaCopyJob(done, began)
+        job = CudaCopyJob(tables[-1] if tables else None, span)
+        self._used.extend((table, job) for table in tables)
+        return job
 
     @property
     def is_full(self) -> bool:
         """Whether so much is under way that more would only wait."""
-        return len(self._used) >= MAX_TABLES and not self._used[0][0].query()
+        return len(self._used) >= MAX_TABLES and not self._used[0][0].has_passed()
 
     def watch(self, seconds: float) -> None:
         """Until one more of the kernels under way is through, for so long at most."""
-        while self._used and self._used[0][0].query():
-            self._free.append(self._used.popleft()[1])
+        while self._take_back():
+            pass
         if self._used:
-            cuda_driver.has_passed(self._used[0][0].cuda_event, seconds)
+            cuda_driver.has_passed(self._used[0][0].event_handle, seconds)
 
     def wait(self) -> None:
         """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""
@@ -138,37 +128,52 @@ class CudaAddressCopier:
         self._used.clear()
         self._free.clear()
 
-    def _take_table(self) -> _Table:
-        """One that no kernel reads any more."""
-        if not self._free and self._used and self._used[0][0].query():
-            self._free.append(self._used.popleft()[1])
-        return self._free.pop() if self._free else _Table(self._device)
+    def _begin_span(self, stream: torch.cuda.Stream) -> _Span | None:
+        if self.timing is Timing.OFF:
+            return None
+        span = _Span(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+        span.began.record(stream)
+        return span
 
-    def _best_launch(self) -> Launch:
+    def _take_table(self) -> CudaTable:
+        """One that no kernel reads any more."""
+        if not self._free:
+            self._take_back()
+        return self._free.pop() if self._free else CudaTable(self._device)
+
+    def _take_back(self) -> bool:
+        if not self._used or not self._used[0][0].has_passed():
+            return False
+        table, job = self._used.popleft()
+        if not self._used or self._used[0][1] is not job:
+            job.forget()
+        self._free.append(table)
+        return True
+
+    def _best_launch(self, table: CudaTable) -> Launch:
         try:
             # Imported only where there is a device, and not everywhere is there triton.
             from kvferry.planes.piece_kernel import PieceKernel
 
             with torch.cuda.stream(self._stream):
-                numbers = torch.empty(TRIAL_NUMBERS, dtype=torch.int64, pin_memory=True)
-                return PieceKernel(numbers, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
+                return PieceKernel(table, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
         except Exception as error:  # whatever keeps a compiler from working: there is another way
             _log.warning("triton does not work here (%s); pieces are copied by plain torch, slower", error)
             return copy_by_torch
 
 
-def copy_by_torch(table: torch.Tensor, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
+def copy_by_torch(table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
     """What the kernel does, by indexing: the table is turned into an index for every word."""
     word_bytes = 8 if is_aligned else 1
     step = max(1, FALLBACK_WORDS * word_bytes // size_bytes)
     with torch.cuda.stream(stream):
         words = torch.arange(size_bytes // word_bytes, device="cuda")
-        addresses = flat_addresses(table[: layout.num_numbers].cpu().numpy(), layout)
-        sources, targets = (torch.from_numpy(side) for side in addresses)
+        sources, targets = (torch.from_numpy(side) for side in flat_addresses(table.numbers, layout))
         for first in range(0, len(sources), step):
             origins = _words_at(sources[first : first + step], words, word_bytes)
             ends = _words_at(targets[first : first + step], words, word_bytes)
             ends.memory[ends.indices] = origins.memory[origins.indices]
+        table.event.record(stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import TransportError
-from kvferry.planes.asking import ask_until
+from kvferry.planes import driver_calls
+from kvferry.planes.driver_calls import Kernel
 
 __all__ = [
     "HANDLE_BYTES",
@@ -20,9 +21,9 @@ __all__ = [
     "device_with",
     "export_handle",
     "has_passed",
-    "launch",
     "open_handle",
     "read_memory",
+    "start_kernel",
     "upload",
     "uuid_of",
     "write_memory",
@@ -32,6 +33,7 @@ HANDLE_BYTES = 64
 UUID_BYTES = 16
 LAZY_PEER_ACCESS = 1
 NOT_READY = 600
+KERNEL_CALLS = ("cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuEventRecord")
 
 
 class _Handle(ctypes.Structure):
@@ -85,22 +87,23 @@ def write_memory(address: int, content: bytes) -> None:
 
 def upload(target: int, source: int, size_bytes: int, stream: int) -> None:
     """Copy pinned memory to the device, in the order of a stream. Returns at once."""
-    status = _driver().cuMemcpyHtoDAsync_v2(target, source, size_bytes, stream)
-    if status:
-        raise _error("cuMemcpyHtoDAsync", status)
+    _call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_void_p(source), ctypes.c_size_t(size_bytes), ctypes.c_void_p(stream))
 
 
-def launch(function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
-    """Start a kernel in the order of a stream. `arguments`: the address of an array of addresses, one for each; they are read at once."""
-    status = _driver().cuLaunchKernel(function, *grid, threads, 1, 1, shared_bytes, stream, arguments, None)
+def start_kernel(
+    kernel: Kernel, table: tuple[int, int, int], grid: tuple[int, int], numbers: tuple[int, int], stream: int, event: int
+) -> None:
+    """In the order of a stream: copy a table (its address there, where it is pinned, its bytes) to the device, start a kernel, record an
+    event. Returns at once."""
+    call, status = driver_calls.start_kernel(_kernel_calls(), table, kernel, grid, numbers, stream, event)
     if status:
-        raise _error("cuLaunchKernel", status)
+        raise _error(KERNEL_CALLS[call], status)
 
 
 def has_passed(event: int, within_s: float) -> bool:
     """Whether the device has come past an event, or has failed. It is asked all the time for so long; other threads of this interpreter go
     on meanwhile."""
-    return ask_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
+    return driver_calls.ask_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
 
 
 def uuid_of(device: int) -> bytes:
@@ -127,7 +130,17 @@ def can_reach(device: int, other: int) -> bool:
 
 @functools.cache
 def _event_query() -> int:
-    return ctypes.cast(_driver().cuEventQuery, ctypes.c_void_p).value or 0
+    return _address("cuEventQuery")
+
+
+@functools.cache
+def _kernel_calls() -> tuple[int, int, int]:
+    upload, launch, record = map(_address, KERNEL_CALLS)
+    return upload, launch, record
+
+
+def _address(name: str) -> int:
+    return ctypes.cast(getattr(_driver(), name), ctypes.c_void_p).value or 0
 
 
 @functools.cache
@@ -137,10 +150,6 @@ def _driver() -> Any:
     except OSError as error:
         raise TransportError(f"CUDA's driver cannot be loaded ({error})") from error
     driver.cuInit(0)
-    # What every transfer calls takes plain numbers.
-    pointer = ctypes.c_void_p
-    driver.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
-    driver.cuLaunchKernel.argtypes = (pointer, *[ctypes.c_uint] * 7, pointer, pointer, pointer)
     return driver
 
 

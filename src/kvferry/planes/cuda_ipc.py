@@ -12,7 +12,6 @@ of CUDA 13:
   none.
 """
 
-import contextlib
 import logging
 import os
 import time
@@ -32,7 +31,6 @@ from kvferry.planes.cuda_transfer import CudaTransfer
 from kvferry.planes.fabric import host_reach
 from kvferry.planes.gather import Direction
 from kvferry.planes.lending import no_fence
-from kvferry.planes.offsets import are_within
 from kvferry.planes.process import start_ticks
 from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
@@ -176,15 +174,17 @@ class CudaIpcDataPlane:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
         check_forms(pieces, self._regions, memory.regions, peer)
         copies = [self._copies(group, memory, direction) for group in alike(pieces)]
-        # To look at very many takes as long as to move a good part of them: each is looked at when it is written down.
-        if sum(part.num_rows for part in copies) <= FIRST_ROWS and not all(_is_possible(part) for part in copies):
-            check_pieces(pieces, self._regions, memory.regions, peer)
         self._last_handle += 1
         transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
-        copier, is_next = self._entered().copier, not any(each.is_launching for each in self._transfers)
-        self._transfers.append(transfer)
-        if is_next and transfer.is_launching and not copier.is_full:
+        copier = self._entered().copier
+        if transfer.is_launching and not copier.is_full and not any(each.is_launching for each in self._transfers):
             transfer.launch(copier)  # the rest of it, and what is behind others, with the next polls
+            if transfer.error is not None:
+                check_pieces(pieces, self._regions, memory.regions, peer)
+        # To look at very many takes as long as to move a good part of them: each is looked at when it is written down.
+        elif sum(part.num_rows for part in copies) <= FIRST_ROWS:
+            check_pieces(pieces, self._regions, memory.regions, peer)
+        self._transfers.append(transfer)
         return transfer.handle
 
     def _copies(self, group: Sequence[Pieces], memory: PeerMemory, direction: Direction) -> AddressCopies:
@@ -198,6 +198,8 @@ class CudaIpcDataPlane:
 
     def _launch_next(self) -> CudaTransfer | None:
         """Hand over some of the transfer whose turn it is: that transfer. None when all are handed over."""
+        if not any(transfer.is_launching for transfer in self._transfers):
+            return None
         copier = self._entered().copier
         for _ in range(0 if copier.is_full else len(self._transfers)):
             transfer = self._transfers[0]
@@ -210,8 +212,10 @@ class CudaIpcDataPlane:
         return None
 
     def _watch(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the device has failed, which each transfer finds
+        try:
             self._entered().copier.watch(WATCH_S)
+        except RuntimeError:  # the device has failed, which each transfer finds
+            return
 
     def _take_ended(self, transfers: Sequence[CudaTransfer]) -> list[Completion]:
         ended = [transfer for transfer in transfers if transfer.has_ended()]
@@ -239,10 +243,6 @@ class CudaIpcDataPlane:
             memory.close()
         except TransportError as error:
             _log.warning("memory of a peer cannot be closed peer=%s reason=%s", peer, error)
-
-
-def _is_possible(copies: AddressCopies) -> bool:
-    return are_within(copies.sources, copies.source_last) and are_within(copies.targets, copies.target_last)
 
 
 def _own_offer(regions: Sequence[Region], device: int) -> CudaOffer:

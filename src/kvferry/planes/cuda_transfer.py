@@ -2,12 +2,16 @@
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvferry.errors import TransportError
-from kvferry.planes.address_copy import AddressCopier, AddressCopies, CopyJob
+from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.copy_table import in_turns
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
+
+if TYPE_CHECKING:
+    from kvferry.planes.cuda_copier import CudaAddressCopier, CudaCopyJob
 
 __all__ = ["CudaTransfer"]
 
@@ -19,8 +23,8 @@ class CudaTransfer:
         self._began = time.perf_counter()
         self._launches = in_turns(copies)
         self._next = next(self._launches, None)
-        self._jobs: list[CopyJob] = []
-        self._error: str | None = None
+        self._jobs: list[CudaCopyJob] = []
+        self.error: str | None = None
         self._total_bytes = 0
         self._num_launches = 0
         self._post_s = 0.0
@@ -29,7 +33,7 @@ class CudaTransfer:
     def is_launching(self) -> bool:
         return self._next is not None
 
-    def launch(self, copier: AddressCopier) -> None:
+    def launch(self, copier: "CudaAddressCopier") -> None:
         """Some more of it."""
         assert self._next is not None, "all of it has been launched"
         began = time.perf_counter()
@@ -46,7 +50,7 @@ class CudaTransfer:
     def stop(self, why: str) -> None:
         """Launch no more of it; the first reason counts."""
         self._next = None
-        self._error = self._error or why
+        self.error = self.error or why
 
     def has_ended(self) -> bool:
         """Whether no kernel of it touches memory any more, and none will."""
@@ -58,5 +62,5 @@ class CudaTransfer:
 
     def completion(self) -> Completion:
         elapsed = time.perf_counter() - self._began
-        device_s = sum(job.device_s() for job in self._jobs) if self._error is None else 0.0
-        return Completion(self.handle, self._error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s or None)
+        device_s = self._jobs[-1].device_s(self._jobs[0]) if self._jobs and self.error is None else None
+        return Completion(self.handle, self.error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s)

@@ -4,12 +4,10 @@ Each program copies a tile: `ROWS` pieces of up to `WIDTH` words, or a part of o
 (`copy_table.py`): the second number of a program says whose.
 """
 
-import ctypes
 import logging
 import re
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +16,9 @@ import triton.language as tl
 
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies
-from kvferry.planes.copy_table import TableLayout, write_table
+from kvferry.planes.copy_table import TableLayout
+from kvferry.planes.cuda_table import CudaTable
+from kvferry.planes.driver_calls import Kernel
 
 __all__ = ["PieceKernel"]
 
@@ -56,58 +56,42 @@ def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGN
     tl.store(ends[:, None] + columns[None, :], tl.load(origins[:, None] + columns[None, :], mask=mask, other=0), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """How pieces of a size are cut, and what a word is."""
 
     rows: int
     width: int
-    words: int
+    tiles: int
+    """How many programs share a piece."""
+    units: int
     is_aligned: bool
 
     @property
-    def units(self) -> int:
-        return self.words // 2 if self.is_aligned else self.words
+    def numbers(self) -> tuple[int, int]:
+        return self.units, self.tiles
 
-    @property
-    def tiles(self) -> int:
-        """How many programs share a piece."""
-        return -(-self.words // self.width)
-
-    def grid(self, layout: TableLayout) -> tuple[int, int, int]:
-        return -(-layout.most_rows // self.rows) * self.tiles, layout.num_places, 1
+    def grid(self, layout: TableLayout) -> tuple[int, int]:
+        return -(-layout.most_rows // self.rows) * self.tiles, layout.num_places
 
 
 @cache
 def _shape_of(size_bytes: int, is_aligned: bool) -> _Shape:
     words = size_bytes // 8 if is_aligned else size_bytes
     width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
-    return _Shape(TILE_WORDS // width, width, words, is_aligned)
+    return _Shape(TILE_WORDS // width, width, -(-words // width), words // 2 if is_aligned else words, is_aligned)
 
 
-class _Variant:
-    """One that triton has compiled, launched by a call of the driver."""
-
-    def __init__(self, compiled: Any) -> None:
-        """ValueError when it is not of the kind that we know: other versions of triton give kernels more than we have asked for."""
-        meta = compiled.metadata
-        kinds = _parameter_kinds(compiled.asm["ptx"])
-        spaces = (getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
-        specials = (getattr(meta, f"launch_{kind}", False) for kind in ("cooperative_grid", "pdl"))
-        # Beside ours there may be addresses of memory that it works in, of which ours needs none.
-        if kinds[:3] != ["u64", "u32", "u32"] or {*kinds[3:]} - {"u64"} or any(spaces) or any(specials) or meta.num_ctas != 1:
-            raise ValueError(f"parameters {kinds} of {meta}")
-        self._function: int = compiled.function
-        self._threads, self._shared_bytes = meta.num_warps * WARP_THREADS, meta.shared
-        self._table, self._units, self._tiles = ctypes.c_uint64(), ctypes.c_int32(), ctypes.c_int32()
-        nothing = ctypes.c_uint64()
-        self._values = (self._table, self._units, self._tiles, *[nothing] * (len(kinds) - 3))
-        self._pointers = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._values))
-        self._arguments = ctypes.addressof(self._pointers)
-
-    def launch(self, table: int, shape: _Shape, layout: TableLayout, stream: int) -> None:
-        self._table.value, self._units.value, self._tiles.value = table, shape.units, shape.tiles
-        cuda_driver.launch(self._function, shape.grid(layout), self._threads, self._shared_bytes, stream, self._arguments)
+def _kernel_of(compiled: Any) -> Kernel:
+    """What triton has compiled, as the driver starts it. ValueError when it is not of the kind that we know: other versions of triton give
+    kernels more than was asked for."""
+    meta = compiled.metadata
+    kinds = _parameter_kinds(compiled.asm["ptx"])
+    spaces = (getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
+    specials = (getattr(meta, f"launch_{kind}", False) for kind in ("cooperative_grid", "pdl"))
+    # Beside ours there may be addresses of memory that it works in, of which ours needs none.
+    if kinds[:3] != ["u64", "u32", "u32"] or {*kinds[3:]} - {"u64"} or any(spaces) or any(specials) or meta.num_ctas != 1:
+        raise ValueError(f"parameters {kinds} of {meta}")
+    return Kernel(compiled.function, meta.num_warps * WARP_THREADS, meta.shared, len(kinds))
 
 
 def _parameter_kinds(ptx: str) -> list[str]:
@@ -116,42 +100,46 @@ def _parameter_kinds(ptx: str) -> list[str]:
 
 
 class PieceKernel:
-    """Compiled for the current device when it is made. Each call launches it.
+    """Compiled for the current device when it is made. Each call starts it.
 
     Triton works out anew with every call which of its variants is meant, and what belongs to it, which takes longer than all else here
-    together. So the variants that it made are launched by the driver's own call, if that is seen to work with this triton."""
+    together. So the variants that it made are started by the driver's own calls, if that is seen to work with this triton."""
 
-    def __init__(self, table: torch.Tensor, scratch: torch.Tensor) -> None:
-        """`table`: some numbers that the device can read; `scratch`: some memory of the device that holds nothing yet."""
-        self._variants: dict[tuple[bool, int], _Variant] = {}
-        layout = write_table(table.numpy(), _trial(scratch.data_ptr(), scratch.numel()))
+    def __init__(self, table: CudaTable, scratch: torch.Tensor) -> None:
+        """`scratch`: some memory of the device that holds nothing yet. Both are free again afterwards."""
+        self._kernels: dict[tuple[bool, int], Kernel] = {}
+        stream = torch.cuda.current_stream()
+        layout = table.write(_trial(scratch.data_ptr(), scratch.numel()))
         for is_aligned in (True, False):
             for width in WIDTHS:
                 size_bytes = width * (8 if is_aligned else 1)
-                compiled = self._compile(table, layout, _shape_of(size_bytes, is_aligned))
+                compiled = self._start_by_triton(table.upload(layout, stream), layout, _shape_of(size_bytes, is_aligned))
                 try:
-                    self._variants[is_aligned, width] = _Variant(compiled)
+                    self._kernels[is_aligned, width] = _kernel_of(compiled)
                     self._check(table, layout, scratch, size_bytes, is_aligned)
                 except Exception as error:  # whatever another version of triton has against it
-                    self._variants.pop((is_aligned, width), None)
-                    _log.info("kernels are launched by triton itself, slower: %s", error)
+                    self._kernels.pop((is_aligned, width), None)
+                    _log.info("kernels are started by triton itself, slower: %s", error)
+        stream.synchronize()
 
-    def __call__(self, table: torch.Tensor, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
-        """Copy pieces of `size_bytes`. `table`: laid out like that, readable by the device; `is_aligned`: all addresses and the size are
-        multiples of 16."""
+    def __call__(self, table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
+        """Copy pieces of `size_bytes` by a table that is laid out like that, and record its event. `is_aligned`: all addresses and the size
+        are multiples of 16."""
         shape = _shape_of(size_bytes, is_aligned)
-        variant = self._variants.get((is_aligned, shape.width))
-        if variant is None:
+        kernel = self._kernels.get((is_aligned, shape.width))
+        if kernel is None:
             with torch.cuda.stream(stream):
-                self._compile(table, layout, shape)
+                self._start_by_triton(table.upload(layout, stream), layout, shape)
+                table.event.record(stream)
             return
-        variant.launch(table.data_ptr(), shape, layout, stream.cuda_stream)
+        source = *table.addresses, 8 * layout.num_numbers
+        cuda_driver.start_kernel(kernel, source, shape.grid(layout), shape.numbers, stream.cuda_stream, table.event_handle)
 
-    def _compile(self, table: torch.Tensor, layout: TableLayout, shape: _Shape) -> Any:
-        """By triton's own way, which launches too."""
-        return _copy[shape.grid(layout)](table, shape.units, shape.tiles, shape.rows, shape.width, shape.is_aligned, num_warps=WARPS)
+    def _start_by_triton(self, table: torch.Tensor, layout: TableLayout, shape: _Shape) -> Any:
+        grid, numbers = shape.grid(layout), shape.numbers
+        return _copy[grid](table, *numbers, shape.rows, shape.width, shape.is_aligned, num_warps=WARPS)
 
-    def _check(self, table: torch.Tensor, layout: TableLayout, scratch: torch.Tensor, size_bytes: int, is_aligned: bool) -> None:
+    def _check(self, table: CudaTable, layout: TableLayout, scratch: torch.Tensor, size_bytes: int, is_aligned: bool) -> None:
         half = scratch.numel() // 2
         scratch[:half].fill_(7)
         scratch[half:].zero_()

@@ -1,0 +1,69 @@
+"""Calls of a device's driver that every transfer makes, by their addresses: compiled, or by ctypes where kvferry was installed without a
+compiler.
+
+Other threads of the interpreter go on meanwhile. Nothing of CUDA is needed to import this.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvferry.breath import breathe
+
+__all__ = ["Kernel", "ask_by_breaths", "ask_until", "start_by_ctypes", "start_kernel"]
+
+OWN_PARAMETERS = 3
+
+
+class Kernel(NamedTuple):
+    """A kernel that is loaded: it takes the address of a table, two numbers, and further addresses, which are all nothing."""
+
+    function: int
+    threads: int
+    shared_bytes: int
+    num_parameters: int
+
+
+def ask_by_breaths(function: int, argument: int, waiting: int, seconds: float) -> int:
+    ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function)
+    end = time.monotonic() + seconds
+    while (answer := int(ask(argument))) == waiting and time.monotonic() < end:
+        breathe()
+    return answer
+
+
+def start_by_ctypes(
+    calls: tuple[int, int, int],
+    table: tuple[int, int, int],
+    kernel: tuple[int, int, int, int],
+    grid: tuple[int, int],
+    numbers: tuple[int, int],
+    stream: int,
+    event: int,
+) -> tuple[int, int]:
+    number, pointer, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
+    upload = ctypes.CFUNCTYPE(ctypes.c_int, number, pointer, ctypes.c_size_t, pointer)(calls[0])
+    launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[count] * 7, pointer, pointer, pointer)(calls[1])
+    record = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(calls[2])
+    function, threads, shared_bytes, num_parameters = kernel
+    values = (number(table[0]), *map(ctypes.c_int, numbers), *[number() for _ in range(num_parameters - OWN_PARAMETERS)])
+    parameters = (pointer * len(values))(*map(ctypes.addressof, values))
+    if table[2] and (status := upload(*table, stream)):
+        return 0, int(status)
+    if status := launch(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), None):
+        return 1, int(status)
+    return 2, int(record(event, stream))
+
+
+ask_until: Callable[[int, int, int, float], int]
+"""Call the function at an address, with a pointer, until it answers something else than `waiting`, for so long at most: its last answer."""
+start_kernel: Callable[
+    [tuple[int, int, int], tuple[int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int], int, int], tuple[int, int]
+]
+"""Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record an event, in the order of a stream:
+which of the three calls was the last, and its status."""
+try:
+    from kvferry.planes._copy import ask_until, start_kernel
+except ImportError:
+    ask_until, start_kernel = ask_by_breaths, start_by_ctypes
