@@ -9,6 +9,7 @@ import torch
 from kvferry.planes.address_copy import AddressCopies, CopyJob
 from kvferry.planes.copy_table import TABLE_ROWS, by_launch
 from kvferry.planes.cuda_copier import CudaAddressCopier, copy_by_torch
+from kvferry.planes.cuda_table import CudaTable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
@@ -80,7 +81,7 @@ def test_parts_of_several_sizes_and_more_than_a_table_of_rows_go_in_one_job(copi
 @pytest.mark.parametrize("odd", [0, 3])
 @pytest.mark.parametrize("scale", [1, 900])
 def test_places_of_unequal_length_go_together(copier: CudaAddressCopier, odd: int, scale: int) -> None:
-    """3 and 5 rows, in one launch; and so many that the table is brought to the device first."""
+    """3 and 5 rows, in one launch; and many."""
     source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda")
     quarter, size = MEMORY_BYTES // 4, 1024
@@ -111,4 +112,37 @@ def test_the_same_offsets_stand_for_several_places(copier: CudaAddressCopier) ->
     expected[::3, : 100 * 4096] = source.view(16, layer)[::3, : 100 * 4096].reshape(-1, 100, 4096).flip(1).reshape(-1, 100 * 4096)
     assert torch.equal(target.view(16, layer), expected)
     assert target.any(), "the control: nothing was asked for"
+    copier.close()
+
+
+def test_triton_compiles_and_the_driver_starts() -> None:
+    from kvferry.planes.piece_kernel import PieceKernel  # needs triton, which machines without a GPU have not
+
+    kernel = PieceKernel(CudaTable(torch.device("cuda", 0)), torch.empty(128 * 1024, dtype=torch.uint8, device="cuda"))
+    assert kernel.is_started_by_driver, "every transfer would cost what triton takes for a launch"
+
+
+def test_many_jobs_behind_a_busy_device_do_not_share_memory_too_early(copier: CudaAddressCopier) -> None:
+    """More jobs than there are tables, each with offsets of its own; meanwhile the engine's stream lets go of memory that it will yet read."""
+    pieces, size, rounds, ones = 64, 4096, 300, 200_000
+    source = torch.randint(0, 256, (pieces * size,), dtype=torch.uint8, device="cuda").view(pieces, size)
+    target = torch.zeros(rounds, pieces, size, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    places = np.arange(pieces, dtype=np.int64) * size
+    orders = [np.random.default_rng(turn).permutation(pieces).astype(np.int64) for turn in range(rounds)]
+    sums, jobs = list[torch.Tensor](), list[CopyJob]()
+    for turn, order in enumerate(orders):
+        if turn % 20 == 0:
+            numbers = torch.ones(ones, device="cuda")
+            torch.cuda._sleep(1_000_000)  # noqa: SLF001 - torch has no other kernel that takes as long as it is told
+            sums.append(numbers.sum())
+            del numbers
+        bases = (source.data_ptr(),), (target[turn].data_ptr(),)
+        jobs.append(copier.start([AddressCopies(size, order * size, places, *bases)]))
+    for job in jobs:
+        wait_for(job)
+    for turn, order in enumerate(orders):
+        assert torch.equal(target[turn], source[torch.from_numpy(order).cuda()]), turn
+    assert [total.item() for total in sums] == [ones] * len(sums)
+    assert len({tuple(order) for order in orders}) == rounds, "the control: every table was another"
     copier.close()

@@ -29,6 +29,7 @@ __all__ = [
     "by_launch",
     "flat_addresses",
     "in_turns",
+    "is_one_launch",
     "together",
     "write_table",
 ]
@@ -106,9 +107,14 @@ def together(copies: Iterable[Copies]) -> list[AddressCopies]:
     return sorted(joined, key=lambda part: (part.size_bytes, part.num_rows))
 
 
+def is_one_launch(part: AddressCopies) -> bool:
+    """As most transfers are: handed over at once, and copied by one kernel."""
+    return 0 < part.num_rows <= FIRST_ROWS and 0 < part.total_bytes <= TURN_BYTES and part.num_places <= MAX_PLACES
+
+
 def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
-    if len(copies) == 1 and 0 < copies[0].num_rows <= FIRST_ROWS and copies[0].total_bytes <= TURN_BYTES:
+    if len(copies) == 1 and is_one_launch(copies[0]):
         yield [copies[0]]
         return
     most_rows = FIRST_ROWS
@@ -131,7 +137,7 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
 
 def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What one kernel copies: pieces of one size, at most a table's worth, places of about as many rows."""
-    if len(copies) == 1 and 0 < copies[0].num_rows <= TABLE_ROWS and copies[0].size_bytes and copies[0].num_places <= MAX_PLACES:
+    if len(copies) == 1 and is_one_launch(copies[0]):
         yield [copies[0]]
         return
     waiting, room, num_places, num_pieces, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0

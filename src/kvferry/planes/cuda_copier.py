@@ -2,8 +2,8 @@
 
 Jobs take turns on two streams: while one is copying, the table of the next goes to the device, and no job waits for another's last bytes.
 
-Called by one thread, with the device's context current in it. It never waits for the device but in `close`. Without triton, or without the
-compiler it needs, plain torch does the same, slower.
+Called by one thread, with the device's context current in it. It waits for the device in `close`, in `watch` for as long as it is told to,
+and when a launch has failed. Without triton, or without the compiler it needs, plain torch does the same, slower.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ FALLBACK_WORDS = 4 * 1024 * 1024
 SCRATCH_BYTES = 128 * 1024
 """What the kernel is tried with."""
 ALIGNMENT = 16
-MAX_TABLES = 16
+FIRST_TABLES, MAX_TABLES = 4, 16
 """Each takes 1 MiB of pinned memory and 1 MiB of the device's. With so many launches under way the device has enough to do."""
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class CudaCopyJob:
 
     def is_done(self) -> bool:
         try:
-            return self._table is None or self._table.has_passed()
+            return self._table is None or (self._table.has_passed() and (self.span is None or bool(self.span.ended.query())))
         except RuntimeError as error:
             raise TransportError(f"the GPU has failed ({error}); nothing more can be copied by this process") from error
 
@@ -75,7 +75,7 @@ class CudaAddressCopier:
         self.timing = Timing.OFF
         self._device = torch.device("cuda", device)
         self._stream, self._next_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        self._free = [CudaTable(self._device)]
+        self._free = [self._new_table() for _ in range(FIRST_TABLES)]
         self._used: deque[tuple[CudaTable, CudaCopyJob]] = deque()
         self._launch = launch or self._best_launch(self._free[0])
 
@@ -89,11 +89,12 @@ class CudaAddressCopier:
         stream, self._next_stream = self._next_stream, self._stream
         self._stream, tables = stream, []
         try:
-            span = self._begin_span(stream)
+            span: _Span | None = None
             for parts in by_launch(copies):
                 table, size_bytes = self._take_table(), parts[0].size_bytes
                 layout = table.write(parts)
                 tables.append(table)
+                span = span or self._begin_span(stream)
                 self._launch(table, layout, size_bytes, (layout.bits | size_bytes) % ALIGNMENT == 0, stream)
             if span is not None:
                 span.ended.record(stream)
@@ -101,6 +102,7 @@ class CudaAddressCopier:
             with contextlib.suppress(RuntimeError):
                 if tables:
                     self.wait()  # whoever hears of it takes the memory back
+                    self._free += tables
             raise error if isinstance(error, TransportError) else TransportError(f"the GPU cannot copy this ({error})") from error
         job = CudaCopyJob(tables[-1] if tables else None, span)
         self._used.extend((table, job) for table in tables)
@@ -139,7 +141,14 @@ class CudaAddressCopier:
         """One that no kernel reads any more."""
         if not self._free:
             self._take_back()
-        return self._free.pop() if self._free else CudaTable(self._device)
+        return self._free.pop() if self._free else self._new_table()
+
+    def _new_table(self) -> CudaTable:
+        """torch may give it memory that work in the order of the calling thread's stream still uses: ours waits for that."""
+        table = CudaTable(self._device)
+        for stream in (self._stream, self._next_stream):
+            stream.wait_event(table.event)
+        return table
 
     def _take_back(self) -> bool:
         if not self._used or not self._used[0][0].has_passed():

@@ -5,6 +5,7 @@ import threading
 import torch
 
 from kvferry.errors import TransportError
+from kvferry.planes import cuda_driver
 from kvferry.planes.cuda_copier import CudaAddressCopier
 from kvferry.planes.device_memory import enter_device
 
@@ -24,6 +25,13 @@ class CudaDevice:
         if not getattr(self._here, "has_entered", False):
             enter_device(self.number)
             self._here.has_entered = True
+
+    def work(self) -> None:
+        """As `enter`, in the thread that works here from now on, which is not the engine's: that one may capture a graph meanwhile."""
+        if not getattr(self._here, "is_at_work", False):
+            self.enter()
+            cuda_driver.ignore_captures()
+            self._here.is_at_work = True
 
     def prepare(self) -> None:
         """Compile what will be needed."""

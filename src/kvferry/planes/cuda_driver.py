@@ -21,6 +21,7 @@ __all__ = [
     "device_with",
     "export_handle",
     "has_passed",
+    "ignore_captures",
     "open_handle",
     "read_memory",
     "start_kernel",
@@ -33,6 +34,7 @@ HANDLE_BYTES = 64
 UUID_BYTES = 16
 LAZY_PEER_ACCESS = 1
 NOT_READY = 600
+RELAXED = 2
 KERNEL_CALLS = ("cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuEventRecord")
 
 
@@ -104,6 +106,11 @@ def has_passed(event: int, within_s: float) -> bool:
     """Whether the device has come past an event, or has failed. It is asked all the time for so long; other threads of this interpreter go
     on meanwhile."""
     return driver_calls.ask_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
+
+
+def ignore_captures() -> None:
+    """For the calling thread: nothing is forbidden to it while another thread captures a graph of kernels, and it does not spoil that."""
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(RELAXED)))
 
 
 def uuid_of(device: int) -> bytes:

@@ -1,8 +1,8 @@
 """The `cuda_ipc` data plane: caches on GPUs of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
 
-Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its pieces,
-on a stream of its own (more where they are very many, or very unequal), and nobody waits for it: `poll` asks whether it is through. Facts
-of CUDA 13:
+Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its pieces
+(more where they are very many, or very unequal), on streams of our own. No engine waits for it: `poll` asks for a moment whether it is
+through, and lets other threads of the interpreter go on meanwhile. Facts of CUDA 13:
 
 - Memory that is open here stays as it is when its owner dies, until it is closed. So a dead peer costs its transfers, never this process;
   but what is open would hold its whole cache on the device, so peers are looked at every now and then.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.breath import BREATH_S
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
@@ -36,6 +37,7 @@ from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
 if TYPE_CHECKING:
+    from kvferry.planes.cuda_copier import CudaAddressCopier
     from kvferry.planes.cuda_device import CudaDevice
 
 __all__ = ["CudaIpcDataPlane"]
@@ -46,6 +48,8 @@ LAUNCH_S = 500e-6
 """How long one poll hands over what is to be copied: the device is not to wait for the rest of a turn."""
 WATCH_S = 250e-6
 """How long one poll looks at the kernels under way: most are through by then."""
+BUSY_S = 2e-3
+"""So long after the last launch or end they are looked at all the time: a GiB takes a quarter of that."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +67,8 @@ class CudaIpcDataPlane:
         self._transfers: deque[CudaTransfer] = deque()
         self._last_handle = 0
         self._next_death_check = 0.0
+        self._moved_at = 0.0
+        """When something was last launched, or over."""
 
     @property
     def name(self) -> str:
@@ -131,7 +137,7 @@ class CudaIpcDataPlane:
             return []
         launched = self._launch_next()
         others = [transfer for transfer in self._transfers if transfer is not launched]
-        if launched is None:
+        if launched is None and self._is_moving(now):
             self._watch()
         return self._take_ended(others)
 
@@ -142,7 +148,7 @@ class CudaIpcDataPlane:
 
     def poll_interval_s(self) -> float | None:
         if self._transfers:
-            return 0.0
+            return 0.0 if self._is_moving(time.monotonic()) else BREATH_S
         return DEATH_CHECK_S if self._peers else None
 
     def serving_interval_s(self) -> float | None:
@@ -165,7 +171,7 @@ class CudaIpcDataPlane:
     def _entered(self) -> "CudaDevice":
         if self._device is None:
             raise LocalProtocolError("the cuda_ipc plane is used before its memory is registered, or after it is closed")
-        self._device.enter()
+        self._device.work()
         return self._device
 
     def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction) -> Handle:
@@ -177,13 +183,15 @@ class CudaIpcDataPlane:
         self._last_handle += 1
         transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
         copier = self._entered().copier
-        if transfer.is_launching and not copier.is_full and not any(each.is_launching for each in self._transfers):
-            transfer.launch(copier)  # the rest of it, and what is behind others, with the next polls
+        is_next = transfer.is_launching and not copier.is_full and not any(each.is_launching for each in self._transfers)
+        # Offsets are looked at when they are written down. Whether few of them are possible is known before anything moves; to look at very
+        # many takes as long as to move a good part of them.
+        if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (is_next and transfer.is_one_launch):
+            check_pieces(pieces, self._regions, memory.regions, peer)
+        if is_next:
+            self._launch(transfer, copier)
             if transfer.error is not None:
                 check_pieces(pieces, self._regions, memory.regions, peer)
-        # To look at very many takes as long as to move a good part of them: each is looked at when it is written down.
-        elif sum(part.num_rows for part in copies) <= FIRST_ROWS:
-            check_pieces(pieces, self._regions, memory.regions, peer)
         self._transfers.append(transfer)
         return transfer.handle
 
@@ -207,15 +215,24 @@ class CudaIpcDataPlane:
             if transfer.is_launching:
                 until = time.monotonic() + LAUNCH_S
                 while transfer.is_launching and not copier.is_full and time.monotonic() < until:
-                    transfer.launch(copier)
+                    self._launch(transfer, copier)
                 return transfer
         return None
 
+    def _launch(self, transfer: CudaTransfer, copier: "CudaAddressCopier") -> None:
+        transfer.launch(copier)
+        self._moved_at = time.monotonic()
+
     def _watch(self) -> None:
+        """Until a kernel is through, or for a while. Where several transfers are under way another may be through before the oldest."""
         try:
-            self._entered().copier.watch(WATCH_S)
+            self._entered().copier.watch(WATCH_S if len(self._transfers) == 1 else WATCH_S / 10)
         except RuntimeError:  # the device has failed, which each transfer finds
             return
+
+    def _is_moving(self, now: float) -> bool:
+        """Whether kernels end as soon as they should. If not, others keep the device busy, and nobody needs to look all the time."""
+        return now < self._moved_at + BUSY_S
 
     def _take_ended(self, transfers: Sequence[CudaTransfer]) -> list[Completion]:
         ended = [transfer for transfer in transfers if transfer.has_ended()]
@@ -226,6 +243,7 @@ class CudaIpcDataPlane:
             if peer in self._peers and self._peers[peer].has_ended():
                 self._drop(peer, has_ended(peer))
         self._transfers = deque(transfer for transfer in self._transfers if transfer not in ended)
+        self._moved_at = time.monotonic()
         return [transfer.completion() for transfer in ended]
 
     def _drop(self, peer: PeerId, why: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopies
-from kvferry.planes.copy_table import in_turns
+from kvferry.planes.copy_table import in_turns, is_one_launch
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
 
@@ -21,6 +21,7 @@ class CudaTransfer:
         self.handle = handle
         self.peer = peer
         self._began = time.perf_counter()
+        self._copies = copies
         self._launches = in_turns(copies)
         self._next = next(self._launches, None)
         self._jobs: list[CudaCopyJob] = []
@@ -32,6 +33,11 @@ class CudaTransfer:
     @property
     def is_launching(self) -> bool:
         return self._next is not None
+
+    @property
+    def is_one_launch(self) -> bool:
+        """Whether all of it is launched at once, by one kernel: then nothing of it moves if one of its offsets is impossible."""
+        return len(self._copies) == 1 and is_one_launch(self._copies[0])
 
     def launch(self, copier: "CudaAddressCopier") -> None:
         """Some more of it."""
@@ -62,5 +68,6 @@ class CudaTransfer:
 
     def completion(self) -> Completion:
         elapsed = time.perf_counter() - self._began
-        device_s = self._jobs[-1].device_s(self._jobs[0]) if self._jobs and self.error is None else None
+        times = [job.device_s(self._jobs[0]) for job in self._jobs] if self.error is None else []
+        device_s = max((seconds for seconds in times if seconds is not None), default=None)
         return Completion(self.handle, self.error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s)

@@ -6,7 +6,7 @@ Each program copies a tile: `ROWS` pieces of up to `WIDTH` words, or a part of o
 
 import logging
 import re
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.copy_table import TableLayout
@@ -29,6 +30,8 @@ WIDTHS = (32, 512)
 """Words of a tile's rows; pieces of other lengths take the next, with the rest masked."""
 WARPS = 8
 WARP_THREADS = 32
+MOST_WORDS = 1 << 31
+MOST_PARAMETERS = 5
 TRIAL_SLOTS, TRIAL_PIECES = 4, 3
 PARAMETERS = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
 
@@ -74,9 +77,11 @@ class _Shape(NamedTuple):
         return -(-layout.most_rows // self.rows) * self.tiles, layout.num_places
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _shape_of(size_bytes: int, is_aligned: bool) -> _Shape:
     words = size_bytes // 8 if is_aligned else size_bytes
+    if words >= MOST_WORDS:
+        raise TransportError(f"no kernel copies pieces of {size_bytes} bytes")
     width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
     return _Shape(TILE_WORDS // width, width, -(-words // width), words // 2 if is_aligned else words, is_aligned)
 
@@ -87,9 +92,10 @@ def _kernel_of(compiled: Any) -> Kernel:
     meta = compiled.metadata
     kinds = _parameter_kinds(compiled.asm["ptx"])
     spaces = (getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
-    specials = (getattr(meta, f"launch_{kind}", False) for kind in ("cooperative_grid", "pdl"))
+    specials = (getattr(meta, kind, None) for kind in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode"))
     # Beside ours there may be addresses of memory that it works in, of which ours needs none.
-    if kinds[:3] != ["u64", "u32", "u32"] or {*kinds[3:]} - {"u64"} or any(spaces) or any(specials) or meta.num_ctas != 1:
+    is_known = kinds[:3] == ["u64", "u32", "u32"] and {*kinds[3:]} <= {"u64"} and len(kinds) <= MOST_PARAMETERS
+    if not is_known or any(spaces) or any(specials) or meta.num_ctas != 1:
         raise ValueError(f"parameters {kinds} of {meta}")
     return Kernel(compiled.function, meta.num_warps * WARP_THREADS, meta.shared, len(kinds))
 
@@ -108,12 +114,15 @@ class PieceKernel:
     def __init__(self, table: CudaTable, scratch: torch.Tensor) -> None:
         """`scratch`: some memory of the device that holds nothing yet. Both are free again afterwards."""
         self._kernels: dict[tuple[bool, int], Kernel] = {}
+        self._compiled = list[Any]()
+        """Triton unloads what nobody holds."""
         stream = torch.cuda.current_stream()
         layout = table.write(_trial(scratch.data_ptr(), scratch.numel()))
         for is_aligned in (True, False):
             for width in WIDTHS:
                 size_bytes = width * (8 if is_aligned else 1)
                 compiled = self._start_by_triton(table.upload(layout, stream), layout, _shape_of(size_bytes, is_aligned))
+                self._compiled.append(compiled)
                 try:
                     self._kernels[is_aligned, width] = _kernel_of(compiled)
                     self._check(table, layout, scratch, size_bytes, is_aligned)
@@ -121,6 +130,11 @@ class PieceKernel:
                     self._kernels.pop((is_aligned, width), None)
                     _log.info("kernels are started by triton itself, slower: %s", error)
         stream.synchronize()
+
+    @property
+    def is_started_by_driver(self) -> bool:
+        """Whether triton only compiles."""
+        return len(self._kernels) == 2 * len(WIDTHS)
 
     def __call__(self, table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
         """Copy pieces of `size_bytes` by a table that is laid out like that, and record its event. `is_aligned`: all addresses and the size

@@ -254,9 +254,11 @@ class StagedNixlDataPlane:
     def _enter_device(self, region: Region) -> None:
         """UCX and torch both work in the context of the calling thread, and the one that polls may not be the one that registered."""
         if region.memory is MemoryKind.VRAM and self._entered_by != threading.get_ident():
+            from kvferry.planes import cuda_driver
             from kvferry.planes.device_memory import enter_device
 
             enter_device(region.device)
+            cuda_driver.ignore_captures()
             self._entered_by = threading.get_ident()
 
     # -- transfers -------------------------------------------------------------------------------------------------
