@@ -123,7 +123,7 @@ def test_triton_compiles_and_the_driver_starts() -> None:
 
 
 def test_many_jobs_behind_a_busy_device_do_not_share_memory_too_early(copier: CudaAddressCopier) -> None:
-    """More jobs than there are tables, each with offsets of its own; meanwhile the engine's stream lets go of memory that it will yet read."""
+    """More jobs than tables, each with offsets of its own; meanwhile the engine's stream lets go of memory that it will yet read."""
     pieces, size, rounds, ones = 64, 4096, 300, 200_000
     source = torch.randint(0, 256, (pieces * size,), dtype=torch.uint8, device="cuda").view(pieces, size)
     target = torch.zeros(rounds, pieces, size, dtype=torch.uint8, device="cuda")
