@@ -44,7 +44,7 @@ EXAMPLES = """\
 MIB = 1024 * 1024
 SEED = 4
 LEAST_ROUNDS = 3
-MOST_WARM_MOVES = 10
+WARM_MOVES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Scope:
     """How many pieces ways move at most that need long for each."""
     leaves_out: bool = False
     """A way that does not work is left out; else it ends the benchmark."""
-    warm_s: float | None = None
-    """Before each move that is timed there are others of the same kind for about so long, one at least: a GPU that was left alone is slow
-    at first, and so is a processor that has just done something else."""
+    slow_s: float | None = None
+    """Before each move that is timed there are some of the same kind: a GPU that was left alone is slow at first, and so is a processor that
+    has just done something else. Before one that takes longer than this there is one. None: before none."""
 
     def shape(self, spread: int) -> Shape:
         return Shape(self.regions, self.moved_mib[0] * MIB * spread // self.regions)
@@ -73,7 +73,7 @@ class Scope:
 HOST = Scope((4, 16, 64, 256, 1024), (256,), regions=8, rounds=9)
 """256 MiB are far more than any cache of a processor holds."""
 GPU = Scope(
-    (4, 16, 64, 256, 1024, 4096, 16384), (1024, 64), regions=8, rounds=25, way_s=0.6, most_descriptors=8192, leaves_out=True, warm_s=0.005
+    (4, 16, 64, 256, 1024, 4096, 16384), (1024, 64), regions=8, rounds=25, way_s=0.6, most_descriptors=8192, leaves_out=True, slow_s=0.005
 )
 """NIXL takes some 9 µs for each descriptor on a GPU: a GiB in pieces of 4 KiB would take 2.4 s a move."""
 QUICK_MIB, QUICK_REGIONS, QUICK_ROUNDS = 16, 2, 2
@@ -215,7 +215,7 @@ def _measure_cell(ways: Sequence[Way], move: Move, pattern: Pattern, scope: Scop
             if way.name in left_out or not _is_turn(turn, turns[way.name], max(turns.values())):
                 continue
             with _left_out_if_it_fails(way, scope, left_out):
-                seen = None if scope.warm_s is None else _warm_up(way, scope.warm_s)
+                seen = None if scope.slow_s is None else _warm_up(way, scope.slow_s)
                 took, told = _timed(way)
                 seconds[way.name].append(took)
                 if told is not None:
@@ -239,13 +239,16 @@ def _timed(way: Way) -> tuple[float, Completion | None]:
     return time.perf_counter() - began, told
 
 
-def _warm_up(way: Way, seconds: float) -> Completion | None:
-    """What was said of a move that was looked at."""
-    until = time.perf_counter() + seconds
-    for _ in range(MOST_WARM_MOVES):
-        seen = way.observe()
-        if time.perf_counter() > until:
-            break
+def _warm_up(way: Way, slow_s: float) -> Completion | None:
+    """What was said of a move that was looked at. There are others before it and after it: what looking at it leaves behind costs the next."""
+    took, told = _timed(way)
+    if took > slow_s:
+        return told
+    for _ in range(WARM_MOVES):
+        way.run()
+    seen = way.observe()
+    for _ in range(WARM_MOVES):
+        way.run()
     return seen
 
 

@@ -68,6 +68,9 @@ class CudaTransfer:
 
     def completion(self) -> Completion:
         elapsed = time.perf_counter() - self._began
-        times = [job.device_s(self._jobs[0]) for job in self._jobs] if self.error is None else []
-        device_s = max((seconds for seconds in times if seconds is not None), default=None)
+        device_s = None if self.error or not self._jobs or self._jobs[0].span is None else self._device_s()
         return Completion(self.handle, self.error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s)
+
+    def _device_s(self) -> float | None:
+        times = (job.device_s(self._jobs[0]) for job in self._jobs)
+        return max((seconds for seconds in times if seconds is not None), default=None)
