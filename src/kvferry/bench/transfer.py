@@ -63,8 +63,8 @@ class Scope:
     leaves_out: bool = False
     """A way that does not work is left out; else it ends the benchmark."""
     slow_s: float | None = None
-    """Before each move that is timed there are some of the same kind: a GPU that was left alone is slow at first, and so is a processor that
-    has just done something else. Before one that takes longer than this there is one. None: before none."""
+    """Before each move that is timed there are some of the same kind: a GPU that was left alone is slow at first, and so is a processor
+    that has just done something else. Before one that takes longer than this there is one. None: before none."""
 
     def shape(self, spread: int) -> Shape:
         return Shape(self.regions, self.moved_mib[0] * MIB * spread // self.regions)
@@ -240,7 +240,7 @@ def _timed(way: Way) -> tuple[float, Completion | None]:
 
 
 def _warm_up(way: Way, slow_s: float) -> Completion | None:
-    """What was said of a move that was looked at. There are others before it and after it: what looking at it leaves behind costs the next."""
+    """What was said of a move that was looked at. There are others before and after it: what looking at it leaves behind costs the next."""
     took, told = _timed(way)
     if took > slow_s:
         return told
