@@ -155,16 +155,17 @@ def test_what_leaves_its_region_is_refused(source: int, target: int) -> None:
         write_table(np.zeros(TABLE_NUMBERS, np.int64), [AddressCopies(8, offsets(source), offsets(target), source_last=56, target_last=56)])
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize(
     ("size", "rows", "places"), [(16, 10, 3), (4096, 40_000, 2), (1 << 20, 600, 4), (1 << 30, 2, 3), (4096, FIRST_ROWS + 1, 1)]
 )
-def test_a_transfer_is_handed_over_in_parts_that_together_are_all_of_it(size: int, rows: int, places: int) -> None:
+def test_a_transfer_is_handed_over_in_parts_that_together_are_all_of_it(size: int, rows: int, places: int, times: int) -> None:
     numbers = np.arange(rows, dtype=np.int64)
     part = AddressCopies(size, numbers, numbers[::-1].copy(), tuple(range(places)), tuple(range(100, 100 + places)))
-    turns = list(in_turns([part, part]))
+    turns = list(in_turns([part] * times))
     for turn in turns:
         assert sum(each.num_rows for each in turn) <= TABLE_ROWS
         assert sum(each.total_bytes for each in turn) <= max(TURN_BYTES, size * places)
     assert sum(each.num_rows for each in turns[0]) <= FIRST_ROWS
-    assert np.concatenate([each.sources for turn in turns for each in turn]).tolist() == [*numbers.tolist()] * 2
-    assert sum(each.total_bytes for turn in turns for each in turn) == 2 * size * rows * places
+    assert np.concatenate([each.sources for turn in turns for each in turn]).tolist() == [*numbers.tolist()] * times
+    assert sum(each.total_bytes for turn in turns for each in turn) == times * size * rows * places

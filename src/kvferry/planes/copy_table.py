@@ -114,8 +114,8 @@ def is_one_launch(part: AddressCopies) -> bool:
 
 def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
-    if len(copies) == 1 and is_one_launch(copies[0]):
-        yield [copies[0]]
+    if len(copies) == 1:
+        yield from _turns_of(copies[0])
         return
     most_rows = FIRST_ROWS
     waiting, rows, room = list[AddressCopies](), most_rows, TURN_BYTES
@@ -133,6 +133,16 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
             first, rows, room = first + taken.num_rows, rows - taken.num_rows, room - taken.total_bytes
     if waiting:
         yield waiting
+
+
+def _turns_of(part: AddressCopies) -> Iterator[list[AddressCopies]]:
+    """As most transfers are: the same blocks in every layer."""
+    first, most_rows, num_rows = 0, FIRST_ROWS, part.num_rows
+    fitting = max(1, TURN_BYTES // (part.size_bytes * part.num_places))
+    while first < num_rows:
+        taken = part.rows(first, first + min(most_rows, fitting))
+        yield [taken]
+        first, most_rows = first + taken.num_rows, min(MORE_EACH_TURN * most_rows, TABLE_ROWS)
 
 
 def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
