@@ -5,6 +5,7 @@ are as one file: its servers take memory, and several files share some.
 """
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -37,6 +38,15 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
+
+
+@pytest.fixture
+def nobody_is_interrupted() -> Iterator[None]:
+    """Whoever has the interpreter keeps it until he lets go of it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(30.0)
+    yield
+    sys.setswitchinterval(before)
 
 
 def _turn(item: pytest.Item) -> int:

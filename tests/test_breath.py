@@ -1,23 +1,12 @@
 """A busy thread that breathes lets the others of its interpreter in."""
 
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from kvferry.breath import breathe
 
 TURNS = 200
-
-
-@pytest.fixture
-def nobody_is_interrupted() -> Iterator[None]:
-    """Whoever has the interpreter keeps it until he lets go of it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(30.0)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.mark.usefixtures("nobody_is_interrupted")

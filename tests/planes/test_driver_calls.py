@@ -2,10 +2,9 @@
 
 import ctypes
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,15 +33,6 @@ def ask(request: pytest.FixtureRequest) -> Asking:
 @pytest.fixture(params=["as installed", "by ctypes"])
 def start(request: pytest.FixtureRequest) -> Callable[..., tuple[int, int]]:
     return start_kernel if request.param == "as installed" else start_by_ctypes
-
-
-@pytest.fixture
-def nobody_is_interrupted() -> Iterator[None]:
-    """Whoever has the interpreter keeps it until he lets go of it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(30.0)
-    yield
-    sys.setswitchinterval(before)
 
 
 def test_it_asks_until_the_answer_changes(ask: Asking) -> None:
