@@ -95,12 +95,12 @@ def alike(pieces: Sequence[Pieces]) -> list[Sequence[Pieces]]:
 
 def together(copies: Iterable[Copies]) -> list[AddressCopies]:
     """Those with the same offsets as one, by size and length. Offsets are the same if they are the same array."""
-    alike: dict[tuple[int, int, int], list[Copies]] = {}
+    found: dict[tuple[int, int, int], list[Copies]] = {}
     for part in copies:
-        alike.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
+        found.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
     joined = [
         _joined(parts[first : first + MAX_PLACES])
-        for parts in alike.values()
+        for parts in found.values()
         for first in range(0, len(parts), MAX_PLACES)
         if parts[0][0] and len(parts[0][1])
     ]
