@@ -61,6 +61,33 @@ def test_a_client_that_leaves_while_p_computes_leaves_no_block_behind(patient: P
     asyncio.run(check())
 
 
+def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_behind(shared: Cluster, patient: Pair) -> None:
+    """The way to P is slow: P hears of it long after it has answered."""
+    p = patient.p
+
+    async def check() -> None:
+        async with new_session() as session:
+            expired = await count(session, p, EXPIRED)
+            with FaultProxy(p.address, Address("127.0.0.1", 0)) as wire:
+                router = shared.proxy([Engine(p.process, wire.address)], [patient.d]).ready()
+                before = wire.carried_bytes(Direction.TO_SERVER)
+
+                async def is_asked() -> bool:
+                    return wire.carried_bytes(Direction.TO_SERVER) > before + 1000
+
+                p.pause()
+                try:
+                    await leave(asyncio.create_task(ask(session, router, fresh(300))), after=is_asked)
+                    wire.stall(Direction.TO_SERVER)
+                    await until("the router has left", lambda: _has_noticed(session, router))
+                finally:
+                    p.resume()
+                await assert_freed(session, patient, expired)
+            shared.dismiss(router.process)
+
+    asyncio.run(check())
+
+
 def test_a_client_that_leaves_before_d_answers_has_p_freed_by_the_router(patient: Pair) -> None:
     """D stands still, so it is not D that frees P: the router hands the ticket back."""
 
@@ -120,6 +147,10 @@ async def assert_freed(session: aiohttp.ClientSession, pair: Pair, expired: floa
 
 async def _is_routing(session: aiohttp.ClientSession, router: Engine) -> bool:
     return await count(session, router, "kvferry:router_active_requests") > 0
+
+
+async def _has_noticed(session: aiohttp.ClientSession, router: Engine) -> bool:
+    return await count(session, router, "kvferry:router_client_aborts_total") > 0
 
 
 async def _holds(session: aiohttp.ClientSession, engine: Engine) -> bool:

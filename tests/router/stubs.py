@@ -239,10 +239,10 @@ async def hangs(request: web.Request, body: dict[str, Any]) -> web.StreamRespons
 
 
 @asynccontextmanager
-async def router(prefill_port: int, decode_port: int) -> AsyncIterator[tuple[str, RecordedReleases]]:
+async def router(prefill_port: int, decode_port: int, push_key: PushTicketKey | None = None) -> AsyncIterator[tuple[str, RecordedReleases]]:
     releases = RecordedReleases()
     options = changed(RouterOptions((instance(Role.PREFILL, prefill_port),), (instance(Role.DECODE, decode_port),)), {})
-    async with serving(options, releases) as port:
+    async with serving(options, releases, push_key) as port:
         yield f"http://127.0.0.1:{port}", releases
 
 

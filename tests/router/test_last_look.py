@@ -1,73 +1,51 @@
-"""A ticket that comes just after the client has left is handed back; a leg that takes longer is cancelled."""
+"""What P's answer brings when nobody waits for it any more: a ticket is handed back, and P is told at once that it may stop."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 import uvloop
-from aiohttp import web
-from tests.router.stubs import Behaviour, Stage, completes, drops_connection, hangs, prefills, prefills_without_blocks, stage
+from tests.router.http1.kit import read_request
+from tests.router.stubs import (
+    PARAMS,
+    Behaviour,
+    RecordedReleases,
+    Stage,
+    StubEngine,
+    completes,
+    hangs,
+    prefills,
+    router,
+    stage,
+    streams,
+    stub_engine,
+)
 from tests.router.test_proxy import ONE
+from tests.router.test_twins import KEY, PUSHED, first_then
 
-from kvferry.router import last_look
+from kvferry.protocol.push_tickets import PushTicketKey
 
-
-def once(gone: asyncio.Event, then: Behaviour) -> Behaviour:
-    async def behave(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await gone.wait()
-        return await then(request, body)
-
-    return behave
+TICKET = json.dumps({"id": "p", "kv_transfer_params": PARAMS}).encode()
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(TICKET)
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 async def leave(s: Stage) -> None:
-    """A client that leaves while P works; returns when the router has noticed."""
+    """A client that leaves while P works."""
     request = asyncio.create_task(s.post(ONE))
     await s.p.entered.wait()
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
-    for _ in range(500):
-        await asyncio.sleep(0)
 
 
-@pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever comes, comes in time."""
-    monkeypatch.setattr(last_look, "GRACE_S", 60.0)
-
-
-@pytest.mark.usefixtures("_patient")
-def test_a_ticket_on_its_way_is_handed_back() -> None:
+def test_p_is_told_at_once_and_is_not_asked_again() -> None:
     async def scene() -> None:
-        gone = asyncio.Event()
-        async with stage(once(gone, prefills), completes) as s:
-            await leave(s)
-            assert s.releases.handovers == []
-            gone.set()
-            await s.releases.happened.wait()
-            assert (s.releases.tickets, s.d.calls) == (["ticket-1"], [])
-
-    uvloop.run(scene())
-
-
-def test_a_leg_that_takes_longer_is_cancelled() -> None:
-    async def scene() -> None:
-        async with stage(hangs, completes) as s:
+        async with stage([hangs, completes], completes, max_retries=2) as s:
             await leave(s)
             await s.p.cancelled.wait()
-            assert (s.releases.handovers, s.d.calls) == ([], [])
-
-    uvloop.run(scene())
-
-
-@pytest.mark.usefixtures("_patient")
-@pytest.mark.parametrize("then", [prefills_without_blocks, drops_connection])
-def test_a_leg_without_a_ticket_hands_nothing_back_and_is_not_tried_again(then: Behaviour) -> None:
-    async def scene() -> None:
-        gone = asyncio.Event()
-        async with stage([once(gone, then), completes], completes, max_retries=2) as s:
-            await leave(s)
-            gone.set()
             while await s.metric("kvferry:router_client_aborts_total") < 1:
                 await asyncio.sleep(0)
             assert (s.releases.handovers, s.d.calls, s.prefillers[1].calls) == ([], [], [])
@@ -80,5 +58,155 @@ def test_what_the_leg_brings_reaches_a_client_that_stays() -> None:
         async with stage(prefills, completes) as s:
             assert (await s.post(ONE))[0] == 200
             assert (len(s.d.calls), s.releases.handovers) == (1, [])
+
+    uvloop.run(scene())
+
+
+# -- answers that cross with the router's leaving: P writes only once it has heard of that ---------------------------------
+
+
+@asynccontextmanager
+async def raw_stage(
+    talk: Talk, decode: Behaviour = completes, push_key: PushTicketKey | None = None
+) -> AsyncIterator[tuple[str, RecordedReleases]]:
+    """A P that speaks as `talk` says."""
+    async with asyncio.timeout(10), stub_engine(StubEngine(decode)) as d:
+        over = asyncio.Event()
+
+        async def talk_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                await talk(reader, writer)
+                writer.close()
+                await writer.wait_closed()
+            over.set()
+
+        server = await asyncio.start_server(talk_and_close, "127.0.0.1", 0)
+        try:
+            async with router(server.sockets[0].getsockname()[1], d.port, push_key) as made:
+                yield made
+            await over.wait()
+        finally:
+            server.close()
+
+
+async def leave_raw(url: str, asked: asyncio.Event) -> None:
+    _, writer = await post_raw(url)
+    await asked.wait()
+    writer.close()
+
+
+async def post_raw(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    body = json.dumps(ONE).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    return reader, writer
+
+
+def crossing(before: list[bytes], after: list[bytes], asked: asyncio.Event, heard: asyncio.Event) -> Talk:
+    """Says the one, has the client leave, and says the other once the router has hung up."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        for piece in before:
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+        asked.set()
+        assert await reader.read(1) == b""
+        heard.set()
+        for piece in after:
+            writer.write(piece)
+            await asyncio.sleep(0.01)
+
+    return talk
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(TICKET), TICKET)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [HEAD + TICKET],
+        [HEAD, TICKET],
+        [HEAD[:9], HEAD[9:] + TICKET[:40], TICKET[40:]],
+        [b"HTTP/1.1 100 Continue\r\n\r\n", HEAD + TICKET],
+        [CHUNKED[:-7], CHUNKED[-7:]],
+        [b"HTTP/1.1 200 OK\r\n\r\n", TICKET],
+    ],
+)
+def test_a_ticket_that_crosses_with_the_leaving_is_handed_back(pieces: list[bytes]) -> None:
+    async def scene(num_before: int) -> None:
+        asked, heard = asyncio.Event(), asyncio.Event()
+        async with raw_stage(crossing(pieces[:num_before], pieces[num_before:], asked, heard)) as (url, releases):
+            await leave_raw(url, asked)
+            await releases.happened.wait()
+            assert releases.tickets == ["ticket-1"]
+
+    for num_before in range(len(pieces)):
+        uvloop.run(scene(num_before))
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [],
+        [HEAD + TICKET[:-1]],
+        [CHUNKED[:-1]],
+        [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+        [b"HTTP/1.1 500 Oh\r\nContent-Length: %d\r\n\r\n%b" % (len(TICKET), TICKET)],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"],
+        [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]"],
+        [b"garbage\r\n\r\n"],
+        [b"\0" * 9_000_000],
+    ],
+)
+def test_what_is_no_whole_answer_with_a_ticket_hands_nothing_back(pieces: list[bytes]) -> None:
+    async def scene() -> None:
+        asked, heard = asyncio.Event(), asyncio.Event()
+        async with raw_stage(crossing([], pieces, asked, heard)) as (url, releases):
+            await leave_raw(url, asked)
+            await heard.wait()
+        assert releases.handovers == []
+
+    uvloop.run(scene())
+
+
+def test_a_router_that_is_closed_while_p_answers_hands_the_ticket_back() -> None:
+    async def scene() -> None:
+        asked, heard = asyncio.Event(), asyncio.Event()
+        async with raw_stage(crossing([], [HEAD, TICKET], asked, heard)) as (url, releases):
+            await leave_raw(url, asked)
+            await heard.wait()
+        assert releases.tickets == ["ticket-1"]
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_beside_d_s_leg_it_is_handed_back_unless_d_has_taken_over(has_begun: bool) -> None:
+    """Once D answers it gives back by itself what it has taken; it may be reading."""
+    pushed = json.dumps({"id": "p", "kv_transfer_params": PUSHED}).encode()
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(pushed), pushed)
+
+    async def scene() -> None:
+        asked, heard = asyncio.Event(), asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(answer)
+            await crossing([], [answer], asked, heard)(reader, writer)
+
+        decode = first_then(completes, streams([b"data: 1\n\n"], then="hang") if has_begun else hangs)
+        async with raw_stage(talk, decode, KEY) as (url, releases):
+            reader, writer = await post_raw(url)
+            await reader.readuntil(b"hello")
+            writer.close()
+            reader, writer = await post_raw(url)
+            await asked.wait()
+            if has_begun:
+                await reader.readuntil(b"data: 1")
+            writer.close()
+            await heard.wait()
+        assert releases.tickets == ([] if has_begun else ["ticket-1"])
 
     uvloop.run(scene())

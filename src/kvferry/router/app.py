@@ -85,7 +85,7 @@ class RouterApp:
         self.watch = Watch(calls, forget, tidy=conversations.expire)
         ask = make_ask(self.watch) if make_ask is not None else None
         self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
-        self._last_look = LastLook(_Counted(releases, self.metrics))
+        self._last_look = LastLook()
         serving = Serving(calls, _Counted(releases, self.metrics), push_sources, self.watch, self._turns, self._last_look)
         self._front = Front(options, self.gate, self.admission, serving, self._recent, signs)
         admin = Admin(self.fleet, registrar, self.watch.look_now, self.watch.gone)

@@ -11,7 +11,7 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
 from kvferry.router.failures import error_answer
 from kvferry.router.fleet import Fleet, Leg, Wish
-from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
+from kvferry.router.http1.client import OnLeft, Target, UpstreamAnswer, Upstreams
 from kvferry.router.http1.errors import BrokenOff, NotReached, TimedOut, UpstreamError
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.router.metrics import RouterMetrics
@@ -54,7 +54,9 @@ class Calls:
             raise NotReached("it has left the fleet")
         return Call(self, self.fleet.begin(instance, time.monotonic(), wish))
 
-    def post(self, exchange: Exchange, instance: Instance, body: bytes) -> Coroutine[Any, Any, UpstreamAnswer]:
+    def post(
+        self, exchange: Exchange, instance: Instance, body: bytes, on_left: OnLeft | None = None
+    ) -> Coroutine[Any, Any, UpstreamAnswer]:
         timeouts = self.options.timeouts
         return self.upstreams.send(
             self.target(instance),
@@ -64,6 +66,7 @@ class Calls:
             body,
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
+            on_left=on_left,
         )
 
     async def get(self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]) -> UpstreamAnswer:

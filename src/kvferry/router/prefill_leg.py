@@ -1,8 +1,10 @@
 """The first leg: P computes the prompt and keeps its blocks. Runs on the event loop.
 
-Computing a prompt has no side effect, so whatever fails here may be tried on another P.
+Computing a prompt has no side effect but one, so whatever fails here may be tried on another P. That one: P keeps the blocks, and only its
+answer has the ticket for them. A leg that is left, whatever for, lets P abort; if its answer was on its way, `on_late` hears of the ticket.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
@@ -23,12 +25,17 @@ class PrefillLeg:
     push_sources: PushSources
 
     async def run(
-        self, exchange: Exchange, instance: Instance, push_ticket: str = "", last_turn: bytes | None = None
+        self,
+        exchange: Exchange,
+        instance: Instance,
+        on_late: Callable[[Handover], None],
+        push_ticket: str = "",
+        last_turn: bytes | None = None,
     ) -> Handover | Answer | Setback | None:
         """P's blocks (None: it kept none); or its objection to the request, which is the client's answer; or why it came to nothing."""
         exchange.mark(Mark.PREFILL_BEGAN, instance)
         try:
-            result = await self._ask(exchange, instance, push_ticket, last_turn)
+            result = await self._ask(exchange, instance, exchange.client.prefill_body(push_ticket, last_turn), on_late)
         except (UpstreamError, RemoteProtocolError) as error:
             self.push_sources.forget(instance)
             result = self.calls.failure(instance, error)
@@ -39,10 +46,14 @@ class PrefillLeg:
         return result
 
     async def _ask(
-        self, exchange: Exchange, instance: Instance, push_ticket: str, last_turn: bytes | None
+        self, exchange: Exchange, instance: Instance, body: bytes, on_late: Callable[[Handover], None]
     ) -> Handover | Answer | Setback | None:
-        body = exchange.client.prefill_body(push_ticket, last_turn)
-        with self.calls.counted(instance, exchange.wish) as call, await self.calls.post(exchange, instance, body) as answer:
+        def take_late(status: int, text: bytes) -> None:
+            handover = _late_handover(status, text)
+            if handover is not None:
+                on_late(handover)
+
+        with self.calls.counted(instance, exchange.wish) as call, await self.calls.post(exchange, instance, body, take_late) as answer:
             if answer.status == UNAVAILABLE:
                 return await self.calls.refusal(answer, instance, call)
             if answer.status >= 500:
@@ -59,3 +70,12 @@ class PrefillLeg:
         if handover is None:
             self.calls.metrics.without_blocks.add()
         return handover
+
+
+def _late_handover(status: int, text: bytes) -> Handover | None:
+    if status != 200:
+        return None
+    try:
+        return read_prefill_answer(text)
+    except RemoteProtocolError:
+        return None

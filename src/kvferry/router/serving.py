@@ -2,8 +2,8 @@
 both known to push, at once.
 
 Runs on the event loop. While the client has got nothing, what one instance fails at is tried on another: a prefill has no side effect, and
-nobody has seen a token. A client that leaves cancels the handler, which closes the connection of the leg under way; an engine aborts what
-lost its connection. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`LastLook`).
+nobody has seen a token. A client that leaves cancels the handler, which leaves the leg under way; an engine aborts what its client has
+left. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`PrefillLeg`).
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Serving:
         failure: Setback | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.last_look.run(self.prefill.run(exchange, instance, last_turn=params), exchange.reply)
+            result = await self.prefill.run(exchange, instance, self.releases.release, last_turn=params)
             if isinstance(result, Answer):
                 return result
             if not isinstance(result, Setback):
@@ -191,7 +191,7 @@ class Serving:
     ) -> Answer | Setback | None:
         """P's objection, if it has one."""
         params = last_turn.params or None if last_turn is not None else None
-        result = await self.prefill.run(exchange, prefiller, twins.promise.push_ticket, params)
+        result = await self.prefill.run(exchange, prefiller, twins.held.receive, twins.promise.push_ticket, params)
         if isinstance(result, Answer):
             return result
         if isinstance(result, Setback):

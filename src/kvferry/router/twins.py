@@ -18,7 +18,8 @@ async def run_twins(
 ) -> D | P:
     """D's answer; or P's objection, if it has one and the client has got nothing of D's answer.
 
-    D's leg does not outlive this call. P's is handed to `look_after`, however it stands: its answer may be on its way."""
+    D's leg does not outlive this call. P's is handed to `look_after`, however it stands: its answer may be on its way. It is cancelled with
+    this call."""
     first, second = asyncio.create_task(prefill), asyncio.create_task(decode)
     try:
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
@@ -27,6 +28,9 @@ async def run_twins(
             if objection is not None:
                 return objection
         return await second
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
     finally:
         look_after(first)
         second.cancel()

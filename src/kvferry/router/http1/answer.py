@@ -183,6 +183,7 @@ class UpstreamAnswer:
         if self._is_over:
             return
         self._is_over = True
+        self._connection.settle()
         if self._has_rest or not self._head.keeps_alive:
             self._connection.abort()
         else:

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 from kvferry.router.http1.answer import UpstreamAnswer
 from kvferry.router.http1.errors import BrokenOff, NotReached, UpstreamError
+from kvferry.router.http1.parting import Partings
 from kvferry.router.http1.pool import Site, Target
 from kvferry.router.http1.sweep import Sweep
-from kvferry.router.http1.upstream_connection import UpstreamConnection
+from kvferry.router.http1.upstream_connection import OnLeft, UpstreamConnection
 from kvferry.router.http1.wire import Fields, request_head
 
-__all__ = ["KEEPALIVE_S", "Target", "UpstreamAnswer", "Upstreams"]
+__all__ = ["KEEPALIVE_S", "OnLeft", "Target", "UpstreamAnswer", "Upstreams"]
 
 KEEPALIVE_S = 4.0
 """vLLM's server closes a connection that was idle for 5 s; a request sent just then would be lost."""
 
 _MAX_SITES = 4096
+_SETTLE_S = 1.0
 
 
 class Upstreams:
@@ -28,10 +30,11 @@ class Upstreams:
         self._sweep = Sweep(self._loop)
         self._sites: dict[Target, Site] = {}
         self._connections: set[UpstreamConnection] = set()
+        self._partings = Partings()
 
     @property
     def num_connections(self) -> int:
-        """Idle ones and busy ones."""
+        """Idle ones and busy ones, and those that are being left."""
         return len(self._connections)
 
     async def send(
@@ -44,8 +47,10 @@ class Upstreams:
         *,
         connect_timeout_s: float,
         head_timeout_s: float,
+        on_left: OnLeft | None = None,
     ) -> UpstreamAnswer:
-        """Send a request and wait for the head of its answer. UpstreamError.
+        """Send a request and wait for the head of its answer. UpstreamError. `on_left` hears of an answer that comes whole although it was
+        left before its end, here or later, for whatever reason.
 
         A connection that was kept warm may have been closed by the instance at this very moment: when it ends without a byte of an answer,
         the request is sent once more, over a fresh one.
@@ -58,7 +63,7 @@ class Upstreams:
         connection = site.take(self._loop.time())
         if connection is not None:
             try:
-                head = await connection.ask(method, data, head_timeout_s)
+                head = await connection.ask(method, data, head_timeout_s, on_left)
             except BrokenOff as error:
                 connection.abort()
                 if error.has_answered:
@@ -76,16 +81,19 @@ class Upstreams:
             # It was sent, by the warm one: whoever got it may have died of it.
             raise BrokenOff("it closed the connection before it had answered", has_answered=False) from None
         try:
-            head = await connection.ask(method, data, head_timeout_s)
+            head = await connection.ask(method, data, head_timeout_s, on_left)
         except BaseException:
             connection.abort()
             raise
         return UpstreamAnswer(connection, head, self, site)
 
     async def close(self) -> None:
-        """Close every connection, busy ones too."""
+        """Close every connection, busy ones too. Those that are being left get a moment for what is on its way."""
         for connection in list(self._connections):
             connection.abort()
+        await self._partings.settle(_SETTLE_S)
+        for connection in list(self._connections):
+            connection.cut()
         self._sweep.close()
 
     def num_heard(self, target: Target) -> int:
@@ -117,7 +125,7 @@ class Upstreams:
 
     async def _connect(self, site: Site, timeout_s: float) -> UpstreamConnection:
         target, address = site.target, site.target.address
-        connection = UpstreamConnection(self._loop, site, self._forget)
+        connection = UpstreamConnection(self._loop, site, self._forget, self._partings)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.create_connection(

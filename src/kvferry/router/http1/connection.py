@@ -90,10 +90,7 @@ class ServerConnection(asyncio.Protocol):
         if self._task is None:
             self._server.remove(self)
         elif self._state == _BUSY and not (self._reply is not None and self._reply.is_finished):
-            if self._reply is not None and self._reply.grace_s:
-                self._server.loop.call_later(self._reply.grace_s, self._task.cancel)
-            else:
-                self._task.cancel()
+            self._task.cancel()
 
     def pause_writing(self) -> None:
         self.out.pause()

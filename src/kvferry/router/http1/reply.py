@@ -21,7 +21,7 @@ class Reply:
     known length, whatever we write would become part of the data. `can_write` says so; then `abort` is all that is left.
     """
 
-    __slots__ = ("_framing", "_sent_before", "can_write", "grace_s", "has_body", "is_finished", "is_http11", "out", "status")
+    __slots__ = ("_framing", "_sent_before", "can_write", "has_body", "is_finished", "is_http11", "out", "status")
 
     def __init__(self, out: Outflow, head: RequestHead | None) -> None:
         self.out = out
@@ -34,13 +34,6 @@ class Reply:
         self.can_write = False
         """Whether `write` and `finish` would continue what was sent so far."""
         self.is_finished = False
-        self.grace_s = 0.0
-        """How long the handler may go on after its client has left, before it is cancelled."""
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the client has left."""
-        return self.out.transport is None
 
     @property
     def num_sent(self) -> int:

@@ -1,5 +1,7 @@
 """One connection to an instance: a request out, the head and then the raw bytes of its answer in.
 
+A request whose answer matters to somebody even after its asker has left (`on_left`) is left in good order: see `parting`.
+
 An instance may answer before it has read the whole request, and then reset the connection. The loop reads before it writes, so the
 answer is there before the failed write ends the connection.
 """
@@ -10,16 +12,22 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
 from kvferry.router.http1.parsing import AnswerHead, read_answer_head
+from kvferry.router.http1.parting import PARTING_S, Partings, half_close, whole_answer
 from kvferry.router.http1.sweep import NEVER
 
 if TYPE_CHECKING:
     from kvferry.router.http1.pool import Site
 
-__all__ = ["Receiver", "UpstreamConnection"]
+__all__ = ["OnLeft", "Receiver", "UpstreamConnection"]
+
+OnLeft = Callable[[int, bytes], None]
+"""Hears status and body of an answer that came whole after its asker had left."""
 
 _MAX_HEAD = 64 * 1024
 _MAX_WAITING = 256 * 1024
 """Bytes of a body that nobody has taken; the instance is not read while there are more."""
+_MAX_KEPT = 8 * 1024 * 1024
+"""Of an answer that matters to somebody else: block ids of a million tokens are half a megabyte."""
 
 
 class Receiver(Protocol):
@@ -32,8 +40,8 @@ class Receiver(Protocol):
 
 
 # Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with too many connections answers before it is
-# asked. Idle, after an exchange: what comes is an answer to nothing.
-_FRESH, _HEAD, _BODY, _IDLE = range(4)
+# asked. Idle, after an exchange: what comes is an answer to nothing. Parting: the asker has left.
+_FRESH, _HEAD, _BODY, _IDLE, _PARTING = range(5)
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -41,8 +49,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_asker",
+        "_kept",
         "_method",
+        "_num_kept",
+        "_on_left",
         "_on_lost",
+        "_partings",
         "_phase",
         "_pieces",
         "_size",
@@ -56,9 +68,12 @@ class UpstreamConnection(asyncio.Protocol):
         "transport",
     )
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, site: "Site", on_lost: Callable[["UpstreamConnection"], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, site: "Site", on_lost: Callable[["UpstreamConnection"], None], partings: Partings
+    ) -> None:
         self.loop = loop
         self.site = site
+        self._partings = partings
         self._on_lost = on_lost
         self._method = ""
         self._phase = _FRESH
@@ -66,6 +81,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._size = 0
         self._asker: asyncio.Future[AnswerHead] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_left: OnLeft | None = None
+        self._kept: list[bytes] = []
+        self._num_kept = 0
         self.transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.error: Exception | None = None
@@ -95,15 +113,18 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, data: bytes, timeout_s: float) -> "asyncio.Future[AnswerHead]":
+    def ask(self, method: str, data: bytes, timeout_s: float, on_left: OnLeft | None = None) -> "asyncio.Future[AnswerHead]":
         """Send a request; the head of its answer comes by the future."""
         self._method = method
+        self._on_left = on_left
         self._phase = _HEAD
         self.has_answered = False
         self.deadline = self.loop.time() + timeout_s
         waiter = self._asker = self.loop.create_future()
         if self._pieces:
             self.has_answered = True
+            if on_left is not None:
+                self._keep(b"".join(self._pieces))
             self._read_head()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
@@ -137,7 +158,14 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             await self._waiter
         finally:
-            self.deadline = NEVER
+            if self._phase != _PARTING:
+                self.deadline = NEVER
+
+    def settle(self) -> None:
+        """The answer is whole and its asker has it."""
+        self._on_left = None
+        self._kept = []
+        self._num_kept = 0
 
     def rest(self, deadline: float) -> None:
         """The exchange is over; until the deadline another may begin."""
@@ -162,7 +190,17 @@ class UpstreamConnection(asyncio.Protocol):
             receiver.fail(error)
 
     def abort(self) -> None:
+        """Whoever asked wants nothing more from it. Once more is nothing."""
         self.receiver = None
+        if self._phase == _PARTING:
+            return
+        if self._on_left is not None and self._phase in (_HEAD, _BODY) and self._partings.admit(self):
+            self._part()
+        else:
+            self.cut()
+
+    def cut(self) -> None:
+        """Nobody wants anything more from it."""
         self.deadline = NEVER
         if self.transport is not None:
             self.transport.abort()
@@ -174,6 +212,10 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.site.num_heard += 1
+        if self._on_left is not None:
+            self._keep(data)
+            if self._phase == _PARTING:
+                return
         if self.receiver is not None:
             self.receiver.receive(data)
             return
@@ -195,7 +237,9 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = None
         self.deadline = NEVER
         self._on_lost(self)
-        if self.receiver is not None:
+        if self._phase == _PARTING:
+            self._end_parting()
+        elif self.receiver is not None:
             self.receiver.lose()
         elif self._phase == _HEAD:
             self._fail(BrokenOff("it closed the connection before it had answered", self.has_answered))
@@ -204,9 +248,39 @@ class UpstreamConnection(asyncio.Protocol):
 
     def run_out(self, now: float) -> None:
         """The deadline has passed."""
-        self.fail(TimedOut("it was silent for too long"))
+        if self._phase == _PARTING:
+            self.cut()
+        else:
+            self.fail(TimedOut("it was silent for too long"))
 
     # -- its own -------------------------------------------------------------------------------------------------------
+
+    def _part(self) -> None:
+        self._fail(BrokenOff("it was left before it had answered", self.has_answered))
+        self._phase = _PARTING
+        self._pieces = []
+        self._size = 0
+        if self.transport is None:
+            self._end_parting()  # all that would come has come
+            return
+        self.deadline = self.loop.time() + PARTING_S
+        self.resume_reading()
+        half_close(self.transport)
+
+    def _end_parting(self) -> None:
+        self._partings.discard(self)
+        on_left, answer = self._on_left, whole_answer(b"".join(self._kept), self._method)
+        self.settle()
+        if on_left is not None and answer is not None:
+            on_left(*answer)
+
+    def _keep(self, data: bytes) -> None:
+        self._kept.append(data)
+        self._num_kept += len(data)
+        if self._num_kept > _MAX_KEPT:
+            self.settle()
+            if self._phase == _PARTING:
+                self.cut()
 
     def _read_head(self) -> None:
         pieces = self._pieces
@@ -217,13 +291,13 @@ class UpstreamConnection(asyncio.Protocol):
                 self._pieces = [data]
                 if len(data) > _MAX_HEAD or data[:7] != b"HTTP/1."[: len(data)]:
                     self._fail(NotHttp("its answer is not HTTP"))
-                    self.abort()
+                    self.cut()
                 return
             try:
                 head = read_answer_head(data[: end + 4], self._method)
             except NotHttp as error:
                 self._fail(error)
-                self.abort()
+                self.cut()
                 return
             data = data[end + 4 :]
             if head.status >= 200:
