@@ -315,6 +315,18 @@ async def until(what: str, condition: Callable[[], Awaitable[bool]], timeout_s: 
         await asyncio.sleep(0.05)
 
 
+async def assert_said(engine: Engine, what: str) -> None:
+    """In its log, which takes its own way here: an answer may come before the line that was written earlier."""
+
+    async def is_said() -> bool:
+        return any(what in line for line in engine.process.tail(50))
+
+    try:
+        await until(f"{engine.process.name} says {what!r}", is_said)
+    except AssertionError as error:
+        raise AssertionError("\n".join([*engine.process.tail(50), str(error)])) from None
+
+
 async def assert_quiescent(session: aiohttp.ClientSession, *engines: Engine) -> None:
     """Sooner or later: no block in use, nothing running, waiting, held or on its way."""
 

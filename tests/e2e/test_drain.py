@@ -11,7 +11,7 @@ import aiohttp
 import psutil
 import pytest
 from tests.e2e.conftest import PATIENT, SHORT
-from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill, until
+from tests.e2e.harness import Answer, Cluster, Engine, Prompt, ask, assert_quiescent, assert_said, metrics, new_session, prefill, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -131,7 +131,7 @@ def test_a_lease_that_nobody_ends_is_given_up_at_the_bound(shared: Cluster, narr
             waiting = asyncio.create_task(ask(session, narrow, fetched, kv_transfer_params=params))
             await until("D has met P", lambda: _has_peer(session, narrow))
             await ended(p, tell(p))
-            assert any("stopping with blocks that peers have not fetched leases=2" in line for line in p.process.tail())
+            await assert_said(p, "stopping with blocks that peers have not fetched leases=2")
             await release(occupants)
             answer = await waiting
             assert answer.status == 502

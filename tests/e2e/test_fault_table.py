@@ -23,6 +23,7 @@ from tests.e2e.harness import (
     ask,
     ask_all,
     assert_quiescent,
+    assert_said,
     metrics,
     new_session,
     post,
@@ -373,7 +374,7 @@ def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_na
 
     async def assert_overdue(session: aiohttp.ClientSession, d: Engine, reason: str) -> None:
         assert_ended_well(await hand_over(session, p, d, fresh()), Answer(200), "fail", reason)
-        assert any(reason in line for line in d.process.tail(50))
+        await assert_said(d, reason)
 
     async def check() -> None:
         async with new_session() as session:
