@@ -78,8 +78,10 @@ def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_b
 
                 p.pause()
                 try:
-                    await leave(asyncio.create_task(ask(session, router, fresh(300))), after=is_asked)
+                    asking = asyncio.create_task(ask(session, router, fresh(300)))
+                    await until("P has been asked", is_asked)
                     wire.stall(Direction.TO_SERVER)
+                    await leave(asking, after=is_asked)
                     await until("the router has left", lambda: _has_noticed(session, router))
                 finally:
                     p.resume()

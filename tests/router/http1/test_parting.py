@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from tests.router.http1.kit import Talk, chunked, instance, read_request, run, u
 from tests.router.http1.test_client import CHUNKED, OK, settles
 from tests.router.http1.test_tls import cert, client_side, server_side
 
-from kvferry.router.http1 import parting, upstream_connection
+from kvferry.router.http1 import client, parting, upstream_connection
 from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
-from kvferry.router.http1.errors import TimedOut
+from kvferry.router.http1.errors import BrokenOff, TimedOut
 from kvferry.router.http1.parting import whole_answer
 
 __all__ = ["cert"]
@@ -167,10 +168,15 @@ async def stays(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     await asyncio.Event().wait()
 
 
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_SETTLE_S", 0.05)
+
+
+@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("after_s", [0.2, 1000.0])
 def test_one_that_stays_is_closed_when_its_time_is_up_or_with_everything(after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_connection, "PARTING_S", after_s)
-    monkeypatch.setattr("kvferry.router.http1.client._SETTLE_S", 0.05)
 
     async def story() -> None:
         late = Late()
@@ -186,9 +192,12 @@ def test_one_that_stays_is_closed_when_its_time_is_up_or_with_everything(after_s
     run(story())
 
 
-def test_no_more_are_waited_for_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parting, "_MAX_PARTING", 2)
-    monkeypatch.setattr("kvferry.router.http1.client._SETTLE_S", 0.05)
+@pytest.mark.parametrize("bound", ["_MAX_PARTING", "_MAX_PARTING_OF_ONE"])
+def test_no_more_are_waited_for_than_so_many_and_the_log_says_so(
+    bound: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parting, bound, 2)
+    monkeypatch.setattr(client, "_SETTLE_S", 0.05)
 
     async def story() -> None:
         async with instance(stays) as target, upstreams() as made:
@@ -198,6 +207,73 @@ def test_no_more_are_waited_for_than_so_many(monkeypatch: pytest.MonkeyPatch) ->
                 asking.cancel()
             await asyncio.gather(*askings, return_exceptions=True)
             assert await settles(lambda: made.num_connections == 2)
+        assert made.num_connections == 0
+
+    run(story())
+    assert ["too many requests are being left" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.usefixtures("_soon")
+def test_one_whose_rest_and_deadline_come_in_one_turn_has_come() -> None:
+    """The loop gets no time across both, as on an overloaded machine."""
+
+    async def story() -> None:
+        late, sent = Late(), asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(OK[:-4])
+            await sent.wait()
+            writer.write(OK[-4:])
+            # It is under way in the kernel; nobody on this loop has looked.
+            time.sleep(0.5)
+            await reader.read()
+
+        async with instance(talk) as target, upstreams() as made:
+            with await ask(made, target, late) as answer:
+                reading = asyncio.create_task(answer.read(1000, 0.2))
+                await asyncio.sleep(0.05)
+                sent.set()
+                assert await reading == b"hello"
+        assert late.answers == []
+
+    run(story())
+
+
+def test_a_tls_connection_that_is_lost_in_the_turn_of_the_leaving_is_lost(cert: Path) -> None:
+    async def story() -> None:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            asked.set()
+            await reader.read()
+
+        asked = asyncio.Event()
+        async with instance(talk, server_side(cert)) as plain, upstreams() as made:
+            asking = asyncio.create_task(ask(made, Target(plain.address, client_side(cert)), Late()))
+            await asked.wait()
+            (connection,) = made._connections
+            asyncio.get_running_loop().call_soon(asking.cancel)
+            assert connection.transport is not None
+            connection.transport.abort()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert await settles(lambda: made.num_connections == 0)
+
+    run(story())
+
+
+def test_whoever_looks_for_more_of_one_that_was_left_hears_it() -> None:
+    async def story() -> None:
+        async with instance(stays) as target, upstreams() as made:
+            asking = asyncio.create_task(ask(made, target, Late()))
+            assert await settles(lambda: made.num_connections == 1)
+            await asyncio.sleep(0.01)
+            (connection,) = made._connections
+            connection.abort()
+            with pytest.raises(BrokenOff):
+                await asking
+            with pytest.raises(BrokenOff):
+                await connection.more(connection.loop.time() + 5)
 
     run(story())
 
@@ -239,6 +315,8 @@ def test_a_request_that_was_not_sent_whole_never_will_be() -> None:
         (CHUNKED, (200, b"hello")),
         (b"HTTP/1.1 503 No\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a", b"b"]), (503, b"ab")),
         (b"HTTP/1.1 204 None\r\n\r\n", (204, b"")),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 80_000, None),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000 + b"\r\n\r\n", None),
     ],
 )
 def test_what_a_whole_answer_is(raw: bytes, answer: tuple[int, bytes] | None) -> None:

@@ -94,6 +94,7 @@ class Upstreams:
         await self._partings.settle(_SETTLE_S)
         for connection in list(self._connections):
             connection.cut()
+        await self._partings.settle(_SETTLE_S)
         self._sweep.close()
 
     def num_heard(self, target: Target) -> int:

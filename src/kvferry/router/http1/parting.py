@@ -7,8 +7,11 @@ either there is a whole answer among what came, or there will never be one.
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
+import time
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvferry.router.http1.errors import NotHttp
@@ -22,33 +25,46 @@ __all__ = ["PARTING_S", "Partings", "half_close", "whole_answer"]
 
 PARTING_S = 5.0
 """How long an instance may take to close its side. One that runs does so at once."""
-_MAX_PARTING = 256
+_MAX_PARTING, _MAX_PARTING_OF_ONE = 4096, 2048
+"""All clients of a router may leave at once, and an instance that stands still must not take what the others need."""
+_MAX_HEAD = 64 * 1024
+_WARN_S = 60.0
+
+_log = logging.getLogger(__name__)
 
 
 class Partings:
     """Connections that are being left. Bounded: what is too much is closed at once, and with it what it would have brought."""
 
-    __slots__ = ("_idle", "_members")
+    __slots__ = ("_idle", "_members", "_warned_at")
 
     def __init__(self) -> None:
         self._members: set[UpstreamConnection] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-
-    def __len__(self) -> int:
-        return len(self._members)
+        self._warned_at = -inf
 
     def admit(self, connection: "UpstreamConnection") -> bool:
-        if len(self._members) >= _MAX_PARTING:
+        site = connection.site
+        if len(self._members) >= _MAX_PARTING or site.num_parting >= _MAX_PARTING_OF_ONE:
+            self._warn(str(site.target.address))
             return False
         self._members.add(connection)
+        site.num_parting += 1
         self._idle.clear()
         return True
 
     def discard(self, connection: "UpstreamConnection") -> None:
-        self._members.discard(connection)
+        if connection in self._members:
+            self._members.remove(connection)
+            connection.site.num_parting -= 1
         if not self._members:
             self._idle.set()
+
+    def _warn(self, where: str) -> None:
+        if time.monotonic() >= self._warned_at + _WARN_S:
+            self._warned_at = time.monotonic()
+            _log.warning("too many requests are being left at once: what their answers would bring is lost instance=%s", where)
 
     async def settle(self, timeout_s: float) -> None:
         """Until none is left, or the time is up."""
@@ -57,27 +73,34 @@ class Partings:
                 await self._idle.wait()
 
 
-def half_close(transport: asyncio.Transport) -> None:
-    """Below TLS too, whose own transports have no such thing; what has not been sent yet never will be."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as ours:
-        ours.shutdown(socket.SHUT_WR)
+def half_close(transport: asyncio.Transport) -> bool:
+    """Below TLS too, whose own transports have no such thing; what has not been sent yet never will be. False: it could not be done."""
+    raw = transport.get_extra_info("socket")
+    if raw is None:  # it is lost, and about to say so
+        return False
+    try:
+        with socket.socket(fileno=os.dup(raw.fileno())) as ours:
+            ours.shutdown(socket.SHUT_WR)
+    except OSError:
+        return False
+    return True
 
 
 def whole_answer(raw: bytes, method: str) -> tuple[int, bytes] | None:
     """Status and body of an answer whose connection is closed; None: it is not whole, or is no answer. Pure."""
-    status = 0
+    status = start = 0
     while status < 200:
-        end = raw.find(b"\r\n\r\n")
-        if end < 0:
+        end = raw.find(b"\r\n\r\n", start, start + _MAX_HEAD) + 4
+        if end < 4:
             return None
         try:
-            head = read_answer_head(raw[: end + 4], method)
+            head = read_answer_head(raw[start:end], method)
         except NotHttp:
             return None
-        status, raw = head.status, raw[end + 4 :]
+        status, start = head.status, end
     body, decoded = make_body(head.body, head.length), list[bytes]()
     try:
-        body.advance(raw, decoded)
+        body.advance(raw[start:], decoded)
     except NotFramed:
         return None
     return (status, b"".join(decoded)) if body.is_ended or body.is_whole_at_close else None

@@ -27,13 +27,14 @@ class Target:
 class Site:
     """A target and the connections to it that wait for their next request. An idle one's deadline is when it is too old."""
 
-    __slots__ = ("_idle", "host", "num_heard", "target")
+    __slots__ = ("_idle", "host", "num_heard", "num_parting", "target")
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.host = str(target.address)
         self.num_heard = 0
         """How often something has come from there."""
+        self.num_parting = 0
         self._idle: list[UpstreamConnection] = []
 
     def take(self, now: float) -> UpstreamConnection | None:

@@ -26,7 +26,7 @@ OnLeft = Callable[[int, bytes], None]
 _MAX_HEAD = 64 * 1024
 _MAX_WAITING = 256 * 1024
 """Bytes of a body that nobody has taken; the instance is not read while there are more."""
-_MAX_KEPT = 8 * 1024 * 1024
+_MAX_KEPT = 2 * 1024 * 1024
 """Of an answer that matters to somebody else: block ids of a million tokens are half a megabyte."""
 
 
@@ -153,6 +153,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     async def more(self, deadline: float) -> None:
         """Until there is something to take, or the connection is lost. TimedOut, and then it is closed."""
+        if self._phase == _PARTING:
+            raise BrokenOff("it was left before it had answered", self.has_answered)
         self.deadline = deadline
         self._waiter = self.loop.create_future()
         try:
@@ -250,7 +252,7 @@ class UpstreamConnection(asyncio.Protocol):
         """The deadline has passed."""
         if self._phase == _PARTING:
             self.cut()
-        else:
+        elif not self._has_news:  # whoever has some has not looked yet
             self.fail(TimedOut("it was silent for too long"))
 
     # -- its own -------------------------------------------------------------------------------------------------------
@@ -265,7 +267,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.deadline = self.loop.time() + PARTING_S
         self.resume_reading()
-        half_close(self.transport)
+        if not half_close(self.transport):
+            self.cut()
 
     def _end_parting(self) -> None:
         self._partings.discard(self)
@@ -309,6 +312,12 @@ class UpstreamConnection(asyncio.Protocol):
         asker = self._asker
         if asker is not None and not asker.done():
             asker.set_result(head)
+
+    @property
+    def _has_news(self) -> bool:
+        """Of an answer, for its asker: in this very turn."""
+        waiter = self._asker if self._phase == _HEAD else self._waiter if self._phase == _BODY else None
+        return self.receiver is None and waiter is not None and waiter.done()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
