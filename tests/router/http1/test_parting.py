@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.router.http1.kit import Talk, chunked, instance, read_request, run, upstreams
+from tests.router.http1.kit import Talk, chunked, instance, post, read_request, run, upstreams
 from tests.router.http1.test_client import CHUNKED, OK, settles
 from tests.router.http1.test_tls import cert, client_side, server_side
 
 from kvferry.router.http1 import client, parting, upstream_connection
 from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
 from kvferry.router.http1.errors import BrokenOff, TimedOut
-from kvferry.router.http1.parting import whole_answer
+from kvferry.router.http1.parting import Partings, whole_answer
+from kvferry.router.http1.pool import Site
+from kvferry.router.http1.upstream_connection import UpstreamConnection
 
 __all__ = ["cert"]
 
@@ -240,40 +242,46 @@ def test_one_whose_rest_and_deadline_come_in_one_turn_has_come() -> None:
     run(story())
 
 
-def test_a_tls_connection_that_is_lost_in_the_turn_of_the_leaving_is_lost(cert: Path) -> None:
-    async def story() -> None:
-        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await read_request(reader)
-            asked.set()
-            await reader.read()
+async def connected(target: Target) -> UpstreamConnection:
+    loop = asyncio.get_running_loop()
+    connection = UpstreamConnection(loop, Site(target), lambda connection: None, Partings())
+    await loop.create_connection(lambda: connection, target.address.host, target.address.port, ssl=target.tls)
+    return connection
 
-        asked = asyncio.Event()
-        async with instance(talk, server_side(cert)) as plain, upstreams() as made:
-            asking = asyncio.create_task(ask(made, Target(plain.address, client_side(cert)), Late()))
+
+def test_a_tls_connection_that_is_lost_in_the_turn_of_the_leaving_is_lost(cert: Path) -> None:
+    async def story(num_turns: int) -> None:
+        asked, late = asyncio.Event(), Late()
+        async with instance(in_two(OK, 5, asked), server_side(cert)) as plain:
+            connection = await connected(Target(plain.address, client_side(cert)))
+            asking = connection.ask("POST", post(b"hello"), 5, late.hear)
             await asked.wait()
-            (connection,) = made._connections
-            asyncio.get_running_loop().call_soon(asking.cancel)
             assert connection.transport is not None
             connection.transport.abort()
-            with pytest.raises(asyncio.CancelledError):
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            connection.abort()
+            assert await settles(lambda: connection.is_lost)
+            with pytest.raises(BrokenOff):
                 await asking
-            assert await settles(lambda: made.num_connections == 0)
+        assert late.answers == []
 
-    run(story())
+    for num_turns in range(4):
+        run(story(num_turns))
 
 
 def test_whoever_looks_for_more_of_one_that_was_left_hears_it() -> None:
     async def story() -> None:
-        async with instance(stays) as target, upstreams() as made:
-            asking = asyncio.create_task(ask(made, target, Late()))
-            assert await settles(lambda: made.num_connections == 1)
-            await asyncio.sleep(0.01)
-            (connection,) = made._connections
+        async with instance(stays) as target:
+            connection = await connected(target)
+            asking = connection.ask("POST", post(b"hello"), 5, Late().hear)
             connection.abort()
             with pytest.raises(BrokenOff):
                 await asking
             with pytest.raises(BrokenOff):
                 await connection.more(connection.loop.time() + 5)
+            connection.cut()
+            assert await settles(lambda: connection.is_lost)
 
     run(story())
 
