@@ -23,7 +23,7 @@ from kvferry.router.server import make_server, server_tls
 from kvferry.router.turn_keeper import AskTurn
 from kvferry.types import Address, FailurePolicy
 
-DEADLINE_S = 10.0
+DEADLINE_S = 50.0
 Behaviour = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 

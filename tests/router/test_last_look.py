@@ -10,6 +10,7 @@ import pytest
 import uvloop
 from tests.router.http1.kit import read_request
 from tests.router.stubs import (
+    DEADLINE_S,
     PARAMS,
     Behaviour,
     RecordedReleases,
@@ -70,7 +71,7 @@ async def raw_stage(
     talk: Talk, decode: Behaviour = completes, push_key: PushTicketKey | None = None
 ) -> AsyncIterator[tuple[str, RecordedReleases]]:
     """A P that speaks as `talk` says."""
-    async with asyncio.timeout(10), stub_engine(StubEngine(decode)) as d:
+    async with asyncio.timeout(DEADLINE_S), stub_engine(StubEngine(decode)) as d:
         over = asyncio.Event()
 
         async def talk_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
