@@ -15,7 +15,7 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("plane", "prompt_tokens"), [("tcp", 8 * CHUNK_TOKENS), ("nixl", 4 * CHUNK_TOKENS)])
+@pytest.mark.parametrize(("plane", "prompt_tokens"), [("tcp", 4 * CHUNK_TOKENS), ("nixl", 3 * CHUNK_TOKENS)])
 def test_while_p_computes_all_but_the_last_chunk_moves(plane: str, prompt_tokens: int) -> None:
     """In every handover, not only in most, whether P writes (tcp) or D reads (nixl). Without streaming, and in pull, all is left: what is
     counted are bytes that moved."""
