@@ -141,6 +141,8 @@ class Liar:
     token: bytes = b"t" * wire.TOKEN_BYTES
     known: bytes = b""
     """Another token than it offers."""
+    greeting: bytes = b""
+    """Another than ours, and nothing after it."""
 
     @contextlib.contextmanager
     def offered(self) -> Iterator[PlaneOffer]:
@@ -159,6 +161,9 @@ class Liar:
                 connection, _ = listener.accept()
                 with connection, contextlib.suppress(ConnectionError):
                     connection.settimeout(DEADLINE_S)
+                    if self.greeting:
+                        connection.sendall(self.greeting)
+                        continue
                     prove_to(connection, self.known or self.token)
                     self.does(connection)
 

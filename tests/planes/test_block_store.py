@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
@@ -85,6 +85,10 @@ def test_every_item_is_where_it_belongs_and_nothing_else_has_changed(case: tuple
     assert (memory == expected).all()
 
 
+TWO_LARGE = (8, Placement(0, 4, np.array([0, 4]), 1, (2, 2), (2, 1), (1, 2)))
+
+
+@example(TWO_LARGE, 1, 8)
 @given(placements(), st.integers(1, 40), st.integers(1, 40))
 def test_blocks_of_many_slices_are_rearranged_like_small_ones(case: tuple[int, Placement], slice_bytes: int, aside_bytes: int) -> None:
     size, placement = case

@@ -46,7 +46,7 @@ def check_placement(placement: Placement, size_bytes: int) -> None:
 def rearrange(placement: Placement, region: Bytes) -> Iterator[int]:
     """Rearrange some more each time; yields what that has cost, in bytes. The placement has been checked against the region."""
     size = placement.block_bytes
-    at_once = max(1, ASIDE_BYTES // size)
+    at_once = max(1, ASIDE_BYTES // size) if size <= STEP_BYTES else 1
     aside = np.empty(at_once * size, np.uint8)
     for start, step, count in _even_runs(np.sort(placement.offsets), at_once):
         if size <= STEP_BYTES:
