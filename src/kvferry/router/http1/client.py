@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kvferry.router.http1.answer import UpstreamAnswer
 from kvferry.router.http1.errors import BrokenOff, NotReached, UpstreamError
-from kvferry.router.http1.parting import Partings
+from kvferry.router.http1.parting import OnLeft, Partings
 from kvferry.router.http1.pool import Site, Target
 from kvferry.router.http1.sweep import Sweep
-from kvferry.router.http1.upstream_connection import OnLeft, UpstreamConnection
+from kvferry.router.http1.upstream_connection import UpstreamConnection
 from kvferry.router.http1.wire import Fields, request_head
 
 __all__ = ["KEEPALIVE_S", "OnLeft", "Target", "UpstreamAnswer", "Upstreams"]

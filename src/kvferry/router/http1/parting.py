@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,18 @@ from kvferry.router.http1.parsing import read_answer_head
 if TYPE_CHECKING:
     from kvferry.router.http1.upstream_connection import UpstreamConnection
 
-__all__ = ["PARTING_S", "Partings", "half_close", "whole_answer"]
+__all__ = ["PARTING_S", "LateAnswer", "OnLeft", "Partings", "half_close", "whole_answer"]
+
+OnLeft = Callable[[int, bytes], None]
+"""Hears status and body of an answer that came whole after its asker had left."""
 
 PARTING_S = 5.0
 """How long an instance may take to close its side. One that runs does so at once."""
 _MAX_PARTING, _MAX_PARTING_OF_ONE = 4096, 2048
 """All clients of a router may leave at once, and an instance that stands still must not take what the others need."""
 _MAX_HEAD = 64 * 1024
+_MAX_KEPT = 2 * 1024 * 1024
+"""Of an answer: block ids of a million tokens are half a megabyte."""
 _WARN_S = 60.0
 
 _log = logging.getLogger(__name__)
@@ -71,6 +77,30 @@ class Partings:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+
+
+class LateAnswer:
+    """An answer from its first byte on, for somebody who wants it even when its asker has left."""
+
+    __slots__ = ("_method", "_on_left", "_pieces", "_size")
+
+    def __init__(self, method: str, on_left: OnLeft) -> None:
+        self._method = method
+        self._on_left = on_left
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def add(self, data: bytes) -> bool:
+        """False: it is too long to be kept."""
+        self._pieces.append(data)
+        self._size += len(data)
+        return self._size <= _MAX_KEPT
+
+    def tell(self) -> None:
+        """Its asker has left, and nothing more will come."""
+        answer = whole_answer(b"".join(self._pieces), self._method)
+        if answer is not None:
+            self._on_left(*answer)
 
 
 def half_close(transport: asyncio.Transport) -> bool:

@@ -12,22 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
 from kvferry.router.http1.parsing import AnswerHead, read_answer_head
-from kvferry.router.http1.parting import PARTING_S, Partings, half_close, whole_answer
+from kvferry.router.http1.parting import PARTING_S, LateAnswer, OnLeft, Partings, half_close
 from kvferry.router.http1.sweep import NEVER
 
 if TYPE_CHECKING:
     from kvferry.router.http1.pool import Site
 
-__all__ = ["OnLeft", "Receiver", "UpstreamConnection"]
-
-OnLeft = Callable[[int, bytes], None]
-"""Hears status and body of an answer that came whole after its asker had left."""
+__all__ = ["Receiver", "UpstreamConnection"]
 
 _MAX_HEAD = 64 * 1024
 _MAX_WAITING = 256 * 1024
 """Bytes of a body that nobody has taken; the instance is not read while there are more."""
-_MAX_KEPT = 2 * 1024 * 1024
-"""Of an answer that matters to somebody else: block ids of a million tokens are half a megabyte."""
 
 
 class Receiver(Protocol):
@@ -49,10 +44,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_asker",
-        "_kept",
+        "_late",
         "_method",
-        "_num_kept",
-        "_on_left",
         "_on_lost",
         "_partings",
         "_phase",
@@ -81,9 +74,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._size = 0
         self._asker: asyncio.Future[AnswerHead] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._on_left: OnLeft | None = None
-        self._kept: list[bytes] = []
-        self._num_kept = 0
+        self._late: LateAnswer | None = None
         self.transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.error: Exception | None = None
@@ -116,15 +107,15 @@ class UpstreamConnection(asyncio.Protocol):
     def ask(self, method: str, data: bytes, timeout_s: float, on_left: OnLeft | None = None) -> "asyncio.Future[AnswerHead]":
         """Send a request; the head of its answer comes by the future."""
         self._method = method
-        self._on_left = on_left
+        self._late = LateAnswer(method, on_left) if on_left is not None else None
         self._phase = _HEAD
         self.has_answered = False
         self.deadline = self.loop.time() + timeout_s
         waiter = self._asker = self.loop.create_future()
         if self._pieces:
             self.has_answered = True
-            if on_left is not None:
-                self._keep(b"".join(self._pieces))
+            if self._late is not None:
+                self._late.add(b"".join(self._pieces))
             self._read_head()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
@@ -165,9 +156,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def settle(self) -> None:
         """The answer is whole and its asker has it."""
-        self._on_left = None
-        self._kept = []
-        self._num_kept = 0
+        self._late = None
 
     def rest(self, deadline: float) -> None:
         """The exchange is over; until the deadline another may begin."""
@@ -196,7 +185,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.receiver = None
         if self._phase == _PARTING:
             return
-        if self._on_left is not None and self._phase in (_HEAD, _BODY) and self._partings.admit(self):
+        if self._late is not None and self._phase in (_HEAD, _BODY) and self._partings.admit(self):
             self._part()
         else:
             self.cut()
@@ -214,10 +203,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.site.num_heard += 1
-        if self._on_left is not None:
-            self._keep(data)
+        if self._late is not None and not self._late.add(data):
+            self._late = None
             if self._phase == _PARTING:
-                return
+                self.cut()
+        if self._phase == _PARTING:
+            return
         if self.receiver is not None:
             self.receiver.receive(data)
             return
@@ -272,18 +263,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _end_parting(self) -> None:
         self._partings.discard(self)
-        on_left, answer = self._on_left, whole_answer(b"".join(self._kept), self._method)
-        self.settle()
-        if on_left is not None and answer is not None:
-            on_left(*answer)
-
-    def _keep(self, data: bytes) -> None:
-        self._kept.append(data)
-        self._num_kept += len(data)
-        if self._num_kept > _MAX_KEPT:
-            self.settle()
-            if self._phase == _PARTING:
-                self.cut()
+        late, self._late = self._late, None
+        if late is not None:
+            late.tell()
 
     def _read_head(self) -> None:
         pieces = self._pieces
