@@ -13,6 +13,7 @@ from kvferry.cli.findings import (
     Level,
     NixlReport,
     TorchReport,
+    compiled_finding,
     core_finding,
     descriptor_finding,
     enabled_transports,
@@ -68,6 +69,8 @@ def test_what_is_missing_is_a_problem_or_advice() -> None:
     assert "cannot use them" in gpu_finding(TorchReport("2.13.0+cpu"), ["GPU 0"]).text
     assert gpu_finding(TorchReport("2.13.0", ["H200"], "13.0"), []).level is Level.OK
     assert [python_finding(version).level for version in ((3, 10, 9), (3, 11, 0), (3, 14, 1))] == [Level.PROBLEM, Level.OK, Level.OK]
+    assert [compiled_finding(missing).level for missing in ([], ["copy_runs"])] == [Level.OK, Level.ADVICE]
+    assert "copy_runs, linger missing" in compiled_finding(["copy_runs", "linger"]).text
     assert [core_finding(cores).level for cores in (2, 8)] == [Level.ADVICE, Level.OK]
     assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [Level.ADVICE, Level.OK]
 
@@ -136,6 +139,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
     findings = {finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})}
     assert {
         "Python",
+        "compiled loops",
         "torch",
         "GPUs",
         "NIXL",

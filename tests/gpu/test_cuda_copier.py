@@ -115,6 +115,22 @@ def test_the_same_offsets_stand_for_several_places(copier: CudaAddressCopier) ->
     copier.close()
 
 
+def test_a_pause_ends_with_a_job_and_lasts_as_long_as_it_is_told_without_one(copier: CudaAddressCopier) -> None:
+    memory, places = torch.zeros(2, 4096, dtype=torch.uint8, device="cuda"), np.zeros(1, np.int64)
+    copies = [AddressCopies(4096, places, places, (memory[0].data_ptr(),), (memory[1].data_ptr(),))]
+    copy(copier, copies)
+    for _ in range(2):  # what is over is taken back first, which takes no time
+        copier.pause(0.0)
+    began = time.monotonic()
+    copier.pause(0.01)
+    assert time.monotonic() - began >= 0.01
+    job = copier.start(copies)
+    copier.pause(DEADLINE_S)
+    assert job.is_done()
+    assert time.monotonic() - began < DEADLINE_S
+    copier.close()
+
+
 def test_triton_compiles_and_the_driver_starts() -> None:
     from kvferry.planes.piece_kernel import PieceKernel  # needs triton, which machines without a GPU have not
 

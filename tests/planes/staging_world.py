@@ -69,7 +69,7 @@ class Party:
         self.ring = np.zeros(2 * ring_pages * PAGE, np.uint8)
         copier: AddressCopier = HostAddressCopier()
         ring = StagingRing(self.ring.ctypes.data, len(self.ring), copier, StagingPace(chunk_bytes, chunk_bytes))
-        self.own, self.lent = WindowTable(0, ring_pages * PAGE), WindowTable(ring_pages * PAGE, ring_pages * PAGE)
+        self.own, self.lent = WindowTable.two_of(len(self.ring))
         self.wire = Wire()
         self.transfers = StagedTransfers(ring, self.own, self.wire, b"metadata", RECLAIM_S)
         self.lender = WindowLender(ring, self.lent, self.regions, RECLAIM_S)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.planes.driver_calls import Kernel, ask_by_breaths, ask_until, start_by_ctypes, start_kernel
+from kvferry.breath import breathe
+from kvferry.planes.driver_calls import Kernel, ask_by_breaths, ask_until, linger, start_by_ctypes, start_kernel
 
 WAITING = 600
 NUMBER, POINTER, COUNT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
@@ -50,13 +51,29 @@ def test_it_asks_until_the_answer_changes(ask: Asking) -> None:
 def test_it_asks_once_at_least_and_not_for_ever(ask: Asking) -> None:
     getpid = address_of(ctypes.CDLL(None).getpid)
     assert ask(getpid, 0, os.getpid(), 0.0) == os.getpid()
-    began = time.monotonic()
     assert ask(getpid, 0, os.getpid(), 0.05) == os.getpid()
+
+
+def waits() -> dict[str, Callable[[], object]]:
+    getpid = address_of(ctypes.CDLL(None).getpid)
+    return {
+        "asking": lambda: ask_until(getpid, 0, os.getpid(), 0.05),
+        "asking by breaths": lambda: ask_by_breaths(getpid, 0, os.getpid(), 0.05),
+        "lingering": lambda: linger(0.05),
+        "lingering by breaths": lambda: breathe(0.05),
+    }
+
+
+@pytest.mark.parametrize("way", waits())
+def test_it_waits_no_less_than_it_is_told(way: str) -> None:
+    began = time.monotonic()
+    waits()[way]()
     assert time.monotonic() - began >= 0.05
 
 
 @pytest.mark.usefixtures("nobody_is_interrupted")
-def test_other_threads_go_on_meanwhile(ask: Asking) -> None:
+@pytest.mark.parametrize("way", waits())
+def test_other_threads_go_on_meanwhile(way: str) -> None:
     has_begun, is_over, counted = threading.Event(), threading.Event(), 0
 
     def count() -> None:
@@ -70,10 +87,9 @@ def test_other_threads_go_on_meanwhile(ask: Asking) -> None:
     other.start()
     try:
         has_begun.wait(10.0)
-        before, getpid = counted, address_of(ctypes.CDLL(None).getpid)
-        deadline = time.monotonic() + 30.0
+        before, wait, deadline = counted, waits()[way], time.monotonic() + 30.0
         while counted == before and time.monotonic() < deadline:
-            ask(getpid, 0, os.getpid(), 0.05)
+            wait()
         assert counted > before
     finally:
         is_over.set()

@@ -18,7 +18,7 @@ from tests.planes.staged_reader import read_for_ever
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes.nixl import NixlDataPlane
-from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
+from kvferry.planes.staged_nixl import WAITING_INTERVAL_S, StagedNixlDataPlane, StagingSettings
 from kvferry.ports.data import Pieces, PlaneOffer
 from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_REGION, Far, Pair, PairSource, Side, SpawnedFar
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
@@ -126,7 +126,14 @@ def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: Pa
         (plan,) = shuffled(4096, seed=9, count=400)
         expected = read_as_planned(pair, [plan])
         other = Pair(Side(stranger, pair.near.memory, pair.near.regions, lambda: None), pair.far, pair.peer, pair.far_seed)
+        assert stranger.poll_interval_s() not in (0.0, WAITING_INTERVAL_S), "nothing is expected yet"
         handle = stranger.read(pair.peer, [plan])
+        assert stranger.poll_interval_s() == 0.0, "an answer may come at any moment, and each poll pauses by itself"
+        deadline = time.monotonic() + DEADLINE_S
+        while stranger.poll_interval_s() == 0.0:
+            assert stranger.poll() == []
+            assert time.monotonic() < deadline
+        assert stranger.poll_interval_s() == WAITING_INTERVAL_S, "nobody answers: there is no hurry any more"
         completion = other.wait(handle)[handle]
         assert (completion.error, completion.pieces) == (None, 400)
         assert np.array_equal(pair.near.memory, expected)

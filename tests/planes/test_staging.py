@@ -46,8 +46,8 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int
     taken: list[Window] = []
     for takes, number in steps:
         if takes and (window := table.take(number)) is not None:
-            assert table.first <= window.first
-            assert window.end <= table.first + table.size_bytes
+            assert first * 4096 <= window.first
+            assert window.end <= (first + pages) * 4096
             assert window.size_bytes == number
             assert window.first % 4096 == 0
             assert all(window.end <= other.first or other.end <= window.first for other in taken)
@@ -58,6 +58,33 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int
         table.give_back(window)
     assert table.is_free
     assert table.take(pages * 4096) == Window(first * 4096, pages * 4096)
+
+
+@given(st.integers(2, 64), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000)), max_size=60))
+def test_two_who_share_a_ring_never_overlap_and_neither_keeps_the_other_out(pages: int, steps: Sequence[tuple[int, int]]) -> None:
+    tables, taken = WindowTable.two_of(pages * 4096), (list[Window](), list[Window]())
+    quarter = max(1, pages // 4) * 4096
+    for step, number in steps:
+        who, takes = step % 2, step >= 2
+        if takes and (window := tables[who].take(number)) is not None:
+            assert window.size_bytes == number
+            assert window.first % 4096 == 0
+            assert (0, quarter)[who] <= window.first
+            assert window.end <= (pages * 4096 - quarter, pages * 4096)[who]
+            assert all(window.end <= other.first or other.end <= window.first for other in (*taken[0], *taken[1]))
+            taken[who].append(window)
+        elif takes and not taken[who]:
+            assert number > quarter  # whoever has nothing gets what fits its own quarter, whatever the other has
+        elif not takes and taken[who]:
+            tables[who].give_back(taken[who].pop(number % len(taken[who])))
+    for who, table in enumerate(tables):
+        for window in taken[who]:
+            table.give_back(window)
+        assert table.is_free
+    for table in tables:  # one alone has all but the other's quarter
+        whole = table.take(pages * 4096 - quarter)
+        assert whole is not None
+        table.give_back(whole)
 
 
 def test_without_a_gap_that_is_large_enough_the_largest_is_taken_if_it_is_not_a_crumb() -> None:

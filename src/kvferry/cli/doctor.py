@@ -17,6 +17,7 @@ from kvferry.cli.findings import (
     Finding,
     Level,
     TorchReport,
+    compiled_finding,
     core_finding,
     descriptor_finding,
     enabled_transports,
@@ -33,6 +34,7 @@ from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpu
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
+from kvferry.planes.copiers import missing_loops
 from kvferry.planes.nixl_agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
 from kvferry.planes.staging_settings import StagingSettings
 from kvferry.types import MemoryKind
@@ -83,7 +85,7 @@ def parse_backend(text: str) -> str:
 def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Finding]:
     """Every check, side by side because some take seconds, in a fixed order."""
     checks: list[Callable[[], list[Finding]]] = [
-        lambda: [python_finding(sys.version_info[:3])],
+        lambda: [python_finding(sys.version_info[:3]), compiled_finding(missing_loops())],
         lambda: _torch(environ),
         lambda: _nixl(environ, backends),
         lambda: [_shared_memory()],

@@ -13,6 +13,7 @@ __all__ = [
     "Level",
     "NixlReport",
     "TorchReport",
+    "compiled_finding",
     "core_finding",
     "descriptor_finding",
     "enabled_transports",
@@ -76,6 +77,14 @@ def python_finding(version: tuple[int, int, int]) -> Finding:
     if version[:2] < LEAST_PYTHON:
         return Finding(Level.PROBLEM, "Python", f"{text} is too old; kvferry needs 3.11 or newer")
     return Finding(Level.OK, "Python", text)
+
+
+def compiled_finding(missing: Sequence[str]) -> Finding:
+    """`missing`: loops that should be compiled, and are not."""
+    if not missing:
+        return Finding(Level.OK, "compiled loops", "all are here")
+    text = f"{', '.join(missing)} missing, so KV moves slower; install kvferry anew with a C compiler at hand (`make setup`)"
+    return Finding(Level.ADVICE, "compiled loops", text)
 
 
 def core_finding(cores: int) -> Finding:

@@ -322,12 +322,27 @@ static PyObject *ask_until(PyObject *module, PyObject *args)
     return PyLong_FromLong(answer);
 }
 
+static PyObject *linger(PyObject *module, PyObject *args)
+{
+    double seconds;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "d:linger", &seconds))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    double end = seconds_now() + seconds;
+    while (seconds_now() < end)
+        ;
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"are_within", are_within, METH_VARARGS, "are_within(offsets, last): whether every one of them is from 0 to last."},
     {"put_all", put_all, METH_VARARGS, "put_all(table, first, offsets, last): table[first + i] = offsets[i]; all of these, or-ed. IndexError unless all are from 0 to last."},
     {"put_places", put_places, METH_VARARGS, "put_places(table, first, sources, targets, rest): for each place its source, its target and the three numbers of the rest; all sources and targets, or-ed."},
     {"start_kernel", start_kernel, METH_VARARGS, "start_kernel((upload, launch, record), (table, pinned, size), (function, threads, shared, parameters), (width, height), (number, number), stream, event): bring the table to the device, start the kernel with it and the two numbers, record the event; which call was the last, and its status."},
     {"ask_until", ask_until, METH_VARARGS, "ask_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
+    {"linger", linger, METH_VARARGS, "linger(seconds): so long, awake."},
     {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from kvferry.breath import breathe
 from kvferry.errors import TransportError
 from kvferry.planes.copiers import fastest_copier
 from kvferry.planes.offsets import are_within
@@ -72,6 +73,9 @@ class AddressCopier(Protocol):
         """Begin to copy. Targets do not overlap each other, nor any source. TransportError when an offset is past its last; then
         nothing of this call is under way."""
 
+    def pause(self, seconds: float) -> None:
+        """So long at most, until something more of it may be done. Other threads of the interpreter go on meanwhile."""
+
     def close(self) -> None:
         """Wait until nothing of it is under way, and let go of what it holds. Idempotent."""
 
@@ -98,6 +102,9 @@ class HostAddressCopier:
             for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True):
                 self._copy(targets.at(target_base), sources.at(source_base), runs)
         return _Done()
+
+    def pause(self, seconds: float) -> None:
+        breathe(seconds)
 
     def close(self) -> None:
         return None

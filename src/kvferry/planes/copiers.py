@@ -4,11 +4,15 @@ Called by the thread that owns the plane. Both let go of the interpreter's lock 
 gains: docs/decisions/018-copies-by-a-compiled-loop.md.
 """
 
+from importlib import import_module
 from typing import Protocol
 
 from kvferry.planes.runs import Bytes, Runs
 
-__all__ = ["Copier", "copy_by_numpy", "fastest_copier"]
+__all__ = ["Copier", "copy_by_numpy", "fastest_copier", "missing_loops"]
+
+COMPILED = "are_within", "ask_until", "copy_runs", "linger", "put_all", "put_places", "start_kernel"
+"""What `_copy.c` has. Without some of it all works, slower."""
 
 
 class Copier(Protocol):
@@ -26,6 +30,15 @@ def fastest_copier() -> Copier:
         copy_runs(target, source, runs.remote, runs.local, runs.size_bytes)
 
     return copy_compiled
+
+
+def missing_loops() -> tuple[str, ...]:
+    """What is not compiled here: all where kvferry was installed without a compiler, some where that was before they were written."""
+    try:
+        compiled = import_module("kvferry.planes._copy")
+    except ImportError:
+        return COMPILED
+    return tuple(name for name in COMPILED if not hasattr(compiled, name))
 
 
 def copy_by_numpy(target: Bytes, source: Bytes, runs: Runs) -> None:

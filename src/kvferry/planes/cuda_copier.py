@@ -2,8 +2,8 @@
 
 Jobs take turns on two streams: while one is copying, the table of the next goes to the device, and no job waits for another's last bytes.
 
-Called by one thread, with the device's context current in it. It waits for the device in `close`, in `watch` for as long as it is told to,
-and when a launch has failed. Without triton, or without the compiler it needs, plain torch does the same, slower.
+Called by one thread, with the device's context current in it. It waits for the device in `close`, for as long as it is told to in `watch`
+and `pause`, and when a launch has failed. Without triton, or without the compiler it needs, plain torch does the same, slower.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
 from kvferry.planes.copy_table import TableLayout, by_launch, flat_addresses
 from kvferry.planes.cuda_table import CudaTable
+from kvferry.planes.driver_calls import linger
 
 __all__ = ["CudaAddressCopier", "CudaCopyJob", "copy_by_torch"]
 
@@ -119,6 +120,16 @@ class CudaAddressCopier:
             pass
         if self._used:
             cuda_driver.has_passed(self._used[0][0].event_handle, seconds)
+
+    def pause(self, seconds: float) -> None:
+        """Awake. A device that has failed is found by its jobs."""
+        with contextlib.suppress(RuntimeError):
+            if self._take_back():
+                return
+        if self._used:
+            cuda_driver.has_passed(self._used[0][0].event_handle, seconds)
+        else:
+            linger(seconds)
 
     def wait(self) -> None:
         """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""

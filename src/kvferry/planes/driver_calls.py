@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvferry.breath import breathe
 
-__all__ = ["Kernel", "ask_by_breaths", "ask_until", "start_by_ctypes", "start_kernel"]
+__all__ = ["Kernel", "ask_by_breaths", "ask_until", "linger", "start_by_ctypes", "start_kernel"]
 
 OWN_PARAMETERS = 3
 
@@ -58,12 +58,14 @@ def start_by_ctypes(
 
 ask_until: Callable[[int, int, int, float], int]
 """Call the function at an address, with a pointer, until it answers something else than `waiting`, for so long at most: its last answer."""
+linger: Callable[[float], None]
+"""So long, awake: a processor that has slept for some microseconds takes longer than those to be back, and is slow at first."""
 start_kernel: Callable[
     [tuple[int, int, int], tuple[int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int], int, int], tuple[int, int]
 ]
 """Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record an event, in the order of a stream:
 which of the three calls was the last, and its status."""
 try:
-    from kvferry.planes._copy import ask_until, start_kernel
+    from kvferry.planes._copy import ask_until, linger, start_kernel
 except ImportError:
-    ask_until, start_kernel = ask_by_breaths, start_by_ctypes
+    ask_until, linger, start_kernel = ask_by_breaths, breathe, start_by_ctypes

@@ -27,7 +27,7 @@ from kvferry.planes.host_memory import HostMemory
 from kvferry.planes.nixl import NixlDataPlane
 from kvferry.planes.staging_lane import StagingPace, StagingRing
 from kvferry.planes.staging_lender import RECLAIM_S, ToOwner, WindowLender
-from kvferry.planes.staging_ring import WINDOW_ALIGNMENT, WindowTable
+from kvferry.planes.staging_ring import WindowTable
 from kvferry.planes.staging_routes import ReturnRoutes
 from kvferry.planes.staging_settings import ResolvedStaging, StagingSettings, is_fragmented
 from kvferry.planes.staging_transfers import Mail, RingOf, StagedTransfers
@@ -38,7 +38,7 @@ from kvferry.types import MemoryKind, PeerId, Region
 __all__ = ["StagedNixlDataPlane", "StagingSettings"]
 
 BUSY_S = 0.002
-"""So long after the last message we look for the next one all the time: a chunk takes less than a sleep."""
+"""So long after something has happened we look for what is next all the time: a chunk takes less than a sleep."""
 WAITING_INTERVAL_S = 0.001
 CLOSE_PATIENCE_S = 2.0
 TIDY_S = 1.0
@@ -83,7 +83,8 @@ class _Staging:
     lender: WindowLender
     routes: ReturnRoutes
     postmark: Postmark
-    heard_at: float = 0.0
+    stirred_at: float = 0.0
+    """When something last happened: a message, or the end of something posted."""
     tidied_at: float = 0.0
     num_dropped: int = 0
     """Notifications that were not understood."""
@@ -192,11 +193,15 @@ class StagedNixlDataPlane:
             now = time.monotonic()
             plain = [each for each in completions if not staging.transfers.settle(each, now)]
             if len(plain) < len(completions):
+                staging.stirred_at = now
                 self._turn(staging, now)
-        if not len(staging.transfers):
-            return self._ours_of(plain)
-        self._drop_lost(staging, now)
-        return [*self._ours_of(plain), *self._start_unstaged(staging), *staging.transfers.take_ended()]
+        ended = self._ours_of(plain)
+        if len(staging.transfers):
+            self._drop_lost(staging, now)
+            ended += [*self._start_unstaged(staging), *staging.transfers.take_ended()]
+        if not ended and self._is_expecting(staging, now):
+            staging.copier.pause(BREATH_S)
+        return ended
 
     def cancel(self, handle: Handle) -> None:
         for plain, ours in self._ours.items():
@@ -239,8 +244,7 @@ class StagedNixlDataPlane:
         on_device = region.memory is MemoryKind.VRAM
         pace = StagingPace(settings.chunk_bytes, DEVICE_TURN_BYTES if on_device else settings.chunk_bytes)
         ring = StagingRing(region.address, region.size_bytes, _copier_for(region), pace)
-        half = region.size_bytes // 2 // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
-        own, lent = WindowTable(0, half), WindowTable(half, region.size_bytes - half)
+        own, lent = WindowTable.two_of(region.size_bytes)
         return _Staging(
             memory,
             region,
@@ -279,7 +283,7 @@ class StagedNixlDataPlane:
     def _start(self, peer: PeerId, ring: RingOf, pieces: Sequence[Pieces], *, is_read: bool) -> Handle:
         assert self._staging is not None
         handle = self._next_handle()
-        self._staging.heard_at = time.monotonic()  # an answer is on its way
+        self._staging.stirred_at = time.monotonic()  # an answer is on its way
         self._staging.transfers.start(handle, peer, ring, pieces, self._regions, is_read=is_read)
         return handle
 
@@ -324,7 +328,7 @@ class StagedNixlDataPlane:
             except RemoteProtocolError:
                 staging.num_dropped += 1
                 continue
-            staging.heard_at = now
+            staging.stirred_at = now
             for message in envelope.messages:
                 self._take(staging, envelope.sender, message, now)
 
@@ -364,9 +368,15 @@ class StagedNixlDataPlane:
                 return
         staging.routes.send(agent, note, now)
 
+    @staticmethod
+    def _is_expecting(staging: _Staging, now: float) -> bool:
+        """Whether the next thing may happen at any moment. Then `poll` itself pauses."""
+        return now < staging.stirred_at + BUSY_S and (len(staging.transfers) > 0 or staging.lender.is_serving)
+
     def _waiting_interval_s(self, staging: _Staging) -> float:
-        is_busy = staging.transfers.can_move or staging.lender.can_move or time.monotonic() < staging.heard_at + BUSY_S
-        return BREATH_S if is_busy else WAITING_INTERVAL_S
+        if self._is_expecting(staging, time.monotonic()):
+            return 0.0
+        return BREATH_S if staging.transfers.can_move or staging.lender.can_move else WAITING_INTERVAL_S
 
 
 def _device_bytes(like: Region) -> int | None:

@@ -5,7 +5,7 @@ Pure. A window belongs to one transfer; the bytes of the transfer go round in it
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.errors import LocalProtocolError
 
@@ -35,13 +35,25 @@ class Window:
             start += size
 
 
-@dataclass(slots=True)
 class WindowTable:
-    """Who has which part of a ring. First fit; windows never overlap."""
+    """Who has which part of a stretch of a ring. First fit; windows never overlap."""
 
-    first: int
-    size_bytes: int
-    _taken: list[Window] = field(default_factory=list, init=False)
+    def __init__(self, first: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._first = first
+        self._taken: list[Window] = []
+        self._others: list[Window] = []
+        """Those of a table whose stretch overlaps this one's."""
+        self._is_downward = False
+
+    @classmethod
+    def two_of(cls, ring_bytes: int) -> tuple["WindowTable", "WindowTable"]:
+        """Two tables for two users of one ring. Each has a quarter of the ring to itself, at either end, and what is between them belongs
+        to whoever needs it: so neither can keep the other from going on, and one alone has three quarters."""
+        quarter = max(1, ring_bytes // 4 // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
+        lower, upper = cls(0, ring_bytes - quarter), cls(quarter, ring_bytes - quarter)
+        lower._others, upper._others, upper._is_downward = upper._taken, lower._taken, True
+        return lower, upper
 
     @property
     def is_free(self) -> bool:
@@ -51,10 +63,14 @@ class WindowTable:
         """The first gap that is large enough; else the largest, if it holds `least_bytes`. Of whole grains where it can be. None, with
         nothing changed, while there is no such gap."""
         gaps = self._gaps()
+        if self._is_downward:
+            gaps.reverse()
         found = next((gap for gap in gaps if gap.size_bytes >= size_bytes), None) or max(gaps, key=lambda gap: gap.size_bytes, default=None)
         if size_bytes <= 0 or found is None or found.size_bytes < min(size_bytes, size_bytes if least_bytes is None else least_bytes):
             return None
-        taken = Window(found.first, whole_grains(min(size_bytes, found.size_bytes), grain))
+        size_bytes = whole_grains(min(size_bytes, found.size_bytes), grain)
+        first = (found.end - size_bytes) // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT if self._is_downward else found.first
+        taken = Window(first, size_bytes)
         insort(self._taken, taken)
         return taken
 
@@ -64,11 +80,11 @@ class WindowTable:
         self._taken.remove(window)
 
     def _gaps(self) -> list[Window]:
-        gaps, at = [], _aligned(self.first)
-        for window in (*self._taken, Window(self.first + self.size_bytes, 0)):
-            if window.first > at:
-                gaps.append(Window(at, window.first - at))
-            at = _aligned(window.end)
+        gaps, at, end = [], _aligned(self._first), self._first + self.size_bytes
+        for window in (*sorted(self._taken + self._others), Window(end, 0)):
+            if min(window.first, end) > at:
+                gaps.append(Window(at, min(window.first, end) - at))
+            at = max(at, _aligned(window.end))
         return gaps
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.planes.copy_table import alike
 from kvferry.planes.runs import Offsets
 from kvferry.planes.staging_wire import MAX_PIECES
 from kvferry.ports.data import Pieces
@@ -21,10 +22,11 @@ BY_KIND = {
 RING_SHARE = 100
 """A ring that nobody has set a size for takes at most the hundredth part of its device."""
 LEAST_RING_BYTES = 64 * 1024
-"""A smaller one has no room for a window in each half: then nothing is staged."""
+"""A smaller one has hardly room for a window of each side: then nothing is staged."""
 MIN_RUNS = 64
 """The two sides exchange some messages first: NIXL moves that many descriptors meanwhile."""
-SAMPLED_RUNS, SAMPLED_REGIONS = 256, 4
+SAMPLED_RUNS, SAMPLED_PLANS = 256, 4
+"""Regions mostly move the same blocks, and are then one plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class StagingSettings:
     piece_bytes: int | None = None
     """Transfers whose runs are shorter on average are staged; 0: none."""
     ring_bytes: int | None = None
-    """Half of it is for our own transfers, half is lent to peers."""
+    """For our own transfers and for what is lent to peers: a quarter is kept for each, half is for whoever needs it."""
     chunk_bytes: int | None = None
     min_runs: int = MIN_RUNS
     """Fewer go plainly whatever their size."""
@@ -65,10 +67,10 @@ def is_fragmented(pieces: Sequence[Pieces], settings: ResolvedStaging) -> bool:
     if not settings.min_runs <= num_pieces <= MAX_PIECES:
         return False
     seen_bytes = seen_runs = 0
-    for part in [each for each in pieces if len(each.local_offsets)][:SAMPLED_REGIONS]:
-        local, remote = part.local_offsets[:SAMPLED_RUNS], part.remote_offsets[:SAMPLED_RUNS]
-        seen_runs += 1 + _breaks(local, remote, part.piece_bytes)
-        seen_bytes += len(local) * part.piece_bytes
+    for same in alike(pieces)[:SAMPLED_PLANS]:
+        local, remote, size = same[0].local_offsets[:SAMPLED_RUNS], same[0].remote_offsets[:SAMPLED_RUNS], same[0].piece_bytes
+        seen_runs += len(same) * (1 + _breaks(local, remote, size))
+        seen_bytes += len(same) * len(local) * size
     share = seen_bytes / sum(part.total_bytes for part in pieces)
     return seen_runs / share >= settings.min_runs and seen_bytes < seen_runs * settings.piece_bytes
 
