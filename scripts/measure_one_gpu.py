@@ -3,7 +3,8 @@
     python scripts/measure_one_gpu.py [--mib 1024] [--json]
 
 copies   a GiB of scattered pieces gathered, copied and scattered again, chunk by chunk, in one process, replayed as one CUDA graph: no
-         messages, no launches, nobody else. Beside it one plain copy of as many bytes.
+         messages, no launches by a processor, nobody else. One step after the other, and in three streams, so that all three go on at once.
+         By torch's kernels. Beside it one plain copy of as many bytes.
 turns    two processes that copy so much each in turn, by a flag in shared memory: what it costs to hand a GPU over. Run it under CUDA's MPS
          (nvidia-cuda-mps-control -d) to see what that changes.
 """
@@ -14,7 +15,8 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,21 +49,50 @@ def row(kind: str, mib: float, seconds: float, plain_s: float | None = None) -> 
 
 def copies(total_mib: int) -> list[Mapping[str, Any]]:
     rows, words = total_mib * MIB // PIECE_BYTES, PIECE_BYTES // WORD_BYTES
-    source = torch.zeros(rows, words, dtype=torch.int64, device="cuda")
+    source = torch.arange(rows * words, dtype=torch.int64, device="cuda").view(rows, words)
     target, order = torch.zeros_like(source), torch.randperm(rows, device="cuda")
     plain_s = timed(lambda: target.copy_(source))
     found = [row("one copy", total_mib, plain_s, plain_s)]
     for mib in (each for each in CHUNKS_MIB if each <= total_mib):
-        parts = order.split(mib * MIB // PIECE_BYTES)
-        here, there = (torch.zeros(len(parts[0]), words, dtype=torch.int64, device="cuda") for _ in range(2))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for part in parts:
-                torch.index_select(source, 0, part, out=here[: len(part)])
-                there[: len(part)].copy_(here[: len(part)])
-                target.index_copy_(0, part, there[: len(part)])
-        found.append(row("gathered, copied, scattered; chunks", mib, timed(graph.replay), plain_s))
+        for name, slots in (("one after the other", 1), ("at once", 3)):
+            graph = captured(source, target, order.split(mib * MIB // PIECE_BYTES), slots)
+            target.zero_()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(target[:: rows // 64], source[:: rows // 64]), "wrong bytes"
+            found.append(row(f"gathered, copied, scattered, {name}; chunks", mib, timed(graph.replay), plain_s))
+            del graph
     return found
+
+
+def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.Tensor], slots: int) -> torch.cuda.CUDAGraph:
+    """With more slots than one each step has a stream of its own, and waits for the one before it, and for room."""
+    shape = slots, len(parts[0]), source.shape[1]
+    here, there = (torch.zeros(shape, dtype=source.dtype, device=source.device) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        streams = [torch.cuda.Stream() if slots > 1 else main for _ in range(3)]
+        for stream in streams:
+            stream.wait_stream(main)
+        done = [[torch.cuda.Event() for _ in parts] for _ in streams]
+
+        def step(which: int, number: int, after: Sequence[tuple[int, int]], work: Callable[[], object]) -> None:
+            with torch.cuda.stream(streams[which]):
+                for earlier, of in after:
+                    if of >= 0:
+                        streams[which].wait_event(done[earlier][of])
+                work()
+                done[which][number].record(streams[which])
+
+        for number, part in enumerate(parts):
+            first, second = here[number % slots, : len(part)], there[number % slots, : len(part)]
+            step(0, number, [(1, number - slots)], partial(torch.index_select, source, 0, part, out=first))
+            step(1, number, [(0, number), (2, number - slots)], partial(second.copy_, first))
+            step(2, number, [(1, number)], partial(target.index_copy_, 0, part, second))
+        for stream in streams:
+            main.wait_stream(stream)
+    return graph
 
 
 def take_turns(mine: int, turn: Any, mib: int, pipe: Any) -> None:

@@ -1,20 +1,14 @@
 """Whatever the offsets look like, exactly the named bytes are copied, in bounded slices, with and without the compiled loop."""
 
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.planes import copiers as copiers_module
-from kvferry.planes.copiers import COMPILED, Copier, copy_by_numpy, fastest_copier, missing_loops
+from kvferry.planes.copiers import Copier, copy_by_numpy, fastest_copier
 from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, copy_in_slices
 from kvferry.ports.data import Pieces
 
-STUB = Path(copiers_module.__file__).with_name("_copy.pyi")
 COPIERS = {"numpy": copy_by_numpy, "fastest": fastest_copier()}
 copiers = pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
 
@@ -116,18 +110,3 @@ def test_the_compiled_loop_refuses_memory_that_may_not_be_written() -> None:
     compiled = pytest.importorskip("kvferry.planes._copy", reason="kvferry was installed without a compiler")
     with pytest.raises(TypeError):
         compiled.copy_runs(b"read only", b"something", *(np.zeros(1, np.int64),) * 3)
-
-
-def test_what_is_not_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_loops() == ()
-    monkeypatch.setitem(sys.modules, "kvferry.planes._copy", ModuleType("of an earlier version"))
-    assert missing_loops() == COMPILED
-    vars(sys.modules["kvferry.planes._copy"])["copy_runs"] = copy_by_numpy
-    assert "copy_runs" not in missing_loops()
-    monkeypatch.setitem(sys.modules, "kvferry.planes._copy", None)  # as where it cannot be imported
-    assert missing_loops() == COMPILED
-
-
-def test_every_compiled_loop_is_one_that_may_be_missing() -> None:
-    declared = {line.split("(")[0] for line in STUB.read_text().split("def ")[1:]}
-    assert declared == set(COMPILED)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.planes.address_copy import HostAddressCopier
 from kvferry.planes.staging_lane import stretch_end
-from kvferry.planes.staging_ring import Window, WindowTable, whole_grains
+from kvferry.planes.staging_ring import Window, WindowTable, fair_window, whole_grains
 from kvferry.planes.staging_settings import StagingSettings, is_fragmented
 from kvferry.planes.staging_stream import Segment, Stream, common_grain
 from kvferry.planes.staging_wire import (
@@ -60,38 +60,58 @@ def test_windows_never_overlap_and_all_is_free_at_the_end(first: int, pages: int
     assert table.take(pages * 4096) == Window(first * 4096, pages * 4096)
 
 
-@given(st.integers(2, 64), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40_000)), max_size=60))
-def test_two_who_share_a_ring_never_overlap_and_neither_keeps_the_other_out(pages: int, steps: Sequence[tuple[int, int]]) -> None:
-    tables, taken = WindowTable.two_of(pages * 4096), (list[Window](), list[Window]())
-    quarter = max(1, pages // 4) * 4096
+@given(
+    st.integers(8 * 4096, 400_000),
+    st.sampled_from([1, 4096, 1000]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 400_000)), max_size=60),
+)
+def test_two_who_share_a_ring_never_overlap_and_neither_keeps_the_other_out(
+    ring_bytes: int, grain: int, steps: Sequence[tuple[int, int]]
+) -> None:
+    tables, taken = WindowTable.two_of(ring_bytes), (list[Window](), list[Window]())
+    quarter = ring_bytes // 4 // 4096 * 4096
+    most, least = fair_window(tables[0].size_bytes)
     for step, number in steps:
         who, takes = step % 2, step >= 2
-        if takes and (window := tables[who].take(number)) is not None:
-            assert window.size_bytes == number
+        if not takes:
+            if taken[who]:
+                tables[who].give_back(taken[who].pop(number % len(taken[who])))
+            continue
+        window = tables[who].take(min(number, most), least, grain)
+        # Whoever has nothing always gets something, whatever the other has.
+        assert window is not None or taken[who]
+        if window is not None:
+            assert whole_grains(min(number, least), grain) <= window.size_bytes <= min(number, most)
             assert window.first % 4096 == 0
             assert (0, quarter)[who] <= window.first
-            assert window.end <= (pages * 4096 - quarter, pages * 4096)[who]
+            assert window.end <= (ring_bytes - quarter, ring_bytes)[who]
             assert all(window.end <= other.first or other.end <= window.first for other in (*taken[0], *taken[1]))
             taken[who].append(window)
-        elif takes and not taken[who]:
-            assert number > quarter  # whoever has nothing gets what fits its own quarter, whatever the other has
-        elif not takes and taken[who]:
-            tables[who].give_back(taken[who].pop(number % len(taken[who])))
     for who, table in enumerate(tables):
         for window in taken[who]:
             table.give_back(window)
         assert table.is_free
     for table in tables:  # one alone has all but the other's quarter
-        whole = table.take(pages * 4096 - quarter)
+        whole = table.take(ring_bytes - quarter - 4096)
         assert whole is not None
         table.give_back(whole)
+
+
+def test_whatever_the_other_has_two_transfers_of_a_side_find_room() -> None:
+    ring_bytes = 256 * 4096
+    for mine, other in ((0, 1), (1, 0)):
+        tables = WindowTable.two_of(ring_bytes)
+        most, least = fair_window(tables[0].size_bytes)
+        while tables[other].take(most, least) is not None:
+            pass
+        assert [tables[mine].take(most, least) is None for _ in range(2)] == [False, False]
 
 
 def test_without_a_gap_that_is_large_enough_the_largest_is_taken_if_it_is_not_a_crumb() -> None:
     table = WindowTable(0, 10 * 4096)
     first, second = table.take(4 * 4096), table.take(3 * 4096)
     assert table.take(5 * 4096, 4 * 4096) is None
-    assert table.take(5 * 4096, 2 * 4096, 5000) == Window(7 * 4096, 10_000)
+    assert table.take(5 * 4096, 2 * 4096, 1000) == Window(7 * 4096, 9_000), "three quarters of the gap: something is left for the next"
     assert first is not None
     table.give_back(first)
     assert table.take(4096) == Window(0, 4096)
@@ -201,6 +221,20 @@ def test_many_small_pieces_are_staged_and_few_or_large_or_adjacent_ones_are_not(
     assert not fragmented(shuffled * 4, blocks * 4, 65536)
     assert not is_fragmented([], settings)
     assert not is_fragmented([Pieces(0, 0, 64, blocks[:0], blocks[:0])], settings)
+
+
+def test_what_most_bytes_are_in_decides_whether_it_is_fragmented() -> None:
+    settings = StagingSettings().resolved(MemoryKind.VRAM)
+    near, far = (np.random.default_rng(seed).permutation(16384)[:4096].astype(np.int64) for seed in (1, 2))
+    row = np.arange(64, dtype=np.int64)
+    # Every layer of a full group is in pieces; those of six groups with windows are in a row, and shorter.
+    layers = [(near * 16384, far * 16384)] * 10 + [(group * 16384 + row * 16384,) * 2 for group in range(6) for _ in range(10)]
+    for order in (layers, layers[::-1]):
+        assert is_fragmented([Pieces(n, n, 16384, *offsets) for n, offsets in enumerate(order)], settings)
+    large = [Pieces(n, n, 2 << 20, near[n : n + 64] * (2 << 20), far[n : n + 64] * (2 << 20)) for n in range(60)]
+    small = [Pieces(60 + n, 60 + n, 4096, near[n : n + 32] * 4096, far[n : n + 32] * 4096) for n in range(4)]
+    for plan in (large + small, small + large):
+        assert not is_fragmented(plan, settings)
 
 
 def test_without_a_word_of_the_operator_device_memory_is_staged_and_host_memory_is_not() -> None:

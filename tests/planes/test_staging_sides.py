@@ -112,6 +112,33 @@ def test_two_that_read_from_each_other_do_not_wait_for_each_other() -> None:
     assert [side.ended[handle] for side, handle in handles] == [None, None]
 
 
+def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None:
+    """Somebody reads from us for long, we read for long from somebody who has stopped: a third is healthy."""
+    ring_pages, slots = 32, 512
+    reader, we, stopped, healthy = (Party(name, [slots * 4096] * 2, ring_pages, 16384, seed) for seed, name in enumerate("abcd"))
+    world = World.of(reader, we, stopped, healthy)
+    long, short = [scattered(0, 0, 4096, slots, slots, seed=1)], [scattered(1, 1, 4096, slots, 8, seed=2)]
+    reader.wire.is_broken = True  # slow, but it lives and says so
+    reader.start(we, long, is_read=True)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    we.start(stopped, long, is_read=True)
+    for _ in range(3):
+        world.turn()
+        world.deliver()
+    assert not we.own.is_free
+    assert not we.lent.is_free
+    handle = we.start(healthy, short, is_read=True)
+    wanted = expected(we, healthy, short, is_read=True)
+    for _ in range(60):
+        world.turn(*"abd")
+        world.mail = [each for each in world.mail if "c" not in each[:2]]
+        world.deliver()
+    assert we.ended == {handle: None}, "it did not have to wait: no time has passed"
+    assert np.array_equal(we.memories[1], wanted[1])
+
+
 @pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("turns", range(12))
 def test_a_cancelled_transfer_gives_everything_back_and_nothing_is_copied_afterwards(is_read: bool, turns: int) -> None:

@@ -34,7 +34,7 @@ from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpu
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
-from kvferry.planes.copiers import missing_loops
+from kvferry.planes.compiled import missing_loops
 from kvferry.planes.nixl_agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
 from kvferry.planes.staging_settings import StagingSettings
 from kvferry.types import MemoryKind

@@ -4,15 +4,16 @@ Called by the thread that owns the plane. Both let go of the interpreter's lock 
 gains: docs/decisions/018-copies-by-a-compiled-loop.md.
 """
 
-from importlib import import_module
+from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.planes.runs import Bytes, Runs
+from kvferry.planes.compiled import compiled_or
+from kvferry.planes.runs import Bytes, Offsets, Runs
 
-__all__ = ["Copier", "copy_by_numpy", "fastest_copier", "missing_loops"]
+__all__ = ["Copier", "copy_by_numpy", "fastest_copier"]
 
-COMPILED = "are_within", "ask_until", "copy_runs", "linger", "put_all", "put_places", "start_kernel"
-"""What `_copy.c` has. Without some of it all works, slower."""
+
+CopyRuns = Callable[[Bytes, Bytes, Offsets, Offsets, Offsets], None]
 
 
 class Copier(Protocol):
@@ -21,24 +22,14 @@ class Copier(Protocol):
 
 
 def fastest_copier() -> Copier:
-    try:
-        from kvferry.planes._copy import copy_runs
-    except ImportError:
+    copy_runs: CopyRuns | None = compiled_or("copy_runs", None)
+    if copy_runs is None:
         return copy_by_numpy
 
     def copy_compiled(target: Bytes, source: Bytes, runs: Runs) -> None:
         copy_runs(target, source, runs.remote, runs.local, runs.size_bytes)
 
     return copy_compiled
-
-
-def missing_loops() -> tuple[str, ...]:
-    """What is not compiled here: all where kvferry was installed without a compiler, some where that was before they were written."""
-    try:
-        compiled = import_module("kvferry.planes._copy")
-    except ImportError:
-        return COMPILED
-    return tuple(name for name in COMPILED if not hasattr(compiled, name))
 
 
 def copy_by_numpy(target: Bytes, source: Bytes, runs: Runs) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvferry.breath import breathe
+from kvferry.planes.compiled import compiled_or
 
 __all__ = ["Kernel", "ask_by_breaths", "ask_until", "linger", "start_by_ctypes", "start_kernel"]
 
@@ -56,16 +57,12 @@ def start_by_ctypes(
     return 2, int(record(event, stream))
 
 
-ask_until: Callable[[int, int, int, float], int]
+ask_until: Callable[[int, int, int, float], int] = compiled_or("ask_until", ask_by_breaths)
 """Call the function at an address, with a pointer, until it answers something else than `waiting`, for so long at most: its last answer."""
-linger: Callable[[float], None]
+linger: Callable[[float], None] = compiled_or("linger", breathe)
 """So long, awake: a processor that has slept for some microseconds takes longer than those to be back, and is slow at first."""
 start_kernel: Callable[
     [tuple[int, int, int], tuple[int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int], int, int], tuple[int, int]
-]
+] = compiled_or("start_kernel", start_by_ctypes)
 """Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record an event, in the order of a stream:
 which of the three calls was the last, and its status."""
-try:
-    from kvferry.planes._copy import ask_until, linger, start_kernel
-except ImportError:
-    ask_until, linger, start_kernel = ask_by_breaths, breathe, start_by_ctypes

@@ -176,7 +176,7 @@ class NixlDataPlane:
     def poll_interval_s(self) -> float | None:
         if not self._transfers:
             return None if self._posting.is_settled else BUSY_INTERVAL_S
-        can_move = any(transfer.can_post or transfer.has_ended for transfer in self._transfers)
+        can_move = self.can_post or any(transfer.has_ended for transfer in self._transfers)
         return 0.0 if can_move or self._is_busy() else BUSY_INTERVAL_S
 
     def serving_interval_s(self) -> float | None:
@@ -194,6 +194,11 @@ class NixlDataPlane:
         max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
         is_one = len(runs) <= MAX_BATCH_RUNS and runs.total_bytes <= max_bytes
         return self._enqueue(link, operation, iter((runs,)) if is_one else batches(runs, max_bytes, MAX_BATCH_RUNS))
+
+    @property
+    def can_post(self) -> bool:
+        """Whether the next poll hands something more to NIXL."""
+        return any(transfer.can_post for transfer in self._transfers)
 
     def identity(self) -> tuple[str, bytes]:
         """The serving agent, by its name and its metadata: whoever has connected to these can notify us."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvferry.planes.compiled import compiled_or
 from kvferry.planes.runs import Offsets
 
 __all__ = ["PLACE_NUMBERS", "are_within", "put_all", "put_places"]
@@ -32,16 +33,10 @@ def _put_places(table: Offsets, first: int, sources: Sequence[int], targets: Seq
     return int(np.bitwise_or.reduce(places[:, :2], axis=None))
 
 
-_within: Callable[[Offsets, int], bool]
-_put: Callable[[Offsets, int, Offsets, int], int]
-put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int]
+_within: Callable[[Offsets, int], bool] = compiled_or("are_within", _are_within)
+_put: Callable[[Offsets, int, Offsets, int], int] = compiled_or("put_all", _put_all)
+put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int] = compiled_or("put_places", _put_places)
 """For each place write its numbers into the table from `first` on: its source, its target, and the rest. All sources and targets, or-ed."""
-try:
-    from kvferry.planes._copy import are_within as _within
-    from kvferry.planes._copy import put_all as _put
-    from kvferry.planes._copy import put_places
-except ImportError:
-    _within, _put, put_places = _are_within, _put_all, _put_places
 
 
 def are_within(offsets: Offsets, last: int) -> bool:

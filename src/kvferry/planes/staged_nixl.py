@@ -199,7 +199,7 @@ class StagedNixlDataPlane:
         if len(staging.transfers):
             self._drop_lost(staging, now)
             ended += [*self._start_unstaged(staging), *staging.transfers.take_ended()]
-        if not ended and self._is_expecting(staging, now):
+        if not ended and not self._plain.can_post and self._is_expecting(staging, now):
             staging.copier.pause(BREATH_S)
         return ended
 

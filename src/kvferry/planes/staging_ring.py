@@ -60,15 +60,18 @@ class WindowTable:
         return not self._taken
 
     def take(self, size_bytes: int, least_bytes: int | None = None, grain: int = 1) -> Window | None:
-        """The first gap that is large enough; else the largest, if it holds `least_bytes`. Of whole grains where it can be. None, with
-        nothing changed, while there is no such gap."""
+        """In the first gap that is large enough; else three quarters of the largest, so that something is left for the next, but at least
+        `least_bytes`. Of whole grains where it can be. None, with nothing changed, while there is no gap for so much."""
         gaps = self._gaps()
         if self._is_downward:
             gaps.reverse()
         found = next((gap for gap in gaps if gap.size_bytes >= size_bytes), None) or max(gaps, key=lambda gap: gap.size_bytes, default=None)
-        if size_bytes <= 0 or found is None or found.size_bytes < min(size_bytes, size_bytes if least_bytes is None else least_bytes):
+        least_bytes = size_bytes if least_bytes is None else min(size_bytes, least_bytes)
+        if size_bytes <= 0 or found is None or found.size_bytes < least_bytes:
             return None
-        size_bytes = whole_grains(min(size_bytes, found.size_bytes), grain)
+        if found.size_bytes < size_bytes:
+            size_bytes = max(least_bytes, found.size_bytes * 3 // 4)
+        size_bytes = whole_grains(size_bytes, grain)
         first = (found.end - size_bytes) // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT if self._is_downward else found.first
         taken = Window(first, size_bytes)
         insort(self._taken, taken)
@@ -89,8 +92,9 @@ class WindowTable:
 
 
 def fair_window(table_bytes: int) -> tuple[int, int]:
-    """The most and the least that one transfer takes of so much: something is left for the next, and nobody begins with a crumb."""
-    return max(1, table_bytes * 3 // 4), max(1, table_bytes // 8)
+    """The most and the least that one transfer takes of so much: something is left for the next, and nobody begins with a crumb. Of one of
+    two tables of a ring the least fits twice into the quarter that nobody else can take."""
+    return max(1, table_bytes * 3 // 4), max(1, table_bytes // 12)
 
 
 def whole_grains(size_bytes: int, grain: int) -> int:

@@ -62,12 +62,13 @@ class ResolvedStaging:
 
 
 def is_fragmented(pieces: Sequence[Pieces], settings: ResolvedStaging) -> bool:
-    """Whether NIXL would need many small descriptors. A guess from the first pieces: to look at all takes as long as to move them."""
+    """Whether NIXL would need many small descriptors. A guess from the first pieces of the largest plans: to look at all takes as long as
+    to move them."""
     num_pieces = sum(len(part.local_offsets) for part in pieces)
     if not settings.min_runs <= num_pieces <= MAX_PIECES:
         return False
     seen_bytes = seen_runs = 0
-    for same in alike(pieces)[:SAMPLED_PLANS]:
+    for same in sorted(alike(pieces), key=lambda same: -len(same) * same[0].total_bytes)[:SAMPLED_PLANS]:
         local, remote, size = same[0].local_offsets[:SAMPLED_RUNS], same[0].remote_offsets[:SAMPLED_RUNS], same[0].piece_bytes
         seen_runs += len(same) * (1 + _breaks(local, remote, size))
         seen_bytes += len(same) * len(local) * size

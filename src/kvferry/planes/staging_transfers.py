@@ -4,7 +4,7 @@
     write    we gather ──▶ WRITE into their window ──▶ they scatter
 
 Owned by the thread of its plane, which brings messages, the time and what has become of what was posted, and sends what there is to be
-sent. The window here is had before the one there is asked for, and windows that are lent are of another part of the ring: so two planes
+sent. The window here is had before the one there is asked for, and a part of each ring is for windows that are lent alone: so two planes
 never wait for each other.
 """
 
