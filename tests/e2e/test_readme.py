@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.harness import START_S, Engine, Prompt, ask, assert_quiescent, metrics, new_session, until
+from tests.ports import free_ports
 
 from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.types import Address
@@ -28,19 +28,12 @@ def by_hand() -> list[list[str]]:
     return [shlex.split(line) for line in block.strip().splitlines()]
 
 
-def free_ports(words: set[str]) -> dict[str, str]:
-    with_sockets = {word: socket.create_server(("127.0.0.1", 0)) for word in words}
-    ports = {word: str(sock.getsockname()[1]) for word, sock in with_sockets.items()}
-    for sock in with_sockets.values():
-        sock.close()
-    return ports
-
-
 def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) -> None:
     commands = by_hand()
     assert [next(word for word in words if "=" not in word) for words in commands] == ["kvferry"] * 4
     numbers = {number for words in commands for word in words for number in re.findall(r"\b[58]\d{3}\b", word)}
-    ports = free_ports(numbers | {"5600"})
+    numbers.add("5600")
+    ports = dict(zip(numbers, map(str, free_ports(len(numbers))), strict=True))
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
