@@ -1,31 +1,48 @@
 """Both benchmarks for real, with the smallest load: every number is there and makes sense. No time is judged here."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from tests.e2e.harness import GIVEN
+from tests.vllm.fleet import PYTHON, VLLM
+
+from kvferry.bench import vllm_servers
+from kvferry.cli.main import main
+from kvferry.cli.processes import ChildProcess, start_anew
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+Bench = Callable[..., Any]
 
 
-def bench(*arguments: str) -> Any:
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Bench:
+    """The command. Servers whose names do not begin with `anew` come out of the nursery, which has imported vLLM already."""
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
-    command = [sys.executable, "-m", "kvferry", "bench", *arguments, "--json", "--vllm-python", str(PYTHON)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stderr
-    # Standard output is the result and nothing else.
-    return json.loads(done.stdout)
+    # Planes that tests open in this process set variables of these libraries; what a server finds is the operator's.
+    for name in [name for name in os.environ if name.startswith(("UCX_", "NIXL_")) and name not in GIVEN]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: str, anew: tuple[str, ...] = ()) -> Any:
+        def child(name: str, command: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
+            return ChildProcess(name, command, environment, start_anew if name.startswith(anew) else VLLM.start)
+
+        monkeypatch.setattr(vllm_servers, "ChildProcess", child)
+        code = main(["bench", *arguments, "--json", "--vllm-python", str(PYTHON)])
+        said = capfd.readouterr()
+        assert code == 0, said.err
+        # Standard output is the result and nothing else.
+        return json.loads(said.out)
+
+    return run
 
 
-def test_handover_is_measured_for_both_connectors() -> None:
-    result = bench("vllm-handover", "--samples", "2", "--prompt-tokens", "128")
+def test_handover_is_measured_for_both_connectors(bench: Bench) -> None:
+    result = bench("vllm-handover", "--samples", "2", "--prompt-tokens", "128", anew=("ours",))
     assert result["samples"] == 2
     (row,) = result["rows"]
     assert row["prompt_tokens"] == 128
@@ -36,7 +53,7 @@ def test_handover_is_measured_for_both_connectors() -> None:
     assert row["ratio"] == pytest.approx(row["ours_ms_p50"] / row["stock_ms_p50"], rel=0.05)
 
 
-def test_steps_are_measured_for_both_connectors() -> None:
+def test_steps_are_measured_for_both_connectors(bench: Bench) -> None:
     result = bench("vllm-steps", "--requests", "4", "--concurrency", "2")
     assert {(row["role"], row["side"]) for row in result["rows"]} == {
         (role, side) for role in ("prefill", "decode") for side in ("scheduler", "worker")

@@ -2,7 +2,7 @@
 
 What starting an engine costs is importing torch, and for vLLM much more; a test run starts hundreds. A forked one is a process like any
 other, with its own files, variables, group and end; its command line, as the kernel shows it, is all that differs. README's commands,
-`kvferry up` and the benchmarks are tested with processes that are started anew.
+`kvferry up` and the benchmarks are tested with processes that are started anew, but for some of real vLLM's.
 """
 
 import atexit
