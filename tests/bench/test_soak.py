@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -13,15 +15,32 @@ from kvferry.bench.soak import SoakResult
 from kvferry.bench.soak_pair import BROKEN_OFF, Ending, Tally
 from kvferry.errors import KVFerryError
 
+TRANSFERS = {"shm": 600, "nixl": 300, "tcp": 300}
+"""By plane."""
+
+
+@pytest.fixture(scope="module")
+def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
+    """All at once: most of their time they wait for leases that somebody left behind to run out."""
+    command = [sys.executable, "-m", "kvferry", "bench", "soak", "--json", "--abort-share", "0.1"]
+    pipe = subprocess.PIPE
+    with ExitStack() as stack:
+        started = {}
+        for plane, transfers in TRANSFERS.items():
+            words = [*command, "--planes", plane, "--transfers", str(transfers)]
+            started[plane] = stack.enter_context(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True))
+            stack.callback(started[plane].kill)
+        yield started
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("plane", "transfers"), [("shm", 600), ("nixl", 300), ("tcp", 300)])
-def test_many_transfers_leave_nothing_behind(plane: str, transfers: int) -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "soak", "--json", "--planes", plane, "--transfers", str(transfers)]
-    ran = subprocess.run([*command, "--abort-share", "0.1"], capture_output=True, text=True, timeout=380)
-    assert ran.stdout, ran.stderr
-    (run,) = json.loads(ran.stdout)["runs"]
+@pytest.mark.parametrize("plane", TRANSFERS)
+def test_many_transfers_leave_nothing_behind(soaks: dict[str, "subprocess.Popen[str]"], plane: str) -> None:
+    transfers = TRANSFERS[plane]
+    output, errors = soaks[plane].communicate(timeout=380)
+    assert output, errors
+    (run,) = json.loads(output)["runs"]
     assert (run["errors"], run["wrong_tokens"], run["used_blocks"]) == ({}, 0, {"prefill": 0, "decode": 0})
     assert run["transfers"] >= transfers
     assert run["moved"][plane] >= transfers, "each of them was a read"
