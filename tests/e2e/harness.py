@@ -23,6 +23,8 @@ from kvferry.types import Address
 START_S = 90.0
 REQUEST_S = 60.0
 SETTLE_S = 30.0
+LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
+"""Whoever waits for long, for a lease to run out, looks less often after a while: every look costs the engines something."""
 OURS = Nursery(
     Path(sys.executable),
     ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.cli.planes", "kvferry.engine.api.serve", "kvferry.engine.core"),
@@ -309,10 +311,11 @@ async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, f
 
 
 async def until(what: str, condition: Callable[[], Awaitable[bool]], timeout_s: float = SETTLE_S) -> None:
-    deadline = time.monotonic() + timeout_s
+    since = time.monotonic()
     while not await condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(0.05)
+        waited_s = time.monotonic() - since
+        assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(LOOK_AGAIN_S if waited_s < LATER_S else SELDOM_S)
 
 
 async def assert_said(engine: Engine, what: str) -> None:
