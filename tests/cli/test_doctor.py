@@ -139,7 +139,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
     findings = {finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})}
     assert {
         "Python",
-        "compiled loops",
+        "C module",
         "torch",
         "GPUs",
         "NIXL",

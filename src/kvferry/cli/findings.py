@@ -82,9 +82,9 @@ def python_finding(version: tuple[int, int, int]) -> Finding:
 def compiled_finding(missing: Sequence[str]) -> Finding:
     """`missing`: loops that should be compiled, and are not."""
     if not missing:
-        return Finding(Level.OK, "compiled loops", "all are here")
+        return Finding(Level.OK, "C module", "all its loops are here")
     text = f"{', '.join(missing)} missing, so KV moves slower; install kvferry anew with a C compiler at hand (`make setup`)"
-    return Finding(Level.ADVICE, "compiled loops", text)
+    return Finding(Level.ADVICE, "C module", text)
 
 
 def core_finding(cores: int) -> Finding:
