@@ -28,6 +28,9 @@ TURNS_MIB = (0, 16, 64, 256)
 ROUNDS, NUM_TURNS, SETTLING_TURNS = 15, 400, 100
 TURNS_S = 120.0
 
+Captured = tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]
+"""With the memory that it works in: whoever replays the graph keeps it."""
+
 
 def timed(run: Callable[[], object]) -> float:
     """The median, of runs that follow another of the same kind."""
@@ -55,20 +58,20 @@ def copies(total_mib: int) -> list[Mapping[str, Any]]:
     found = [row("one copy", total_mib, plain_s, plain_s)]
     for mib in (each for each in CHUNKS_MIB if each <= total_mib):
         for name, slots in (("one after the other", 1), ("at once", 3)):
-            graph = captured(source, target, order.split(mib * MIB // PIECE_BYTES), slots)
+            graph, rings = captured(source, target, order.split(mib * MIB // PIECE_BYTES), slots)
             target.zero_()
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(target[:: rows // 64], source[:: rows // 64]), "wrong bytes"
             found.append(row(f"gathered, copied, scattered, {name}; chunks", mib, timed(graph.replay), plain_s))
-            del graph
+            del graph, rings
     return found
 
 
-def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.Tensor], slots: int) -> torch.cuda.CUDAGraph:
+def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.Tensor], slots: int) -> Captured:
     """With more slots than one each step has a stream of its own, and waits for the one before it, and for room."""
     shape = slots, len(parts[0]), source.shape[1]
-    here, there = (torch.zeros(shape, dtype=source.dtype, device=source.device) for _ in range(2))
+    here, there = rings = tuple(torch.zeros(shape, dtype=source.dtype, device=source.device) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         main = torch.cuda.current_stream()
@@ -92,7 +95,7 @@ def captured(source: torch.Tensor, target: torch.Tensor, parts: Sequence[torch.T
             step(2, number, [(1, number)], partial(target.index_copy_, 0, part, second))
         for stream in streams:
             main.wait_stream(stream)
-    return graph
+    return graph, rings
 
 
 def take_turns(mine: int, turn: Any, mib: int, pipe: Any) -> None:

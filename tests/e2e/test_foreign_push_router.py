@@ -7,7 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.harness import PREFILL_PARAMS, Answer, Cluster, Engine, Prompt, ask_all, assert_quiescent, metrics, new_session
-from tests.ports import free_ports
+
+from kvferry.bench.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.harness import START_S, Engine, Prompt, ask, assert_quiescent, metrics, new_session, until
-from tests.ports import free_ports
 
+from kvferry.bench.vllm_servers import free_ports
 from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.types import Address
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from tests.e2e.harness import Engine, Household
 from tests.nursery.nursery import Nursery
-from tests.ports import free_ports
 
-from kvferry.bench.vllm_servers import VllmServer
+from kvferry.bench.vllm_servers import VllmServer, free_ports
 from kvferry.cli.http_client import is_healthy
 from kvferry.errors import KVFerryError
 from kvferry.types import Address

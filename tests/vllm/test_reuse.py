@@ -15,12 +15,13 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post, until
-from tests.ports import free_ports
 from tests.vllm.documented import documented
 from tests.vllm.fleet import Fleet, ready
 from tests.vllm.right import BYTES_PER_TOKEN
 from tests.vllm.vllm_asking import stream
 from tests.vllm.yard import kill
+
+from kvferry.bench.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

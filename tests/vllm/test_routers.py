@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from tests.e2e.harness import Engine, Prompt, ask, metrics, new_session, post
-from tests.ports import free_ports
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import ROOT, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
@@ -16,6 +15,7 @@ from tests.vllm.yard import SOON_S
 
 from kvferry.bench.router_contestants import Tools, missing
 from kvferry.bench.router_rows import Router
+from kvferry.bench.vllm_servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

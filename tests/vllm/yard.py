@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import psutil
 from tests.e2e.harness import SETTLE_S, Answer, Engine, Prompt, ask, metrics, new_session, prefill
-from tests.ports import free_ports
 from tests.vllm.conftest import Trio
 from tests.vllm.fleet import BY_MODULE_PATH, ready
 from tests.vllm.vllm_asking import assert_free
 
+from kvferry.bench.vllm_servers import free_ports
 from kvferry.cli.http_client import is_healthy
 
 DEADLINE_S = 45.0

@@ -5,6 +5,7 @@ Whatever ends the one who started them, kill -9 included, no process is left beh
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from kvferry.types import Address
 __all__ = ["MODEL_NAME", "RunningServers", "VllmServer", "check_vllm", "default_python", "free_ports", "start_servers"]
 
 LOOPBACK = "127.0.0.1"
+NEVER_GIVEN = range(20_000, 32_768)
+"""Ports below those that Linux gives to whoever connects to somebody: one of these may be taken in the moment after it was looked at."""
 MODEL_NAME = "tiny"
 START_S = 240.0
 LOOK_AGAIN_S = 0.5
@@ -135,12 +138,14 @@ def check_vllm(python: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on right now, all different."""
-    sockets = [socket.create_server((LOOPBACK, 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports nobody listens on right now, all different. KVFerryError when there are not so many."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
+        if len(found) == count:
+            return found
+        with suppress(OSError), socket.create_server((LOOPBACK, port)):
+            found.append(port)
+    raise KVFerryError(f"{count} ports between {NEVER_GIVEN.start} and {NEVER_GIVEN.stop} are not free; what listens on all of them?")
 
 
 def _wait_healthy(running: RunningServers) -> None:

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
-from tests.ports import free_ports
 from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import Engine, run_until
 from tests.vllm.inside.legs import PUSH
 from tests.vllm.inside.test_life_cycle import check_outcome, finish, greedy, prompt, settle
+
+from kvferry.bench.vllm_servers import free_ports
 
 
 def start_both(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine, dict[str, Any]]:
