@@ -138,6 +138,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     findings = {finding.topic: finding for finding in examine({**environ, "XDG_RUNTIME_DIR": str(tmp_path)})}
     assert {
+        "machine",
         "Python",
         "C module",
         "torch",
@@ -151,7 +152,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "other ports",
         "open files",
         "cores",
-    } == set(findings)
+    } == set(findings) - {"NIXL exit"}  # which is there only where the distribution brings a second libnl
     assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Level.OK] * 3
     assert list(tmp_path.iterdir()) == []
 

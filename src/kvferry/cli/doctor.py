@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 import re
 import resource
 import sys
@@ -22,6 +23,7 @@ from kvferry.cli.findings import (
     descriptor_finding,
     enabled_transports,
     gpu_finding,
+    machine_finding,
     nixl_findings,
     port_finding,
     python_finding,
@@ -85,6 +87,7 @@ def parse_backend(text: str) -> str:
 def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Finding]:
     """Every check, side by side because some take seconds, in a fixed order."""
     checks: list[Callable[[], list[Finding]]] = [
+        lambda: [machine_finding(platform.machine(), " ".join(platform.libc_ver()))],
         lambda: [python_finding(sys.version_info[:3]), compiled_finding(missing_loops())],
         lambda: _torch(environ),
         lambda: _nixl(environ, backends),

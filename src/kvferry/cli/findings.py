@@ -18,6 +18,7 @@ __all__ = [
     "descriptor_finding",
     "enabled_transports",
     "gpu_finding",
+    "machine_finding",
     "nixl_findings",
     "port_finding",
     "python_finding",
@@ -31,6 +32,7 @@ DEFAULT_PLUGIN = "UCX"
 SECOND_SIDE_CHANNEL_PORT = 5601
 LEAST_PYTHON = (3, 11)
 LEAST_CORES = 3
+TESTED_ARCHITECTURES = ("x86_64", "aarch64")
 LEAST_DESCRIPTORS = 4096
 
 
@@ -63,6 +65,10 @@ class NixlReport(msgspec.Struct, frozen=True):
     plugins: list[str] = []
     started: list[str] = []
     """Of those that were asked for."""
+    exit_signals: dict[str, int] = {}
+    """By plugin, the signal that killed a process when it exited after starting that plugin."""
+    netlink_copies: int = 0
+    """Copies of libnl in a process that has started UCX. NIXL brings one, the distribution's libefa another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,13 @@ class Failed:
     """A probe that did not answer, and why, in a few words."""
 
     reason: str
+
+
+def machine_finding(architecture: str, libc: str) -> Finding:
+    if architecture not in TESTED_ARCHITECTURES:
+        tested = " and ".join(TESTED_ARCHITECTURES)
+        return Finding(Level.ADVICE, "machine", f"{architecture}, {libc}: kvferry is tested on {tested}; run `make test` here first")
+    return Finding(Level.OK, "machine", f"{architecture}, {libc}")
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
@@ -123,7 +136,24 @@ def nixl_findings(report: NixlReport | Failed, asked_for: Sequence[str] = ()) ->
     if DEFAULT_PLUGIN not in report.started:
         text = f"{report.version} works, but its UCX plugin does not start (plugins found: {found}); install nixl anew"
         first = Finding(Level.PROBLEM, "NIXL", text)
-    return [first, *(_plugin_finding(name, report) for name in asked_for)]
+    return [first, *_exit_findings(report), *(_plugin_finding(name, report) for name in asked_for)]
+
+
+def _exit_findings(report: NixlReport) -> list[Finding]:
+    """How processes that have used NIXL end here."""
+    crashes = [f"by signal {number} after using {name}" for name, number in report.exit_signals.items()]
+    if crashes:
+        text = (
+            f"processes here are killed when they exit ({', '.join(crashes)}); please report it with the output of `kvferry doctor --json`"
+        )
+        return [Finding(Level.PROBLEM, "NIXL exit", text)]
+    if report.netlink_copies > 1:
+        text = (
+            "the distribution's libefa loads a second libnl; kvferry's processes exit cleanly, and vLLM's with kvferry installed; other "
+            "users of NIXL end with SIGSEGV (remove ibverbs-providers, or see docs/decisions/042-two-copies-of-libnl.md)"
+        )
+        return [Finding(Level.ADVICE, "NIXL exit", text)]
+    return []
 
 
 def _plugin_finding(name: str, report: NixlReport) -> Finding:

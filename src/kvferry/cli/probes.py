@@ -38,28 +38,41 @@ print(json.dumps({"version": torch.__version__, "gpus": gpus, "cuda": torch.vers
 UCX_LOGGING = {"UCX_LOG_LEVEL": "debug", "UCX_LOG_FILE": "stderr"}
 
 # A fork for each plugin: one that crashes or hangs says nothing about the others, and importing NIXL takes longer than all of them.
-# Leaves by os._exit: a NIXL agent may take the interpreter down on its way out, which says nothing about how it works.
+# A child writes a byte once its plugin has started and then exits normally, so that a crash on the way out is seen as what it is.
 NIXL_CODE = """
 import json, os, signal, sys
 from importlib.metadata import version
-from nixl._api import nixl_agent, nixl_agent_config
+from kvferry.planes.nixl_agent import load_nixl, netlink_copies
+from kvferry.types import MemoryKind
+nixl, _ = load_nixl(MemoryKind.DRAM)
 def make_agent():
-    return nixl_agent("kvferry-doctor", nixl_agent_config(enable_prog_thread=False, backends=[]))
-started = []
+    return nixl.nixl_agent("kvferry-doctor", nixl.nixl_agent_config(enable_prog_thread=False, backends=[]))
+started, exit_signals, copies = [], {}, 0
 for plugin in sys.argv[1:]:
+    answers, answer = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(5)
         try:
-            make_agent().create_backend(plugin)
+            agent = make_agent()
+            agent.create_backend(plugin)
         except BaseException:
             os._exit(1)
-        os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
+        os.write(answer, bytes([len(netlink_copies())]))
+        del agent
+        sys.exit(0)
+    os.close(answer)
+    said, status = os.read(answers, 1), os.waitpid(child, 0)[1]
+    os.close(answers)
+    if said:
         started.append(plugin)
-print(json.dumps({"version": version("nixl"), "plugins": make_agent().get_plugin_list(), "started": started}))
+        copies = max(copies, said[0])
+        if os.WIFSIGNALED(status):
+            exit_signals[plugin] = os.WTERMSIG(status)
+report = {"version": version("nixl"), "plugins": make_agent().get_plugin_list(), "started": started}
+print(json.dumps({**report, "exit_signals": exit_signals, "netlink_copies": copies}))
 sys.stdout.flush()
-os._exit(0)
+os._exit(0)  # the answer is given; how this process would end was seen in its children
 """
 
 SHARED_BYTES = b"kvferry"

@@ -11,6 +11,7 @@ Facts it is built on, NIXL 1.5.1 with UCX 1.23:
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import time
@@ -28,7 +29,7 @@ from kvferry.planes.nixl_transfer import Link, Posted, Telemetry, Uncertain
 from kvferry.planes.runs import Offsets, Runs
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["CUDA_ENVIRONMENT", "DEFAULT_ENVIRONMENT", "NixlAgent", "load_nixl"]
+__all__ = ["CUDA_ENVIRONMENT", "DEFAULT_ENVIRONMENT", "NixlAgent", "load_distribution_netlink", "load_nixl", "netlink_copies"]
 
 DIVIDED_FROM = 1024
 """Descriptors, from which on NIXL uses its threads."""
@@ -42,6 +43,9 @@ DEFAULT_ENVIRONMENT = {
 }
 CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
 """Without it a READ between two processes on one GPU node goes through host TCP, 4,000 times slower."""
+
+NETLINK_LIBRARY = "libnl-route-3.so.200"
+"""The distribution's libnl, by the name under which rdma-core's libraries load it. NIXL's wheel has a copy under another name."""
 
 
 class NixlAgent:
@@ -207,6 +211,7 @@ def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
     settings = DEFAULT_ENVIRONMENT | (CUDA_ENVIRONMENT if kind is MemoryKind.VRAM else {})
     for key, value in settings.items():
         os.environ.setdefault(key, value)
+    load_distribution_netlink()
     try:
         import nixl
         import nixl._bindings as bindings
@@ -214,3 +219,21 @@ def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
         raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set planes to shm and tcp") from error
     errors = [thing for thing in vars(bindings).values() if isinstance(thing, type) and issubclass(thing, Exception)]
     return nixl, (*errors, RuntimeError, TypeError, ValueError)
+
+
+def netlink_copies() -> set[str]:
+    """Files of libnl-route that this process has loaded. Two are one too many for a process that did not load NIXL by `load_nixl`."""
+    with open("/proc/self/maps") as maps:
+        return {line.split()[-1] for line in maps if "/libnl-route-3" in line}
+
+
+def load_distribution_netlink() -> None:
+    """Load the distribution's libnl, if there is one, before UCX does; else the process may die with SIGSEGV when it exits.
+
+    UCX's EFA module needs `libefa.so.1`, which NIXL's wheel lacks. Where rdma-core is installed, the distribution's `libefa` brings a
+    second libnl into the process. If UCX loads it, its constructors register with the wheel's copy, which has these names already and
+    refuses them; its destructors then unlink entries that were never linked. Loaded on its own, it registers with itself.
+    See docs/decisions/042-two-copies-of-libnl.md.
+    """
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(NETLINK_LIBRARY)
