@@ -3,8 +3,8 @@
     python scripts/code_counts.py          a table
     python scripts/code_counts.py --json   one JSON object
 
-"One importer beside it": a module under 80 lines that exactly one other module imports, from the same folder. Such a module is usually a section of its importer.
-"Pronouns": the share of words in docstrings that point at something instead of naming it.
+"One importer beside it": a module under 80 lines that exactly one other module imports, from the same folder. Such a module is usually a
+section of its importer. "Pronouns": the share of words in docstrings that point at something instead of naming it.
 """
 
 import argparse
@@ -120,7 +120,12 @@ def _num_fields(node: ast.ClassDef) -> int:
     """Annotated fields, and attributes that methods assign to `self`."""
     names = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
     for item in ast.walk(node):
-        if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store) and isinstance(item.value, ast.Name) and item.value.id == "self":
+        if (
+            isinstance(item, ast.Attribute)
+            and isinstance(item.ctx, ast.Store)
+            and isinstance(item.value, ast.Name)
+            and item.value.id == "self"
+        ):
             names.add(item.attr)
     return len(names)
 

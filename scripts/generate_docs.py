@@ -18,7 +18,7 @@ from kvferry.config.fields import described
 from kvferry.protocol.transfers import TRANSITIONS
 from kvferry.router.admission import AdmissionOptions
 from kvferry.router.health import HealthOptions
-from kvferry.router.options import ConversationOptions, Limits, RouterOptions, Routing, Timeouts
+from kvferry.router.options import ConversationOptions, RouterLimits, RouterOptions, RoutingOptions, Timeouts
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvferry"
@@ -62,7 +62,7 @@ def fill(page: Path, parts: dict[str, str]) -> str:
 def router_table() -> str:
     """The tables of the router's configuration file."""
     rows = ["| table | key | default | meaning |", "|---|---|---|---|"]
-    for table in (Timeouts, Limits, AdmissionOptions, Routing, HealthOptions, ConversationOptions):
+    for table in (Timeouts, RouterLimits, AdmissionOptions, RoutingOptions, HealthOptions, ConversationOptions):
         name = next(field.name for field in dataclasses.fields(RouterOptions) if field.default_factory is table)
         meanings = dict(fields(next(classes(Path(inspect.getfile(table)), table.__name__))))
         for field in dataclasses.fields(table):

@@ -2,7 +2,7 @@
 
     python scripts/measure_one_gpu.py [--mib 1024] [--json]
 
-copies   a GiB of scattered pieces gathered, copied and scattered again, chunk by chunk, in one process, replayed as one CUDA graph: no
+copies   a GiB of scattered segments gathered, copied and scattered again, chunk by chunk, in one process, replayed as one CUDA graph: no
          messages, no launches by a processor, nobody else. One step after the other, and in three streams, so that all three go on at once.
          By torch's kernels. Beside it one plain copy of as many bytes.
 turns    two processes that copy so much each in turn, by a flag in shared memory: what it costs to hand a GPU over. Run it under CUDA's MPS
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 MIB = 1 << 20
-PIECE_BYTES, WORD_BYTES = 16 * 1024, 8
+SEGMENT_BYTES, WORD_BYTES = 16 * 1024, 8
 CHUNKS_MIB = (4, 8, 16, 32, 64, 256)
 TURNS_MIB = (0, 16, 64, 256)
 ROUNDS, NUM_TURNS, SETTLING_TURNS = 15, 400, 100
@@ -51,14 +51,14 @@ def row(kind: str, mib: float, seconds: float, plain_s: float | None = None) -> 
 
 
 def copies(total_mib: int) -> list[Mapping[str, Any]]:
-    rows, words = total_mib * MIB // PIECE_BYTES, PIECE_BYTES // WORD_BYTES
+    rows, words = total_mib * MIB // SEGMENT_BYTES, SEGMENT_BYTES // WORD_BYTES
     source = torch.arange(rows * words, dtype=torch.int64, device="cuda").view(rows, words)
     target, order = torch.zeros_like(source), torch.randperm(rows, device="cuda")
     plain_s = timed(lambda: target.copy_(source))
     found = [row("one copy", total_mib, plain_s, plain_s)]
     for mib in (each for each in CHUNKS_MIB if each <= total_mib):
         for name, slots in (("one after the other", 1), ("at once", 3)):
-            graph, rings = captured(source, target, order.split(mib * MIB // PIECE_BYTES), slots)
+            graph, rings = captured(source, target, order.split(mib * MIB // SEGMENT_BYTES), slots)
             target.zero_()
             graph.replay()
             torch.cuda.synchronize()

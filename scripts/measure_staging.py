@@ -1,7 +1,7 @@
-"""What staging costs and gains over NIXL, for docs/decisions/037-staged-nixl.md: scattered pieces read plainly, staged through rings of
-several sizes, and one contiguous piece of the same bytes, in turn, between two processes.
+"""What staging costs and gains over NIXL, for docs/decisions/037-staged-nixl.md: scattered segments read plainly, staged through rings of
+several sizes, and one contiguous segment of the same bytes, in turn, between two processes.
 
-    python scripts/measure_staging.py [--device cuda] [--mib 256] [--pieces 4 16 64] [--rings 64/4 256/32] [--rounds 9] [--json]
+    python scripts/measure_staging.py [--device cuda] [--mib 256] [--segments 4 16 64] [--rings 64/4 256/32] [--rounds 9] [--json]
 
 A ring is given as its MiB / the MiB of a chunk. The median of each way is told, with its spread, and its rate beside the contiguous one's.
 """
@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.planes.nixl import NetworkReach, NixlDataPlane
-from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
-from kvferry.ports.data import DataPlane, Pieces
+from kvferry.planes.nixl import NetworkReach, NixlTransport
+from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
+from kvferry.ports.data import DataTransport, Segments
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 MIB = 1 << 20
 PEER = PeerId(EngineId("producer"), Epoch("1"), 0)
 PATTERN = 8191
-"""Bytes after which the producer's memory repeats itself: no piece looks like its neighbour."""
+"""Bytes after which the producer's memory repeats itself: no segment looks like its neighbour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Plan:
     def kind(self) -> MemoryKind:
         return MemoryKind.VRAM if self.device == "cuda" else MemoryKind.DRAM
 
-    def planes(self) -> dict[str, DataPlane]:
-        made: dict[str, DataPlane] = {"plain": NixlDataPlane(reach=NetworkReach.THIS_HOST)}
+    def transports(self) -> dict[str, DataTransport]:
+        made: dict[str, DataTransport] = {"plain": NixlTransport(reach=NetworkReach.THIS_HOST)}
         for ring, chunk in self.rings:
-            settings = StagingSettings(1 << 30, ring * MIB, chunk * MIB)
-            made[f"staged {ring}/{chunk}"] = StagedNixlDataPlane(NixlDataPlane(reach=NetworkReach.THIS_HOST), settings, b"a measurement")
+            settings = BounceSettings(1 << 30, ring * MIB, chunk * MIB)
+            made[f"staged {ring}/{chunk}"] = BounceNixlTransport(NixlTransport(reach=NetworkReach.THIS_HOST), settings, b"a measurement")
         return made
 
 
@@ -61,42 +61,42 @@ class Memory:
 
 
 def serve(pipe: Connection, plan: Plan) -> None:
-    memory, planes = Memory(plan), plan.planes()
-    for plane in planes.values():
-        assert plane.register([memory.region])
-    pipe.send((memory.region, {name: plane.offer() for name, plane in planes.items()}))
-    while name := pipe.recv():  # the plane that is measured next: only that one is polled
+    memory, transports = Memory(plan), plan.transports()
+    for transport in transports.values():
+        assert transport.register([memory.region])
+    pipe.send((memory.region, {name: transport.offer() for name, transport in transports.items()}))
+    while name := pipe.recv():  # the transport that is measured next: only that one is polled
         pipe.send(name)
         while not pipe.poll(0):
             for _ in range(100):
-                planes[name].poll()
+                transports[name].poll()
     os._exit(0)
 
 
-def read(pipe: Connection, name: str, plane: DataPlane, pieces: Pieces) -> float:
+def read(pipe: Connection, name: str, transport: DataTransport, segments: Segments) -> float:
     pipe.send(name)
     pipe.recv()
     began = time.perf_counter()
-    plane.read(PEER, [pieces])
-    while not (ended := plane.poll()):
+    transport.read(PEER, [segments])
+    while not (ended := transport.poll()):
         pass
     elapsed_s = time.perf_counter() - began
     assert ended[0].ok, ended[0].error
     return elapsed_s
 
 
-def scattered(total_bytes: int, piece_bytes: int, seed: int) -> Pieces:
-    random, count = np.random.default_rng(seed), total_bytes // piece_bytes
-    local, remote = (random.permutation(count).astype(np.int64) * piece_bytes for _ in range(2))
-    return Pieces(0, 0, piece_bytes, local, remote)
+def scattered(total_bytes: int, segment_bytes: int, seed: int) -> Segments:
+    random, count = np.random.default_rng(seed), total_bytes // segment_bytes
+    local, remote = (random.permutation(count).astype(np.int64) * segment_bytes for _ in range(2))
+    return Segments(0, 0, segment_bytes, local, remote)
 
 
-def check(memory: Memory, pieces: Pieces) -> None:
+def check(memory: Memory, segments: Segments) -> None:
     """Every byte of the whole memory is the one that was named."""
     import torch
 
-    device, size = memory.bytes.device, pieces.piece_bytes
-    order = torch.as_tensor(pieces.remote_offsets[np.argsort(pieces.local_offsets)], device=device)
+    device, size = memory.bytes.device, segments.segment_bytes
+    order = torch.as_tensor(segments.remote_offsets[np.argsort(segments.local_offsets)], device=device)
     step = max(1, 64 * MIB // size)
     for first in range(0, len(order), step):
         part = order[first : first + step]
@@ -105,28 +105,28 @@ def check(memory: Memory, pieces: Pieces) -> None:
 
 
 def measure(
-    pipe: Connection, plan: Plan, piece_bytes: int, rounds: int, memory: Memory, planes: Mapping[str, DataPlane]
+    pipe: Connection, plan: Plan, segment_bytes: int, rounds: int, memory: Memory, transports: Mapping[str, DataTransport]
 ) -> list[dict[str, Any]]:
-    one = Pieces(0, 0, plan.total_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
-    pieces = scattered(plan.total_bytes, piece_bytes, seed=piece_bytes)
+    one = Segments(0, 0, plan.total_bytes, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    segments = scattered(plan.total_bytes, segment_bytes, seed=segment_bytes)
     # Descriptors by the hundred thousand take seconds: of those fewer bytes are moved.
-    most = 4096 if plan.device == "cuda" else len(pieces.local_offsets)
-    few = Pieces(0, 0, piece_bytes, pieces.local_offsets[:most], pieces.remote_offsets[:most])
-    ways = {"contiguous": ("plain", one), "plain": ("plain", few)} | {name: (name, pieces) for name in planes if name != "plain"}
-    for name, (plane, wanted) in ways.items():
-        read(pipe, plane, planes[plane], wanted)
+    most = 4096 if plan.device == "cuda" else len(segments.local_offsets)
+    few = Segments(0, 0, segment_bytes, segments.local_offsets[:most], segments.remote_offsets[:most])
+    ways = {"contiguous": ("plain", one), "plain": ("plain", few)} | {name: (name, segments) for name in transports if name != "plain"}
+    for name, (transport, wanted) in ways.items():
+        read(pipe, transport, transports[transport], wanted)
         if name.startswith("staged"):
             memory.bytes.zero_()
-            read(pipe, plane, planes[plane], wanted)
+            read(pipe, transport, transports[transport], wanted)
             check(memory, wanted)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        for name, (plane, wanted) in ways.items():
-            times[name].append(read(pipe, plane, planes[plane], wanted))
+        for name, (transport, wanted) in ways.items():
+            times[name].append(read(pipe, transport, transports[transport], wanted))
     rates = {name: ways[name][1].total_bytes / statistics.median(each) / 1e9 for name, each in times.items()}
     return [
         {
-            "piece_kib": piece_bytes / 1024,
+            "segment_kib": segment_bytes / 1024,
             "way": name,
             "gbps": round(rates[name], 2),
             "median_us": round(statistics.median(each) * 1e6),
@@ -142,7 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--pieces", type=int, nargs="+", default=[4, 16, 64], help="KiB")
+    parser.add_argument("--segments", type=int, nargs="+", default=[4, 16, 64], help="KiB")
     parser.add_argument("--rings", nargs="+", default=["64/4"], help="MiB of the ring / MiB of a chunk")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
@@ -154,19 +154,19 @@ def main() -> int:
     producer = context.Process(target=serve, args=(theirs, plan), daemon=True)
     producer.start()
     theirs.close()
-    memory, planes = Memory(plan), plan.planes()
-    for plane in planes.values():
-        assert plane.register([memory.region])
+    memory, transports = Memory(plan), plan.transports()
+    for transport in transports.values():
+        assert transport.register([memory.region])
     region, offers = ours.recv()
-    for name, plane in planes.items():
-        plane.connect(PEER, offers[name], [region])
-    for kib in given.pieces:
-        for row in measure(ours, plan, kib * 1024, given.rounds, memory, planes):
+    for name, transport in transports.items():
+        transport.connect(PEER, offers[name], [region])
+    for kib in given.segments:
+        for row in measure(ours, plan, kib * 1024, given.rounds, memory, transports):
             print(json.dumps(row) if given.json else "  ".join(f"{value}" for value in row.values()), flush=True)
     ours.send("")
     producer.join(10)
-    for plane in planes.values():
-        plane.close()
+    for transport in transports.values():
+        transport.close()
     return 0
 
 

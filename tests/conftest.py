@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from tests.standstill import Pulse, run_test
+from tests.standstill import StallWatchdog, run_test
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
-PULSE = Pulse()
+WATCHDOG = StallWatchdog()
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -31,7 +31,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    run_test(item, nextitem, PULSE, lambda words: print(words, file=sys.__stderr__))
+    run_test(item, nextitem, WATCHDOG, lambda words: print(words, file=sys.__stderr__))
     return True
 
 
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def nobody_is_interrupted() -> Iterator[None]:
+def no_thread_switches() -> Iterator[None]:
     """Whoever has the interpreter keeps it until he lets go of it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(30.0)

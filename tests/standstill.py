@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
-__all__ = ["Pulse", "run_test"]
+__all__ = ["StallWatchdog", "run_test"]
 
-BEAT_S = 0.25
-STANDSTILL_S = 4.0
+CHECK_INTERVAL_S = 0.25
+STALL_S = 4.0
 AFTER_EFFECT_S = 60.0
 """What was hurt by it, a fleet that several tests share, may show it later."""
 
@@ -25,24 +25,24 @@ STALLS = (b"detected stalls", b"self-detected stall", b"workqueue lockup")
 """What Linux says when its own threads have not run for half a minute: what is new does not run either then, though this process may."""
 
 
-class Pulse:
+class StallWatchdog:
     """Notes when this process, or the kernel's, was last kept from running."""
 
     def __init__(self, kernel_log: Path = KERNEL_LOG) -> None:
-        self.last_standstill = float("-inf")
+        self.last_stall = float("-inf")
         self._kernel_log = _open_end(kernel_log)
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
     def _beat(self) -> None:
         before = time.monotonic()
         while True:
-            time.sleep(BEAT_S)
+            time.sleep(CHECK_INTERVAL_S)
             now = time.monotonic()
-            if now - before > STANDSTILL_S or self._kernel_complains():
-                self.last_standstill = now
+            if now - before > STALL_S or self._kernel_reports_stall():
+                self.last_stall = now
             before = now
 
-    def _kernel_complains(self) -> bool:
+    def _kernel_reports_stall(self) -> bool:
         has_complained = False
         with suppress(OSError):  # nothing more there, or some of it was overwritten
             while self._kernel_log is not None and (said := os.read(self._kernel_log, 8192)):
@@ -63,12 +63,12 @@ def _open_end(log: Path) -> int | None:
     return opened
 
 
-def run_test(item: pytest.Item, nextitem: pytest.Item | None, pulse: Pulse, say: Callable[[str], None]) -> None:
+def run_test(item: pytest.Item, nextitem: pytest.Item | None, pulse: StallWatchdog, say: Callable[[str], None]) -> None:
     began = time.monotonic()
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
-    if any(report.failed for report in reports) and pulse.last_standstill > began - AFTER_EFFECT_S:
-        say(f"run once more, as the machine stood still: {item.nodeid}")
+    if any(report.failed for report in reports) and pulse.last_stall > began - AFTER_EFFECT_S:
+        say(f"run once more, as the machine stalled: {item.nodeid}")
         item.session._setupstate.teardown_exact(None)  # noqa: SLF001 - whatever it shares with others is made anew
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:

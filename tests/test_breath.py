@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from kvferry.breath import breathe
+from kvferry.breath import short_sleep
 
 TURNS = 200
 
 
-@pytest.mark.usefixtures("nobody_is_interrupted")
+@pytest.mark.usefixtures("no_thread_switches")
 def test_a_thread_that_waits_for_the_interpreter_gets_it_when_another_breathes() -> None:
     counted, is_over, has_begun = 0, threading.Event(), threading.Event()
 
@@ -18,7 +18,7 @@ def test_a_thread_that_waits_for_the_interpreter_gets_it_when_another_breathes()
         has_begun.set()
         while not is_over.is_set():
             counted += 1
-            breathe()
+            short_sleep()
 
     other = threading.Thread(target=count)
     other.start()
@@ -27,7 +27,7 @@ def test_a_thread_that_waits_for_the_interpreter_gets_it_when_another_breathes()
         for _ in range(TURNS):
             before = counted
             for _ in range(1000):
-                breathe()
+                short_sleep()
                 if counted > before:
                     break
             assert counted > before

@@ -92,7 +92,7 @@ def test_the_permutation_may_be_switched_on_in_either_place() -> None:
 
 
 def test_a_config_survives_the_way_into_a_worker_process() -> None:
-    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_extra_config": {"planes": ["shm"], "kv_lease_duration": 3}})
+    config = KVTransferConfig.from_mapping({**PULL, "kv_connector_extra_config": {"transports": ["shm"], "kv_lease_duration": 3}})
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
     assert copy.extra == config.extra
@@ -139,6 +139,8 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
+        ({"planes": ["shm"]}, "planes of NixlConnector is now called transports; rename it"),
+        ({"staging_ring_bytes": 1}, "staging_ring_bytes of NixlConnector is now called bounce_buffer_bytes; rename it"),
         ({"kv_lease_duraton": 60}, "kv_lease_duraton is not a setting of NixlConnector; did you mean kv_lease_duration?"),
         ({"kv_lease_duration": 0}, "kv_lease_duration must be a number of seconds of at least 0.5, got 0"),
         ({"kv_lease_duration": 0.49}, "kv_lease_duration must be a number of seconds of at least 0.5, got 0.49"),
@@ -151,7 +153,7 @@ def test_a_wrong_setting_is_named_with_the_fix(change: dict[str, Any], sentence:
         ({"num_threads": "4"}, 'num_threads must be a whole number of at least 1, got "4"'),
         ({"backends": "UCX"}, 'backends must be a list of texts, got "UCX"'),
         ({"backends": []}, 'backends must name at least one NIXL backend, for example ["UCX"]'),
-        ({"planes": ["smh"]}, 'planes names "smh", which is no data plane; did you mean shm?'),
+        ({"transports": ["smh"]}, 'transports names "smh", which is no data transport; did you mean shm?'),
         ({"peers": ["10.0.0.7"]}, 'peers has "10.0.0.7", which is no address; write host:port, for example 10.0.0.7:5600'),
     ],
 )

@@ -1,4 +1,4 @@
-"""Past-tense facts. The ferry emits them; the engine, metrics and logs are views of them."""
+"""Past-tense facts. The transfer worker emits them; the engine, metrics and logs are views of them."""
 
 from dataclasses import dataclass, field
 
@@ -7,24 +7,24 @@ from kvferry.types import LeaseEnd, RequestId
 __all__ = [
     "BytesMoved",
     "Event",
+    "EvictionDeferred",
     "HandshakeFailed",
-    "KeptBlocksFetched",
     "LeaseEnded",
-    "LeaseLingers",
     "MessageDropped",
     "PeerConnected",
     "PrefillCompleted",
-    "PullFailed",
-    "PullFinished",
-    "PullGivenUp",
-    "PullPromised",
-    "PullRefused",
-    "PullTimes",
+    "ReservationGranted",
+    "ReservationRefused",
+    "RetainedBlocksFetched",
+    "TransferAbandoned",
+    "TransferFailed",
+    "TransferFinished",
+    "TransferTimes",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class PullTimes:
+class TransferTimes:
     """When a pull came how far, by this machine's monotonic clock; None: it did not."""
 
     tracked_at: float
@@ -36,44 +36,44 @@ class PullTimes:
     moved_at: float | None = None
     confirmed_at: float | None = None
     total_bytes: int = 0
-    pieces: int = 0
-    plane: str = ""
+    segments: int = 0
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class PullFinished:
+class TransferFinished:
     """The blocks hold the right bytes and may be used."""
 
     request: RequestId
-    times: PullTimes | None = field(default=None, compare=False)
+    times: TransferTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class PullFailed:
+class TransferFailed:
     """The blocks must not be used; nothing will write into them any more."""
 
     request: RequestId
     reason: str
-    times: PullTimes | None = field(default=None, compare=False)
+    times: TransferTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class PullGivenUp:
-    """The blocks will not be used, but something may still write into them; `PullFailed` follows when nothing can."""
+class TransferAbandoned:
+    """The blocks will not be used, but something may still write into them; `TransferFailed` follows when nothing can."""
 
     request: RequestId
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class PullPromised:
+class ReservationGranted:
     """The producer keeps what an optional pull is for, and waits for us to read it."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class PullRefused:
+class ReservationRefused:
     """What an optional pull is for cannot be had. It has no blocks yet."""
 
     request: RequestId
@@ -81,7 +81,7 @@ class PullRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBlocksFetched:
+class RetainedBlocksFetched:
     """An optional pull has brought so much."""
 
     request: RequestId
@@ -90,7 +90,7 @@ class KeptBlocksFetched:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseLingers:
+class EvictionDeferred:
     """The engine wants blocks back that somebody is reading; `LeaseEnded` follows when he is through."""
 
     request: RequestId
@@ -106,13 +106,13 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class BytesMoved:
-    """One transfer ended on a plane, well or not."""
+    """One transfer ended on a transport, well or not."""
 
-    plane: str
+    transport: str
     total_bytes: int
-    pieces: int
+    segments: int
     """Copies or descriptors that were really used."""
-    planned_pieces: int
+    planned_segments: int
     """What was asked for; more, when neighbours were joined."""
     post_s: float
     transfer_s: float
@@ -124,7 +124,7 @@ class BytesMoved:
 @dataclass(frozen=True, slots=True)
 class PeerConnected:
     engine: str
-    plane: str
+    transport: str
     reason: str
 
 
@@ -155,14 +155,14 @@ class MessageDropped:
 
 
 Event = (
-    PullFinished
-    | PullFailed
-    | PullGivenUp
-    | PullPromised
-    | PullRefused
-    | KeptBlocksFetched
+    TransferFinished
+    | TransferFailed
+    | TransferAbandoned
+    | ReservationGranted
+    | ReservationRefused
+    | RetainedBlocksFetched
     | LeaseEnded
-    | LeaseLingers
+    | EvictionDeferred
     | BytesMoved
     | PeerConnected
     | HandshakeFailed

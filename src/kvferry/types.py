@@ -14,7 +14,7 @@ __all__ = [
     "AxisKind",
     "BlockId",
     "EngineId",
-    "EngineLife",
+    "EngineIncarnation",
     "Epoch",
     "FailurePolicy",
     "KVLayout",
@@ -33,7 +33,7 @@ EngineId = NewType("EngineId", str)
 """The configured or random id of an engine; survives a restart only when configured."""
 
 Epoch = NewType("Epoch", str)
-"""Random id of one process life of an engine. Same address, other epoch: restarted."""
+"""Random id of one process incarnation of an engine. Same address, other epoch: restarted."""
 
 BlockId = NewType("BlockId", int)
 
@@ -79,8 +79,8 @@ class LeaseEnd(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class EngineLife:
-    """One process life of one engine: what a ticket is issued by."""
+class EngineIncarnation:
+    """One process incarnation of one engine: what a ticket is issued by."""
 
     engine: EngineId
     epoch: Epoch
@@ -91,15 +91,15 @@ class EngineLife:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PeerId:
-    """One worker of one life of one engine: what a data plane connects to."""
+    """One worker of one life of one engine: what a data transport connects to."""
 
     engine: EngineId
     epoch: Epoch
     tp_rank: int
 
     @property
-    def life(self) -> EngineLife:
-        return EngineLife(self.engine, self.epoch)
+    def incarnation(self) -> EngineIncarnation:
+        return EngineIncarnation(self.engine, self.epoch)
 
     def __str__(self) -> str:
         return f"{self.engine}/{self.epoch}/tp{self.tp_rank}"

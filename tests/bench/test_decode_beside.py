@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.arrivals import Arrivals, Pace
-from kvferry.bench.decode_beside import Steps, make_rows
-from kvferry.bench.decode_stream import ROOM_TOKENS, DecodeStream
-from kvferry.bench.transfer_memory import HostPlace
+from kvferry.bench.arrivals import BackgroundReader, Pace
+from kvferry.bench.decode_beside import StepTimes, make_rows
+from kvferry.bench.decode_stream import HEADROOM_TOKENS, DecodeStream
+from kvferry.bench.transfer_memory import HostAllocator
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer_sides import Shape, start_producer
 from kvferry.engine.make_model import make_model
 from kvferry.errors import KVFerryError
 
-COMMAND = [sys.executable, "-m", "kvferry", "bench", "decode-beside"]
+COMMAND = [sys.executable, "-m", "kvferry", "bench", "decode-interference"]
 
 
 def test_rows_compare_every_pace_with_decoding_alone() -> None:
-    alone, beside = Steps([0.010] * 99 + [0.020]), Steps([0.011] * 50 + [0.013] * 50, [0.002] * 10)
-    rows = make_rows({Pace.NONE: alone, Pace.EVERY_10_MS: beside, Pace.WITHOUT_PAUSE: Steps()})
+    alone, beside = StepTimes([0.010] * 99 + [0.020]), StepTimes([0.011] * 50 + [0.013] * 50, [0.002] * 10)
+    rows = make_rows({Pace.NONE: alone, Pace.EVERY_10_MS: beside, Pace.WITHOUT_PAUSE: StepTimes()})
     assert [row["pace"] for row in rows] == ["none", "every 10 ms", "without pause"]
     assert (rows[0]["step_ms_p50"], rows[0]["p50_ratio"], rows[0]["p99_ratio"], rows[0]["transfers"]) == (10.0, 1.0, 1.0, 0)
     assert (rows[1]["step_ms_p50"], rows[1]["p50_ratio"], rows[1]["step_ms_p99"]) == (12.0, 1.2, 13.0)
@@ -33,7 +33,7 @@ def test_rows_compare_every_pace_with_decoding_alone() -> None:
 def test_a_stream_decodes_for_ever_within_its_blocks(tmp_path: Path) -> None:
     make_model(tmp_path / "model", family="llama")
     with closing(DecodeStream.opened(tmp_path / "model", "cpu", "float32", 2, 20)) as stream:
-        for _ in range(ROOM_TOKENS + 2):
+        for _ in range(HEADROOM_TOKENS + 2):
             stream.step()
 
 
@@ -43,8 +43,8 @@ def test_a_transfer_that_fails_is_told_to_whoever_decodes() -> None:
     move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)
     with (
         start_producer(shape, only="tcp") as producer,
-        closing(Arrivals(HostPlace(), shape, producer, "shm", move)) as arrivals,
-        pytest.raises(KVFerryError, match="no plane shm"),
+        closing(BackgroundReader(HostAllocator(), shape, producer, "shm", move)) as arrivals,
+        pytest.raises(KVFerryError, match="no transport shm"),
     ):
         arrivals.start()
 
@@ -62,13 +62,13 @@ def test_every_pace_is_measured_in_one_run() -> None:
         ("without pause", True),
     ]
     assert all(row[key] > 0 for row in told["rows"] for key in ("steps", "step_ms_p50", "step_ms_p99", "p50_ratio", "p99_ratio"))
-    assert told["machine"]["plane"] == "shm"
+    assert told["machine"]["transport"] == "shm"
 
 
 @pytest.mark.slow
-def test_a_device_or_plane_that_is_not_there_is_refused_in_a_sentence() -> None:
-    for arguments, words in ((["--device", "tpu"], "cpu, cuda or cuda:N"), (["--plane", "nope"], "no plane nope")):
+def test_a_device_or_transport_that_is_not_there_is_refused_in_a_sentence() -> None:
+    for arguments, label in ((["--device", "tpu"], "cpu, cuda or cuda:N"), (["--transport", "nope"], "no transport nope")):
         ran = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, check=False)
         assert ran.returncode != 0
-        assert words in ran.stderr
+        assert label in ran.stderr
         assert "Traceback" not in ran.stderr

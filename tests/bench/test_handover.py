@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvferry.bench.handover import Samples, make_rows
+from kvferry.bench.handover import HandoverSamples, make_rows
 from kvferry.bench.handover_pair import CHUNK_TOKENS, Mode, Moved
 
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
@@ -15,11 +15,11 @@ TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("plane", "prompt_tokens"), [("tcp", 4 * CHUNK_TOKENS), ("nixl", 3 * CHUNK_TOKENS)])
-def test_while_p_computes_all_but_the_last_chunk_moves(plane: str, prompt_tokens: int) -> None:
+@pytest.mark.parametrize(("transport", "prompt_tokens"), [("tcp", 4 * CHUNK_TOKENS), ("nixl", 3 * CHUNK_TOKENS)])
+def test_while_p_computes_all_but_the_last_chunk_moves(transport: str, prompt_tokens: int) -> None:
     """In every handover, not only in most, whether P writes (tcp) or D reads (nixl). Without streaming, and in pull, all is left: what is
     counted are bytes that moved."""
-    command = [sys.executable, "-m", "kvferry", "bench", "handover", "--json", "--plane", plane, "--samples", "2"]
+    command = [sys.executable, "-m", "kvferry", "bench", "handover", "--json", "--transport", transport, "--samples", "2"]
     ran = subprocess.run([*command, "--prompt-tokens", str(prompt_tokens)], capture_output=True, text=True, timeout=480)
     assert ran.stdout, ran.stderr
     told = json.loads(ran.stdout)
@@ -34,9 +34,9 @@ def test_while_p_computes_all_but_the_last_chunk_moves(plane: str, prompt_tokens
 
 def test_a_row_sums_up_one_mode_beside_pull() -> None:
     samples = {
-        Mode.PULL: Samples([0.02, 0.04, 0.03], [Moved(4096, 0)] * 3),
-        Mode.PUSH: Samples([0.03], [Moved(4096, 0)]),
-        Mode.STREAMED: Samples([0.015, 0.015], [Moved(4096, 3584), Moved(4096, 3072)]),
+        Mode.PULL: HandoverSamples([0.02, 0.04, 0.03], [Moved(4096, 0)] * 3),
+        Mode.PUSH: HandoverSamples([0.03], [Moved(4096, 0)]),
+        Mode.STREAMED: HandoverSamples([0.015, 0.015], [Moved(4096, 3584), Moved(4096, 3072)]),
     }
     pull, push, streamed = make_rows(samples)
     assert (pull["handover_ms_p50"], pull["handover_ms_max"], pull["ratio_to_pull"]) == (30.0, 40.0, 1.0)

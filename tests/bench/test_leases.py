@@ -12,7 +12,7 @@ from kvferry.bench.leases import judge_rows
 
 def row(leases: int, us: float = 20.0, idle: float = 0.004, left: int | None = None, side: str = "prefill") -> dict[str, Any]:
     kept = leases if left is None else left
-    return {"plane": "shm", "leases": leases, "side": side, "us_per_step": us, "idle_share": idle, "leases_at_end": kept}
+    return {"transport": "shm", "leases": leases, "side": side, "us_per_step": us, "idle_share": idle, "leases_at_end": kept}
 
 
 def test_what_is_flat_and_cheap_is_no_problem() -> None:
@@ -35,7 +35,7 @@ def test_what_is_dear_grows_or_is_lost_is_a_problem(bad: dict[str, Any], sentenc
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_leases_are_renewed_beyond_their_time_by_real_heartbeats() -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "leases", "--json", "--planes", "shm", "--leases", "10", "300"]
+    command = [sys.executable, "-m", "kvferry", "bench", "leases", "--json", "--transports", "shm", "--leases", "10", "300"]
     ran = subprocess.run(
         [*command, "--lease-seconds", "6", "--seconds", "1", "--idle-seconds", "1"], capture_output=True, text=True, timeout=170
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.multiturn import Lengths, Turn, make_rows
-from kvferry.bench.multiturn_fleet import Arrangement, Counted
+from kvferry.bench.multiturn import Lengths, TurnSample, make_rows
+from kvferry.bench.multiturn_fleet import Arrangement, PrefillCounts
 from kvferry.errors import ConfigError
 
 CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)
@@ -41,8 +41,8 @@ def test_with_reuse_p_computes_what_is_new_and_fetches_the_rest() -> None:
         assert rows[False, after]["computed_tokens"] == rows[False, after]["prompt_tokens"]
 
 
-def turn(arrangement: Arrangement, number: int, reuse: bool, ttft_s: float, computed: int) -> Turn:
-    return Turn(arrangement, reuse, number, 100 * number, ttft_s, Counted(computed, 0, 100 * number - computed, 8))
+def turn(arrangement: Arrangement, number: int, reuse: bool, ttft_s: float, computed: int) -> TurnSample:
+    return TurnSample(arrangement, reuse, number, 100 * number, ttft_s, PrefillCounts(computed, 0, 100 * number - computed, 8))
 
 
 def test_a_row_sums_up_one_turn_beside_the_same_without_reuse() -> None:

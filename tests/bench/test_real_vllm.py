@@ -11,7 +11,7 @@ from tests.vllm.fleet import PYTHON, VLLM
 
 from kvferry.bench import vllm_servers
 from kvferry.cli.main import main
-from kvferry.cli.processes import ChildProcess, start_anew
+from kvferry.cli.processes import ChildProcess, spawn_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,13 +23,13 @@ def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
     """The command. Servers whose names do not begin with `anew` come out of the nursery, which has imported vLLM already."""
     if not PYTHON.exists():
         pytest.skip("vLLM is not installed here; make setup-vllm does it")
-    # Planes that tests open in this process set variables of these libraries; what a server finds is the operator's.
+    # Transports that tests open in this process set variables of these libraries; what a server finds is the operator's.
     for name in [name for name in os.environ if name.startswith(("UCX_", "NIXL_")) and name not in GIVEN]:
         monkeypatch.delenv(name)
 
     def run(*arguments: str, anew: tuple[str, ...] = ()) -> Any:
         def child(name: str, command: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
-            return ChildProcess(name, command, environment, start_anew if name.startswith(anew) else VLLM.start)
+            return ChildProcess(name, command, environment, spawn_process if name.startswith(anew) else VLLM.start)
 
         monkeypatch.setattr(vllm_servers, "ChildProcess", child)
         code = main(["bench", *arguments, "--json", "--vllm-python", str(PYTHON)])

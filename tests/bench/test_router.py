@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.router_contestants import Tools, default_router_python, missing
-from kvferry.bench.router_rows import Cell, Router, Sample, make_rows, table
-from kvferry.bench.router_talk import EVENTS, Exchange, Talk
+from kvferry.bench.router_contestants import Tools, default_router_python, missing_packages
+from kvferry.bench.router_rows import Router, RouterCell, Sample, make_rows, table
+from kvferry.bench.router_talk import EVENTS, BenchMessages, PrefillLedger
 from kvferry.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-TALK = Talk(1000)
+TALK = BenchMessages(1000)
 
 # With the flags of vLLM's toy proxy. Every third request that it is asked, it does what its `WRONG` says.
 WRONG_ROUTER = """
@@ -90,7 +90,7 @@ def test_every_request_through_our_router_is_verified(writes: int) -> None:
 @pytest.mark.parametrize("router", [Router.TOY, Router.VLLM_ROUTER])
 def test_every_request_through_the_routers_of_others_is_verified(router: Router) -> None:
     tools = Tools(ROOT / ".venv-router" / "bin" / "python")
-    if not tools.python.exists() or missing(router, tools):
+    if not tools.python.exists() or missing_packages(router, tools):
         pytest.skip("its packages are not installed here; make setup-vllm does it")
     flags = ["--requests", "30", "--concurrency", "1", "8", "--prompt-bytes", "1k", "64K"]
     ran = bench("--routers", router, *flags, "--router-python", str(tools.python))
@@ -125,31 +125,31 @@ def test_a_router_that_is_wrong_now_and_then_is_seen(wrong: str, why: str | None
 
 
 def test_d_wants_the_parameters_of_its_own_request_and_each_once() -> None:
-    exchange = Exchange(TALK)
-    first, second = (answer.partition(b"\r\n\r\n")[2] for answer in (exchange.next_answer(), exchange.next_answer()))
+    ledger = PrefillLedger(TALK)
+    first, second = (answer.partition(b"\r\n\r\n")[2] for answer in (ledger.next_answer(), ledger.next_answer()))
     assert first != second
-    assert exchange.decode_objection(TALK.decode_body(second)) is None
-    assert exchange.decode_objection(TALK.decode_body(first)) is None
-    assert exchange.decode_objection(TALK.decode_body(first)) == "D got parameters that P did not write for this request"
-    assert exchange.decode_objection(TALK.request_body) == "D did not get P's parameters"
-    assert exchange.decode_objection(b'{"prompt":""}') == "D did not get the prompt"
+    assert ledger.decode_mismatch(TALK.decode_body(second)) is None
+    assert ledger.decode_mismatch(TALK.decode_body(first)) is None
+    assert ledger.decode_mismatch(TALK.decode_body(first)) == "D got parameters that P did not write for this request"
+    assert ledger.decode_mismatch(TALK.request_body) == "D did not get P's parameters"
+    assert ledger.decode_mismatch(b'{"prompt":""}') == "D did not get the prompt"
 
 
 def test_parameters_are_found_wherever_a_router_puts_them() -> None:
-    exchange = Exchange(Talk(100_000))
+    ledger = PrefillLedger(BenchMessages(100_000))
     for place in ("first", "last", "between"):
-        params = json.loads(exchange.next_answer().partition(b"\r\n\r\n")[2])["kv_transfer_params"]
-        fields = json.loads(exchange.talk.request_body)
+        params = json.loads(ledger.next_answer().partition(b"\r\n\r\n")[2])["kv_transfer_params"]
+        fields = json.loads(ledger.messages.request_body)
         parts = {"first": [{"kv_transfer_params": params}, fields], "last": [fields, {"kv_transfer_params": params}]}
         parts["between"] = [fields, {"kv_transfer_params": params}, {"user": "x" * 100_000}]
         body = json.dumps({key: value for part in parts[place] for key, value in part.items()}, indent=1).encode()
-        assert exchange.decode_objection(body) is None, place
+        assert ledger.decode_mismatch(body) is None, place
 
 
 @pytest.mark.parametrize("size", [1, 100, 1024, 65536])
 def test_a_prompt_is_as_long_as_it_was_asked_for(size: int) -> None:
-    empty = len(json.dumps({**json.loads(Talk(size).request_body), "prompt": ""}, separators=(",", ":")))
-    assert len(Talk(size).request_body) - empty == size
+    empty = len(json.dumps({**json.loads(BenchMessages(size).request_body), "prompt": ""}, separators=(",", ":")))
+    assert len(BenchMessages(size).request_body) - empty == size
 
 
 def sample(rps: float, ttfb_ms: float, failures: dict[str, int] | None = None, cpu: float | None = None) -> Sample:
@@ -157,7 +157,7 @@ def sample(rps: float, ttfb_ms: float, failures: dict[str, int] | None = None, c
 
 
 def test_a_row_tells_medians_and_what_a_router_adds() -> None:
-    cell = Cell(1024, 16)
+    cell = RouterCell(1024, 16)
     cell.samples = {
         Router.DIRECT: [sample(1000, 1.0)] * 3,
         Router.KVFERRY: [sample(100, 9.0, cpu=3.0), sample(500, 3.0, cpu=0.5), sample(600, 2.0, {"lost": 2}, cpu=0.4)],
@@ -168,7 +168,7 @@ def test_a_row_tells_medians_and_what_a_router_adds() -> None:
     assert (ours["ttfb_p50_ms"], ours["added_p50_ms"], ours["added_p99_ms"], ours["cpu_s_per_1k"]) == (3.0, 2.0, 4.0, 0.5)
     assert (ours["requests"], ours["failed"], ours["failures"]) == (30, 2, {"lost": 2})
     assert (direct["added_p50_ms"], direct["cpu_s_per_1k"], toy["of_vllm_router"]) == (None, None, None)
-    told = table([direct, ours, toy], {"repeats": 3, "seconds": 2.0, "requests": None, "left_out": {}})
+    told = table([direct, ours, toy], {"repeats": 3, "seconds": 2.0, "requests": None, "skipped": {}})
     assert "2 × lost" in told
 
 
@@ -176,23 +176,23 @@ def test_a_router_whose_packages_are_missing_is_left_out_with_the_fix(tmp_path: 
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     bare.chmod(0o755)
-    assert missing(Router.KVFERRY, Tools(bare)) is None
+    assert missing_packages(Router.KVFERRY, Tools(bare)) is None
     for router, package in ((Router.TOY, "fastapi"), (Router.VLLM_ROUTER, "vllm_router")):
-        note = missing(router, Tools(bare))
+        note = missing_packages(router, Tools(bare))
         assert note is not None
         assert package in note
         assert "make setup-vllm" in note
     ran = bench("--routers", "toy", "direct", "--requests", "2", "--concurrency", "1", "--prompt-bytes", "10", "--router-python", str(bare))
     assert [row["router"] for row in rows_of(ran)] == ["direct"]
     assert "left out: toy needs fastapi" in ran.stderr
-    assert "fastapi" in json.loads(ran.stdout)["machine"]["left_out"]["toy"]
+    assert "fastapi" in json.loads(ran.stdout)["machine"]["skipped"]["toy"]
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be run"):
-        missing(Router.TOY, Tools(tmp_path / "nothing"))
+        missing_packages(Router.TOY, Tools(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="is no file"):
-        missing(Router.TOY, Tools(Path(sys.executable), tmp_path / "nothing.py"))
+        missing_packages(Router.TOY, Tools(Path(sys.executable), tmp_path / "nothing.py"))
     for flags, why in (
         (["--concurrency", "0"], "--concurrency must be at least 1"),
         (["--seconds", "nan"], "--seconds must be more than 0"),

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 import pytest
 
 from kvferry.bench.flatness import Verdict
-from kvferry.bench.process_probe import cpu_seconds, family_of, look_at, parse_device_bytes
+from kvferry.bench.process_probe import cpu_seconds, parse_device_bytes, process_tree, read_usage
 from kvferry.bench.soak import SoakResult
-from kvferry.bench.soak_pair import BROKEN_OFF, Ending, Tally
+from kvferry.bench.soak_pair import ABORTED_OUTCOMES, SoakOutcome, SoakTally
 from kvferry.errors import KVFerryError
 
 TRANSFERS = {"shm": 600, "nixl": 300, "tcp": 300}
-"""By plane."""
+"""By transport."""
 
 
 @pytest.fixture(scope="module")
@@ -26,25 +26,25 @@ def soaks() -> Iterator[dict[str, "subprocess.Popen[str]"]]:
     pipe = subprocess.PIPE
     with ExitStack() as stack:
         started = {}
-        for plane, transfers in TRANSFERS.items():
-            words = [*command, "--planes", plane, "--transfers", str(transfers)]
-            started[plane] = stack.enter_context(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True))
-            stack.callback(started[plane].kill)
+        for transport, transfers in TRANSFERS.items():
+            words = [*command, "--transports", transport, "--transfers", str(transfers)]
+            started[transport] = stack.enter_context(subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True))
+            stack.callback(started[transport].kill)
         yield started
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("plane", TRANSFERS)
-def test_many_transfers_leave_nothing_behind(soaks: dict[str, "subprocess.Popen[str]"], plane: str) -> None:
-    transfers = TRANSFERS[plane]
-    output, errors = soaks[plane].communicate(timeout=380)
+@pytest.mark.parametrize("transport", TRANSFERS)
+def test_many_transfers_leave_nothing_behind(soaks: dict[str, "subprocess.Popen[str]"], transport: str) -> None:
+    transfers = TRANSFERS[transport]
+    output, errors = soaks[transport].communicate(timeout=380)
     assert output, errors
     (run,) = json.loads(output)["runs"]
     assert (run["errors"], run["wrong_tokens"], run["used_blocks"]) == ({}, 0, {"prefill": 0, "decode": 0})
     assert run["transfers"] >= transfers
-    assert run["moved"][plane] >= transfers, "each of them was a read"
-    assert set(run["broken_off"]) == set(BROKEN_OFF), "each kind of end was met"
+    assert run["moved"][transport] >= transfers, "each of them was a read"
+    assert set(run["aborted"]) == set(ABORTED_OUTCOMES), "each kind of end was met"
     # So short a run is all warm-up for memory; what must not move at all is judged.
     assert set(run["verdicts"]) == {"driver", "prefill", "decode"}
     for rows in run["verdicts"].values():
@@ -52,20 +52,20 @@ def test_many_transfers_leave_nothing_behind(soaks: dict[str, "subprocess.Popen[
         assert rows["threads"]["is_flat"]
 
 
-def result(tally: Tally | None = None, used_blocks: int = 0, verdict: Verdict | None = None) -> SoakResult:
+def result(tally: SoakTally | None = None, used_blocks: int = 0, verdict: Verdict | None = None) -> SoakResult:
     verdicts = {} if verdict is None else {"decode": {"rss_bytes": verdict}}
-    return SoakResult("shm", tally or Tally(), 1.0, {}, {}, {"prefill": used_blocks, "decode": 0}, verdicts)
+    return SoakResult("shm", tally or SoakTally(), 1.0, {}, {}, {"prefill": used_blocks, "decode": 0}, verdicts)
 
 
 def test_a_good_run_has_no_problems() -> None:
-    good = Tally()
-    good.endings.update({Ending.DONE: 10, Ending.DECODE_ABORTED: 1})
+    good = SoakTally()
+    good.outcomes.update({SoakOutcome.DONE: 10, SoakOutcome.DECODE_ABORTED: 1})
     assert result(good, verdict=Verdict(100, 104, 4)).problems == []
-    assert (good.done, good.broken_off) == (10, 1)
+    assert (good.done, good.aborted) == (10, 1)
 
 
 def test_growth_held_blocks_errors_and_wrong_tokens_are_problems() -> None:
-    bad = Tally(wrong_tokens=2)
+    bad = SoakTally(wrong_tokens=2)
     bad.errors["the read failed"] += 3
     assert result(bad, used_blocks=7, verdict=Verdict(100, 105, 4)).problems == [
         "rss_bytes of decode grew from 100 to 105",
@@ -76,14 +76,14 @@ def test_growth_held_blocks_errors_and_wrong_tokens_are_problems() -> None:
 
 
 def test_a_process_is_looked_at_with_all_it_holds() -> None:
-    before = look_at(os.getpid())
+    before = read_usage(os.getpid())
     assert before.rss_bytes > 2**20
     with open(os.devnull):
-        assert look_at(os.getpid()).files == before.files + 1
-    assert family_of(os.getpid())[0] == os.getpid()
+        assert read_usage(os.getpid()).files == before.files + 1
+    assert process_tree(os.getpid())[0] == os.getpid()
     assert cpu_seconds(os.getpid()) > 0
     with pytest.raises(KVFerryError, match="cannot be looked at"):
-        look_at(2**30)
+        read_usage(2**30)
 
 
 def test_the_driver_s_word_on_processes_is_read_as_far_as_it_says_something() -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from kvferry.bench.transfer import Scope, measure
-from kvferry.bench.transfer_device import DevicePlace
+from kvferry.bench.transfer_device import DeviceAllocator
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer_rows import make_baselines, make_device_rows
-from kvferry.bench.transfer_sides import Consumer, Shape, start_producer
+from kvferry.bench.transfer_sides import BenchConsumer, Shape, start_producer
 from kvferry.cli.interrupts import StopRequest
 from kvferry.errors import KVFerryError
 
@@ -47,7 +47,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]
     with subprocess.Popen([*QUICK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            assert any("pieces of 4 KiB" in line for line in process.stderr)
+            assert any("segments of 4 KiB" in line for line in process.stderr)
             yield process, children(process.pid)
         finally:
             process.kill()
@@ -60,21 +60,21 @@ def assert_all_end(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_every_plane_is_measured_in_every_size_and_pattern(tmp_path: Path) -> None:
+def test_every_transport_is_measured_in_every_size_and_pattern(tmp_path: Path) -> None:
     plot = tmp_path / "plot.svg"
     ran = subprocess.run([*QUICK, "--rounds", "1", "--json", "--plot", str(plot)], capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
-    cells = [(row["plane"], row["piece_bytes"], row["pattern"]) for row in told["rows"]]
+    cells = [(row["transport"], row["segment_bytes"], row["pattern"]) for row in told["rows"]]
     assert sorted(cells) == sorted(
-        (plane, kib * 1024, pattern)
-        for plane in ("shm", "nixl", "tcp")
+        (transport, kib * 1024, pattern)
+        for transport in ("shm", "nixl", "tcp")
         for kib in (4, 16, 64, 256, 1024)
         for pattern in ("scattered", "runs")
     )
     assert all(row[key] > 0 for row in told["rows"] for key in ("gbps", "of_memcpy", "of_raw_nixl"))
-    assert all(row["copies"] * 8 <= row["pieces"] for row in told["rows"] if row["pattern"] == "runs")
-    assert all(row["copies"] > row["pieces"] / 2 for row in told["rows"] if row["pattern"] == "scattered")
+    assert all(row["copies"] * 8 <= row["segments"] for row in told["rows"] if row["pattern"] == "runs")
+    assert all(row["copies"] > row["segments"] / 2 for row in told["rows"] if row["pattern"] == "scattered")
     assert plot.read_text().startswith("<svg")
 
 
@@ -87,7 +87,7 @@ def test_without_nixl_the_rest_is_measured(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "NIXL is not installed" in ran.stderr
-    assert {(row["plane"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {("shm", None), ("tcp", None)}
+    assert {(row["transport"], row["of_raw_nixl"]) for row in json.loads(ran.stdout)["rows"]} == {("shm", None), ("tcp", None)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -123,17 +123,21 @@ def test_more_memory_than_there_is_is_refused_before_any_is_taken() -> None:
 
 def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
     ran = subprocess.run(
-        [*QUICK, "--rounds", "1", "--json", "--pieces", "32", "--moved", "2", "4"], capture_output=True, text=True, timeout=100, check=False
+        [*QUICK, "--rounds", "1", "--json", "--segments", "32", "--moved", "2", "4"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout)
-    assert [(row["piece_bytes"], row["pattern"], row["pieces"]) for row in told["rows"] if row["plane"] == "shm"] == [
+    assert [(row["segment_bytes"], row["pattern"], row["segments"]) for row in told["rows"] if row["transport"] == "shm"] == [
         (32768, "scattered", 128),
         (32768, "runs", 128),
         (32768, "scattered", 64),
         (32768, "runs", 64),
     ]
-    refused = subprocess.run([*QUICK, "--pieces", "65536"], capture_output=True, text=True, timeout=100, check=False)
+    refused = subprocess.run([*QUICK, "--segments", "65536"], capture_output=True, text=True, timeout=100, check=False)
     assert refused.returncode == 2
     assert "leave nothing to move" in refused.stderr
 
@@ -141,13 +145,13 @@ def test_sizes_can_be_chosen_and_those_that_do_not_fit_are_refused() -> None:
 def test_bytes_that_went_astray_are_noticed() -> None:
     shape = Shape(2, 1 << 20)
     move = plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 0)
-    with start_producer(shape) as producer, Consumer.connected(shape, producer) as consumer:
+    with start_producer(shape) as producer, BenchConsumer.connected(shape, producer) as consumer:
         with pytest.raises(KVFerryError, match="other bytes"):
             consumer.check(move)
         consumer.prepare(move)
         consumer.read("shm")
         consumer.check(move)
-        consumer.forget()
+        consumer.overwrite()
         consumer.prepare(plan_move(Blocks(4096, 2, 256), Pattern.SCATTERED, 2, 1))
         consumer.read("shm")
         with pytest.raises(KVFerryError, match="other bytes"):
@@ -157,17 +161,17 @@ def test_bytes_that_went_astray_are_noticed() -> None:
 
 def test_what_runs_on_a_gpu_runs_on_the_processor_too() -> None:
     """Every way but those of CUDA itself, in two sizes, the slow ones in part; each is seen to bring the right bytes."""
-    scope = Scope((4, 64, 2048), (16, 4), regions=2, rounds=2, way_s=0.05, most_descriptors=64, leaves_out=True)
-    cells = measure(DevicePlace(None), scope, 1, StopRequest())
+    scope = Scope((4, 64, 2048), (16, 4), regions=2, rounds=2, method_s=0.05, max_descriptors=64, skips_failures=True)
+    cells = measure(DeviceAllocator(None), scope, 1, StopRequest())
     rows, baselines = make_device_rows(cells), make_baselines(cells)
-    assert {row["plane"] for row in rows} == {"nixl", "nixl staged"}
-    found = [(row["piece_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20) for row in rows if row["plane"] == "nixl"]
+    assert {row["transport"] for row in rows} == {"nixl", "nixl bounce"}
+    found = [(row["segment_bytes"] // 1024, row["pattern"], row["moved_bytes"] >> 20) for row in rows if row["transport"] == "nixl"]
     patterns = ("scattered", "runs")
     assert found == [(kib, pattern, 16) for kib in (4, 64) for pattern in patterns] + [(2048, "scattered", 16)] + [
         (kib, pattern, 4) for kib in (4, 64) for pattern in patterns
     ] + [(2048, "scattered", 4)]
-    small = [(row["plane"], row["timed_bytes"]) for row in rows if row["piece_bytes"] == 4096]
-    assert small == [("nixl", 64 * 4096), ("nixl staged", 16 << 20)] * 2 + [("nixl", 64 * 4096), ("nixl staged", 4 << 20)] * 2
+    small = [(row["transport"], row["timed_bytes"]) for row in rows if row["segment_bytes"] == 4096]
+    assert small == [("nixl", 64 * 4096), ("nixl bounce", 16 << 20)] * 2 + [("nixl", 64 * 4096), ("nixl bounce", 4 << 20)] * 2
     assert all(row[key] > 0 for row in rows for key in ("gbps", "of_memcpy", "of_raw_nixl", "of_contiguous_nixl", "median_us"))
     assert all(
         each[key] > 0 for each in baselines for key in ("memcpy_gbps", "raw_nixl_gbps", "raw_nixl_write_gbps", "contiguous_nixl_gbps")

@@ -2,8 +2,8 @@
 
 import json
 
-from kvferry.bench.vllm_client import PromptMaker, TransferTotals
-from kvferry.bench.vllm_handover import Samples, make_rows, rounds
+from kvferry.bench.vllm_client import PromptMaker, ServerTransferTotals
+from kvferry.bench.vllm_handover import VllmHandoverSamples, make_rows, rounds
 from kvferry.bench.vllm_pairs import OURS, STOCK
 
 
@@ -14,8 +14,8 @@ def test_rounds_are_short_and_add_up() -> None:
 
 
 def test_a_row_says_what_was_asked_in_milliseconds() -> None:
-    ours = Samples(handover_s=[0.010, 0.020, 0.030], floor_s=[0.008], transfer_s=[0.004], prefill_s=[0.05])
-    stock = Samples(handover_s=[0.040, 0.040, 1.1], floor_s=[0.009])
+    ours = VllmHandoverSamples(handover_s=[0.010, 0.020, 0.030], floor_s=[0.008], transfer_s=[0.004], prefill_s=[0.05])
+    stock = VllmHandoverSamples(handover_s=[0.040, 0.040, 1.1], floor_s=[0.009])
     (row,) = make_rows({OURS: {128: ours}, STOCK: {128: stock}})
     assert json.loads(json.dumps(row)) == row
     assert row["prompt_tokens"] == 128
@@ -27,14 +27,14 @@ def test_a_row_says_what_was_asked_in_milliseconds() -> None:
 
 
 def test_without_transfer_times_there_is_no_target() -> None:
-    ours = Samples(handover_s=[0.010], floor_s=[0.008])
+    ours = VllmHandoverSamples(handover_s=[0.010], floor_s=[0.008])
     (row,) = make_rows({OURS: {128: ours}, STOCK: {128: ours}})
     assert (row["transfer_ms_p50"], row["target_ms"]) == (None, None)
 
 
 def test_a_transfers_time_is_what_was_added() -> None:
-    before = TransferTotals(count=2, seconds=1.0)
-    assert TransferTotals(4, 1.5).mean_since(before) == 0.25
+    before = ServerTransferTotals(count=2, seconds=1.0)
+    assert ServerTransferTotals(4, 1.5).mean_since(before) == 0.25
     assert before.mean_since(before) is None
 
 

@@ -11,7 +11,7 @@ __all__ = ["PROGRESS_S", "busy", "expect", "family_of", "left_behind", "say"]
 
 SETTLE_S = 60.0
 PROGRESS_S = 5.0
-LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_pulls", "kvferry:num_registrations")
+LEVELS = ("kvferry:num_leases", "kvferry:num_held_blocks", "kvferry:num_transfers", "kvferry:num_registrations")
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ HONEST_STATUSES = (502, 503)
 class Outcome(StrEnum):
     RIGHT = "a single engine's tokens"
     REFUSED = "an error that says why"
-    BROKEN = "broken off with an error, right so far"
+    BROKEN = "aborted with an error, right so far"
     UNREACHED = "router not reached"
     LEFT = "client left, right so far"
     WRONG = "WRONG TOKENS"

@@ -16,7 +16,7 @@ __all__ = ["Load", "Question"]
 LEAVING = 0.15
 STREAMED = 0.7
 LONGEST_STAY_S = 1.0
-BREATH_S = 0.5
+SHORT_SLEEP_S = 0.5
 """After an error, so that a dead engine is not asked a thousand times a second."""
 
 
@@ -61,7 +61,7 @@ class Load:
         while not self.is_stopping:
             question = rng.choice(self.questions)
             if self._note(question, await self._ask(session, question.prompt, rng)) is not Outcome.RIGHT:
-                await asyncio.sleep(BREATH_S)
+                await asyncio.sleep(SHORT_SLEEP_S)
 
     def _note(self, question: Question, attempt: Attempt) -> Outcome:
         outcome = judge(attempt, question.right)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["LEASE_S", "Injury", "Kind", "make_plan"]
+__all__ = ["LEASE_S", "Fault", "Kind", "make_plan"]
 
 LEASE_S = 3.0
 MEAN_PAUSE_BETWEEN_S = 3.0
 QUIET_END_S = 5.0
-"""Injuries that began earlier than this before the end are over by then, mostly."""
+"""Faults that began earlier than this before the end are over by then, mostly."""
 
 
 class Kind(StrEnum):
@@ -41,7 +41,7 @@ LENGTHS_S = {
 
 
 @dataclass(frozen=True, slots=True)
-class Injury:
+class Fault:
     at_s: float
     kind: Kind
     target: str
@@ -50,17 +50,17 @@ class Injury:
     """Of what is undone afterwards."""
 
 
-def make_plan(seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], router: str) -> list[Injury]:
+def make_plan(seed: int, duration_s: float, prefill: Sequence[str], decode: Sequence[str], router: str) -> list[Fault]:
     """One of each kind comes first, so that even a short run has seen them all if it is long enough; then at random."""
     rng = random.Random(f"plan {seed}")
     targets = {Kind.KILL_PREFILL: list(prefill), Kind.KILL_DECODE: list(decode), Kind.KILL_ROUTER: [router]}
     ahead = rng.sample(list(Kind), len(Kind))
-    injuries = []
+    planned_faults = []
     at_s = 1.0
     while at_s < duration_s - QUIET_END_S:
         kind = ahead.pop() if ahead else rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         target = rng.choice(targets.get(kind, [*prefill, *decode]))
         length_s = rng.uniform(*LENGTHS_S[kind]) if kind in LENGTHS_S else 0.0
-        injuries.append(Injury(at_s, kind, target, length_s))
+        planned_faults.append(Fault(at_s, kind, target, length_s))
         at_s += rng.expovariate(1 / MEAN_PAUSE_BETWEEN_S)
-    return injuries
+    return planned_faults

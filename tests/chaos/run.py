@@ -1,4 +1,4 @@
-"""A chaos run from beginning to end: load, injuries, healing, and what must be true afterwards."""
+"""A chaos run from beginning to end: load, faults, healing, and what must be true afterwards."""
 
 import asyncio
 import random
@@ -13,15 +13,15 @@ from tests.chaos.ending import PROGRESS_S, busy, expect, family_of, left_behind,
 from tests.chaos.judge import Outcome
 from tests.chaos.load import Load, Question
 from tests.chaos.mode import Mode
-from tests.chaos.plan import Injury, Kind, make_plan
-from tests.chaos.yard import ROUTER, Yard
+from tests.chaos.plan import Fault, Kind, make_plan
+from tests.chaos.yard import ROUTER, ChaosCluster
 from tests.e2e.harness import Cluster, Prompt, ask_all, metrics, new_session
 
 __all__ = ["Report", "Settings", "run"]
 
 RESERVE = 40
 MOST_AT_ONCE = 2
-COUNTED = ("finished_pulls", "failed_pulls", "kv_expired_reqs", "failed_handshakes", "pushed_tokens")
+COUNTED = ("finished_loads", "failed_loads", "kv_expired_reqs", "failed_handshakes", "pushed_tokens")
 SHOWN = tuple(f"kvferry:{name}_total" for name in COUNTED)
 AT_ONCE = "kvferry:router_legs_at_once_total"
 
@@ -64,11 +64,11 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
     report = Report(settings)
     say(f"seed {settings.seed}: computing {settings.prompts} right answers")
     questions = asyncio.run(_questions(settings, directory / "reference", model))
-    with Yard.opened(directory / "yard", model, settings.prefill, settings.decode, settings.mode) as yard:
-        report.hosts = "network namespaces" if yard.hosts_are_namespaces else "fault proxies"
+    with ChaosCluster.opened(directory / "yard", model, settings.prefill, settings.decode, settings.mode) as chaos_cluster:
+        report.hosts = "network namespaces" if chaos_cluster.hosts_are_namespaces else "fault proxies"
         say(f"{settings.prefill} prefill and {settings.decode} decode engines are up, hosts are {report.hosts}")
-        asyncio.run(_Run(settings, yard, questions, report).whole())
-        family = family_of([*yard.engines.values(), yard.router])
+        asyncio.run(_Run(settings, chaos_cluster, questions, report).whole())
+        family = family_of([*chaos_cluster.engines.values(), chaos_cluster.router])
     report.violations += left_behind(family)
     return report
 
@@ -88,23 +88,23 @@ async def _questions(settings: Settings, directory: Path, model: Path) -> list[Q
 
 
 class _Run:
-    def __init__(self, settings: Settings, yard: Yard, questions: list[Question], report: Report) -> None:
+    def __init__(self, settings: Settings, chaos_cluster: ChaosCluster, questions: list[Question], report: Report) -> None:
         self._settings = settings
-        self._yard = yard
+        self._chaos_cluster = chaos_cluster
         self._report = report
-        self._load = Load(yard.router.url, questions[:-RESERVE], settings.seed, settings.bound_s)
+        self._load = Load(chaos_cluster.router.url, questions[:-RESERVE], settings.seed, settings.bound_s)
         self._unasked = questions[-RESERVE:]
         """No cache can answer these."""
-        self._locks = {name: asyncio.Lock() for name in (*yard.engines, ROUTER)}
+        self._locks = {name: asyncio.Lock() for name in (*chaos_cluster.engines, ROUTER)}
         self._began = time.monotonic()
 
     async def whole(self) -> None:
-        yard, settings = self._yard, self._settings
-        plan = make_plan(settings.seed, settings.duration_s, yard.prefill, yard.decode, ROUTER)
+        chaos_cluster, settings = self._chaos_cluster, self._settings
+        plan = make_plan(settings.seed, settings.duration_s, chaos_cluster.prefill, chaos_cluster.decode, ROUTER)
         load = asyncio.create_task(self._load.run(settings.streams))
         progress = asyncio.create_task(self._show_progress())
         try:
-            await asyncio.gather(self._injure_all(plan), asyncio.sleep(settings.duration_s))
+            await asyncio.gather(self._inject_all(plan), asyncio.sleep(settings.duration_s))
             self._load.is_stopping = True
             await load
         finally:
@@ -117,41 +117,41 @@ class _Run:
         self._report.errors = self._load.refusals
         self._report.violations += self._load.violations
 
-    async def _injure_all(self, plan: list[Injury]) -> None:
+    async def _inject_all(self, plan: list[Fault]) -> None:
         """In order, a few at a time: on a slow machine, where a restart takes long, fewer of them, or nobody would be left to be hurt."""
         gate = asyncio.Semaphore(MOST_AT_ONCE)
         tasks = []
-        for injury in plan:
-            await asyncio.sleep(max(0.0, self._began + injury.at_s - time.monotonic()))
+        for fault in plan:
+            await asyncio.sleep(max(0.0, self._began + fault.at_s - time.monotonic()))
             await gate.acquire()
             if time.monotonic() > self._began + self._settings.duration_s:
                 break
-            tasks.append(asyncio.create_task(self._injure(injury)))
+            tasks.append(asyncio.create_task(self._inject(fault)))
             tasks[-1].add_done_callback(lambda _: gate.release())
         await asyncio.gather(*tasks)
 
-    async def _injure(self, injury: Injury) -> None:
-        async with self._locks[injury.target]:
-            self._report.violations += await asyncio.to_thread(self._yard.replace_if_dead, injury.target)
-            match injury.kind:
+    async def _inject(self, fault: Fault) -> None:
+        async with self._locks[fault.target]:
+            self._report.violations += await asyncio.to_thread(self._chaos_cluster.replace_if_dead, fault.target)
+            match fault.kind:
                 case Kind.KILL_PREFILL | Kind.KILL_DECODE | Kind.KILL_ROUTER:
-                    await asyncio.to_thread(self._yard.restart, injury.target)
+                    await asyncio.to_thread(self._chaos_cluster.restart, fault.target)
                 case Kind.SHORT_PAUSE | Kind.LONG_PAUSE:
-                    engine = self._yard.engines[injury.target]
+                    engine = self._chaos_cluster.engines[fault.target]
                     engine.pause()
-                    await asyncio.sleep(injury.length_s)
+                    await asyncio.sleep(fault.length_s)
                     engine.resume()
                 case Kind.SHORT_CUT | Kind.LONG_CUT:
-                    self._yard.cut(injury.target)
-                    await asyncio.sleep(injury.length_s)
-                    self._yard.heal(injury.target)
-        self._report.injected[injury.kind] += 1
+                    self._chaos_cluster.cut(fault.target)
+                    await asyncio.sleep(fault.length_s)
+                    self._chaos_cluster.heal(fault.target)
+        self._report.injected[fault.kind] += 1
 
     async def _check_end(self) -> None:
         """Everything is healed: all blocks come back, and everybody works with everybody, with nothing restarted."""
         for name in self._locks:
-            self._report.violations += await asyncio.to_thread(self._yard.replace_if_dead, name)
-        say("load and injuries are over; waiting until every block is free")
+            self._report.violations += await asyncio.to_thread(self._chaos_cluster.replace_if_dead, name)
+        say("load and faults are over; waiting until every block is free")
         await self._expect("all blocks free, no lease, nothing waiting", self._is_quiet)
         before, at_once = await self._pulled(), await self._at_once()
 
@@ -167,30 +167,30 @@ class _Run:
         await self._expect("every decode engine fetches KV again, in push with both legs at once", is_working)
         await self._expect("all blocks free once more", self._is_quiet)
         async with new_session() as session:
-            for name, engine in self._yard.engines.items():
+            for name, engine in self._chaos_cluster.engines.items():
                 found = await metrics(session, engine)
-                planes = {key: value for key, value in found.items() if key.startswith("kvferry:transfers_total/")}
-                self._report.engines[name] = {key: found.get(key, 0.0) for key in SHOWN} | planes
+                transports = {key: value for key, value in found.items() if key.startswith("kvferry:transfers_total/")}
+                self._report.engines[name] = {key: found.get(key, 0.0) for key in SHOWN} | transports
         self._report.engines[ROUTER] = {AT_ONCE: await self._at_once()}
 
     async def _expect(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
         await expect(what, condition, self._state, self._report.violations)
 
     async def _state(self) -> dict[str, dict[str, float]]:
-        return await busy(self._yard.engines)
+        return await busy(self._chaos_cluster.engines)
 
     async def _is_quiet(self) -> bool:
         return not any((await self._state()).values())
 
     async def _pulled(self) -> dict[str, float]:
         async with new_session() as session:
-            engines = {name: self._yard.engines[name] for name in self._yard.decode}
-            return {name: (await metrics(session, engine)).get("kvferry:finished_pulls_total", 0.0) for name, engine in engines.items()}
+            engines = {name: self._chaos_cluster.engines[name] for name in self._chaos_cluster.decode}
+            return {name: (await metrics(session, engine)).get("kvferry:finished_loads_total", 0.0) for name, engine in engines.items()}
 
     async def _at_once(self) -> float:
         """Requests whose legs this life of the router has started together."""
         async with new_session() as session:
-            return (await metrics(session, self._yard.router))[AT_ONCE]
+            return (await metrics(session, self._chaos_cluster.router))[AT_ONCE]
 
     async def _show_progress(self) -> None:
         while True:
@@ -198,6 +198,6 @@ class _Run:
             counts = self._load.outcomes
             say(
                 f"{time.monotonic() - self._began:5.0f} s  {sum(counts.values())} requests: {counts[Outcome.RIGHT]} right, "
-                f"{counts[Outcome.REFUSED]} refused, {counts[Outcome.BROKEN]} broken off, {counts[Outcome.LEFT]} left, "
-                f"{len(self._load.violations)} violations; {self._report.injected.total()} injuries"
+                f"{counts[Outcome.REFUSED]} refused, {counts[Outcome.BROKEN]} aborted, {counts[Outcome.LEFT]} left, "
+                f"{len(self._load.violations)} violations; {self._report.injected.total()} faults"
             )

@@ -26,10 +26,10 @@ def test_the_same_seed_gives_the_same_plan_and_another_gives_another() -> None:
 
 def test_a_plan_has_injuries_of_every_kind_for_the_right_targets() -> None:
     plan = make_plan(3, 300, *NAMES)
-    assert {injury.kind for injury in plan} == set(Kind)
-    assert {injury.target for injury in plan if injury.kind is Kind.KILL_PREFILL} <= {"prefill-0", "prefill-1"}
-    assert all(injury.target == "router" for injury in plan if injury.kind is Kind.KILL_ROUTER)
-    assert all(injury.at_s < 300 for injury in plan)
+    assert {fault.kind for fault in plan} == set(Kind)
+    assert {fault.target for fault in plan if fault.kind is Kind.KILL_PREFILL} <= {"prefill-0", "prefill-1"}
+    assert all(fault.target == "router" for fault in plan if fault.kind is Kind.KILL_ROUTER)
+    assert all(fault.at_s < 300 for fault in plan)
 
 
 def test_a_fleet_of_both_kinds_has_prefill_engines_of_both_and_decode_engines_that_do_both() -> None:

@@ -1,5 +1,5 @@
 """The engines and the router that get hurt, and how. With root each engine is a host of its own; otherwise its channels go through proxies
-that can be stalled. Blocking; the caller keeps injuries of one member apart."""
+that can be stalled. Blocking; the caller keeps faults of one member apart."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ from tests.e2e.hosts import Hosts, why_impossible
 from kvferry.errors import KVFerryError
 from kvferry.testing.fault_proxy import FaultProxy
 
-__all__ = ["ROUTER", "Yard"]
+__all__ = ["ROUTER", "ChaosCluster"]
 
 ROUTER = "router"
 DEADLINES = {"handshake_timeout": 2, "confirm_timeout": 2, "read_timeout": 5, "receive_timeout": 10, "push_registration_timeout": 10}
@@ -42,7 +42,7 @@ class Member:
     proxies: Channels | None = None
 
 
-class Yard:
+class ChaosCluster:
     def __init__(self, cluster: Cluster, hosts: Hosts | None, members: dict[str, Member]) -> None:
         self._cluster = cluster
         self._hosts = hosts
@@ -51,8 +51,8 @@ class Yard:
 
     @classmethod
     @contextmanager
-    def opened(cls, directory: Path, model: Path, prefill: int, decode: int, mode: Mode) -> Iterator["Yard"]:
-        """Policies take turns among D, planes among P; every second D has no prefix cache, so that it must fetch."""
+    def opened(cls, directory: Path, model: Path, prefill: int, decode: int, mode: Mode) -> Iterator["ChaosCluster"]:
+        """Policies take turns among D, transports among P; every second D has no prefix cache, so that it must fetch."""
         with ExitStack() as stack:
             hosts = None if why_impossible() else stack.enter_context(Hosts.opened(prefill + decode))
             cluster = stack.enter_context(Cluster(directory, model))
@@ -60,15 +60,15 @@ class Yard:
             for number in range(prefill + decode):
                 index = number if number < prefill else number - prefill
                 name = f"prefill-{index}" if number < prefill else f"decode-{index}"
-                extra = {**EXTRA, "planes": ["tcp"]} if number < prefill and index % 2 == 0 else EXTRA
+                extra = {**EXTRA, "transports": ["tcp"]} if number < prefill and index % 2 == 0 else EXTRA
                 flags = CHUNKED if number < prefill else ("--no-enable-prefix-caching",) if index % 2 == 0 else ()
                 at = BEHIND if hosts is None else hosts[number]
                 connectors = mode.prefill_connectors(index) if number < prefill else mode.decode_connectors
                 members[name] = Member(name, "fail" if index % 2 == 0 else "recompute", flags, extra, at, connectors)
-            yard = cls(cluster, hosts, members)
-            stack.callback(yard.close)
-            yard.start()
-            yield yard
+            chaos_cluster = cls(cluster, hosts, members)
+            stack.callback(chaos_cluster.close)
+            chaos_cluster.start()
+            yield chaos_cluster
 
     @property
     def hosts_are_namespaces(self) -> bool:
@@ -98,7 +98,7 @@ class Yard:
         self._router = self._start_router(port=0)
 
     def restart(self, name: str) -> None:
-        """Kill with -9; another life at the same address, with the same engine id."""
+        """Kill with -9; another incarnation at the same address, with the same engine id."""
         self._process(name).kill()
         self._replace(name)
 
@@ -108,9 +108,9 @@ class Yard:
         try:
             process.check_alive()
         except KVFerryError as error:
-            last_words = "\n".join(process.tail(60))
+            last_log_lines = "\n".join(process.tail(60))
             self._replace(name)
-            return [f"{error}, by itself; its last words:\n{last_words}"]
+            return [f"{error}, by itself; its last log lines:\n{last_log_lines}"]
         return []
 
     def _process(self, name: str) -> Engine:

@@ -18,12 +18,12 @@ from kvferry.types import Address
 
 METRICS = """\
 # TYPE kvferry:transfer_bytes_total counter
-kvferry:transfer_bytes_total{plane="shm"} 3145728.0
+kvferry:transfer_bytes_total{transport="shm"} 3145728.0
 # TYPE kvferry:transfer_seconds_total counter
-kvferry:transfer_seconds_total{plane="shm"} 0.5
+kvferry:transfer_seconds_total{transport="shm"} 0.5
 # TYPE kvferry:transfers_total counter
-kvferry:transfers_total{plane="shm"} 2.0
-kvferry:transfers_total{plane="nixl"} 0.0
+kvferry:transfers_total{transport="shm"} 2.0
+kvferry:transfers_total{transport="nixl"} 0.0
 """
 
 
@@ -56,7 +56,7 @@ def finish_work(number: int, frame: FrameType | None) -> None:
 
 
 def break_off(number: int, frame: FrameType | None) -> None:
-    print("broken off", flush=True)
+    print("aborted", flush=True)
     os._exit(0)
 
 

@@ -16,7 +16,7 @@ from kvferry.cli.startup_view import StartupView
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    with ProcessGroup(directory, patience_s=2) as group:
+    with ProcessGroup(directory, grace_s=2) as group:
         directory.mkdir()
         (directory / "file").write_text("x")
         cluster = LocalCluster(StubLaunch(sys.argv[2]), os.environ, group.id, start_timeout_s=30)

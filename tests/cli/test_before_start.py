@@ -44,7 +44,7 @@ def test_what_cannot_be_started_is_named(model: Path, tmp_path: Path) -> None:
         "architectures must be": EngineOptions(tmp_path),
         "does not divide the model's num_attention_heads": EngineOptions(model, tensor_parallel_size=3),
         "is more than the model's 4096 positions": EngineOptions(model, max_model_len=5000),
-        "MooncakeConnector is not here yet": EngineOptions(model, kv_transfer=transfer(kv_connector="MooncakeConnector")),
+        "MooncakeConnector is not supported yet": EngineOptions(model, kv_transfer=transfer(kv_connector="MooncakeConnector")),
         "cannot be imported": EngineOptions(model, kv_transfer=transfer(kv_connector="X", kv_connector_module_path="no.such")),
     }
     for words, options in wrong.items():

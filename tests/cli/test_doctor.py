@@ -9,9 +9,9 @@ import pytest
 
 from kvferry.cli.doctor import examine
 from kvferry.cli.findings import (
-    Failed,
-    Level,
     NixlReport,
+    ProbeFailed,
+    Severity,
     TorchReport,
     compiled_finding,
     core_finding,
@@ -25,7 +25,7 @@ from kvferry.cli.findings import (
     transport_finding,
 )
 from kvferry.cli.main import main
-from kvferry.cli.probes import Answer, ask_nixl, can_share_memory, is_port_free, run_probe
+from kvferry.cli.probes import ProbeOutput, can_share_memory, is_port_free, probe_nixl, run_probe
 
 TABLE = """
 [vm:1 :0]   | Type       | Component | Transport | Device (System device)  |
@@ -45,13 +45,13 @@ def test_only_enabled_transports_are_read_from_the_table() -> None:
 @pytest.mark.parametrize(
     ("transports", "level", "words"),
     [
-        (["cma", "tcp"], Level.OK, "over TCP"),
-        (["cma", "rc_mlx5", "tcp"], Level.OK, "rc_mlx5"),
-        (["tcp"], Level.ADVICE, "without cma"),
-        ([], Level.ADVICE, "told nothing"),
+        (["cma", "tcp"], Severity.OK, "over TCP"),
+        (["cma", "rc_mlx5", "tcp"], Severity.OK, "rc_mlx5"),
+        (["tcp"], Severity.ADVICE, "without cma"),
+        ([], Severity.ADVICE, "reported no transports"),
     ],
 )
-def test_transports_decide_what_is_advised(transports: list[str], level: Level, words: str) -> None:
+def test_transports_decide_what_is_advised(transports: list[str], level: Severity, words: str) -> None:
     finding = transport_finding(transports, {"UCX_TLS": "tcp"})
     assert finding.level is level
     assert words in finding.text
@@ -59,26 +59,30 @@ def test_transports_decide_what_is_advised(transports: list[str], level: Level, 
 
 
 def test_what_is_missing_is_a_problem_or_advice() -> None:
-    failed = Failed("cannot be used")
-    assert torch_finding(failed).level is Level.PROBLEM
-    assert torch_finding(TorchReport("2.13.0")).level is Level.OK
-    assert nixl_findings(failed)[0].level is Level.PROBLEM
-    assert nixl_findings(NixlReport("1.5", ["POSIX"]))[0].level is Level.PROBLEM
-    assert nixl_findings(NixlReport("1.5", ["UCX"], ["UCX"]))[0].level is Level.OK
-    assert gpu_finding(failed, []).level is Level.ADVICE
+    failed = ProbeFailed("cannot be used")
+    assert torch_finding(failed).level is Severity.PROBLEM
+    assert torch_finding(TorchReport("2.13.0")).level is Severity.OK
+    assert nixl_findings(failed)[0].level is Severity.PROBLEM
+    assert nixl_findings(NixlReport("1.5", ["POSIX"]))[0].level is Severity.PROBLEM
+    assert nixl_findings(NixlReport("1.5", ["UCX"], ["UCX"]))[0].level is Severity.OK
+    assert gpu_finding(failed, []).level is Severity.ADVICE
     assert "cannot use them" in gpu_finding(TorchReport("2.13.0+cpu"), ["GPU 0"]).text
-    assert gpu_finding(TorchReport("2.13.0", ["H200"], "13.0"), []).level is Level.OK
-    assert [python_finding(version).level for version in ((3, 10, 9), (3, 11, 0), (3, 14, 1))] == [Level.PROBLEM, Level.OK, Level.OK]
-    assert [compiled_finding(missing).level for missing in ([], ["copy_runs"])] == [Level.OK, Level.ADVICE]
-    assert "copy_runs, linger missing" in compiled_finding(["copy_runs", "linger"]).text
-    assert [core_finding(cores).level for cores in (2, 8)] == [Level.ADVICE, Level.OK]
-    assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [Level.ADVICE, Level.OK]
+    assert gpu_finding(TorchReport("2.13.0", ["H200"], "13.0"), []).level is Severity.OK
+    assert [python_finding(version).level for version in ((3, 10, 9), (3, 11, 0), (3, 14, 1))] == [
+        Severity.PROBLEM,
+        Severity.OK,
+        Severity.OK,
+    ]
+    assert [compiled_finding(missing).level for missing in ([], ["copy_segments"])] == [Severity.OK, Severity.ADVICE]
+    assert "copy_segments, linger missing" in compiled_finding(["copy_segments", "linger"]).text
+    assert [core_finding(cores).level for cores in (2, 8)] == [Severity.ADVICE, Severity.OK]
+    assert [descriptor_finding(limit).level for limit in (1024, 65536)] == [Severity.ADVICE, Severity.OK]
 
 
 def test_a_plugin_that_was_asked_for_must_start() -> None:
     report = NixlReport("1.5", ["LIBFABRIC", "POSIX", "UCX"], ["UCX", "POSIX"])
     findings = nixl_findings(report, ["POSIX", "LIBFABRIC", "NOPE"])
-    assert [finding.level for finding in findings] == [Level.OK, Level.OK, Level.PROBLEM, Level.PROBLEM]
+    assert [finding.level for finding in findings] == [Severity.OK, Severity.OK, Severity.PROBLEM, Severity.PROBLEM]
     assert "POSIX starts here" in findings[1].text
     assert "LIBFABRIC is found but does not start here" in findings[2].text
     assert "NOPE is not found; use one of LIBFABRIC, POSIX, UCX" in findings[3].text
@@ -87,15 +91,15 @@ def test_a_plugin_that_was_asked_for_must_start() -> None:
 
 def test_ports_of_the_readme_that_are_taken_are_named_with_what_to_set() -> None:
     ports = [8100, 8200, 8192, 5601]
-    assert port_finding([], ports).level is Level.OK
+    assert port_finding([], ports).level is Severity.OK
     assert port_finding([8100, 8192], ports).text == "8100, 8192 taken; choose others with --port"
     assert port_finding([5601], ports).text == "5601 taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"
-    assert port_finding([5601], ports).level is Level.ADVICE
+    assert port_finding([5601], ports).level is Severity.ADVICE
 
 
 @pytest.mark.slow
 def test_plugins_are_started_one_by_one_for_the_report() -> None:
-    report, log = ask_nixl(os.environ, ["UCX", "NO_SUCH_PLUGIN"])
+    report, log = probe_nixl(os.environ, ["UCX", "NO_SUCH_PLUGIN"])
     assert isinstance(report, NixlReport)
     assert report.started == ["UCX"]
     assert "UCX" in report.plugins
@@ -114,12 +118,12 @@ def test_plugins_are_started_one_by_one_for_the_report() -> None:
 )
 def test_a_probe_that_fails_is_survived(code: str, reason: str) -> None:
     answer = run_probe(code, timeout_s=0.5 if "sleep" in code else 30.0)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, ProbeFailed)
     assert reason in answer.reason
 
 
 def test_a_probe_answers_with_its_last_line() -> None:
-    assert run_probe("print('noise'); print('word')") == Answer("word", "noise\nword\n")
+    assert run_probe("print('noise'); print('word')") == ProbeOutput("word", "noise\nword\n")
 
 
 def test_memory_can_be_shared_with_another_process_here() -> None:
@@ -153,7 +157,7 @@ def test_the_whole_examination_leaves_no_secret_behind(tmp_path: Path) -> None:
         "open files",
         "cores",
     } == set(findings) - {"NIXL exit"}  # which is there only where the distribution brings a second libnl
-    assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Level.OK] * 3
+    assert [findings[topic].level for topic in ("torch", "NIXL", "secret")] == [Severity.OK] * 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,26 +6,26 @@ import msgspec
 import pytest
 
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
-from kvferry.bench.transfer_rows import Cell, make_baselines, make_device_rows
-from kvferry.cli.findings import Failed, Level
-from kvferry.cli.gpu_findings import GpuReport, GpuSpeeds, gpu_speed_findings, gpu_speeds, staging_advice_bytes, ucx_settings_finding
+from kvferry.bench.transfer_rows import TransferCell, make_baselines, make_device_rows
+from kvferry.cli.findings import ProbeFailed, Severity
+from kvferry.cli.gpu_findings import GpuReport, GpuSpeeds, bounce_advice_bytes, gpu_speed_findings, gpu_speeds, ucx_settings_finding
 from kvferry.cli.probes import measure_gpu
 
 SETTINGS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 GPU = "cuda:0 (H200)"
 NEVER = float("inf")
-"""In the stead of a time: the plane was there, and moved nothing."""
+"""In the stead of a time: the transport was there, and moved nothing."""
 
 
 def report(**seconds: float) -> GpuReport:
-    """As the benchmark would tell it: 128 MiB in pieces of 16 KiB; NIXL with a descriptor for each moves a sixteenth."""
+    """As the benchmark would tell it: 128 MiB in segments of 16 KiB; NIXL with a descriptor for each moves a sixteenth."""
     move = plan_move(Blocks(16384, 8, 1024), Pattern.SCATTERED, 1, 0)
     part = move.part(512)
     named = {name.replace("_by_", " "): [value] for name, value in seconds.items()}
-    copies = {"cuda_ipc": 1, "nixl": 500, "nixl staged": 8}
+    copies = {"cuda_ipc": 1, "nixl": 500, "nixl bounce": 8}
     told = {name: copies[name] for name in named if name in copies}
     named = {name: times for name, times in named.items() if times != [NEVER]}
-    cells = [Cell(move, Pattern.SCATTERED, named, told, {"nixl": part, "raw nixl": part})]
+    cells = [TransferCell(move, Pattern.SCATTERED, named, told, {"nixl": part, "raw nixl": part})]
     return msgspec.json.decode(msgspec.json.encode({"rows": make_device_rows(cells), "baselines": make_baselines(cells)}), type=GpuReport)
 
 
@@ -33,7 +33,7 @@ WHOLE = {
     "memcpy": 64e-6,
     "cuda_ipc": 71e-6,
     "nixl": 4500e-6,
-    "nixl_by_staged": 268e-6,
+    "nixl_by_bounce": 268e-6,
     "raw_by_nixl": 5e-3,
     "raw_by_nixl_by_contiguous": 107e-6,
 }
@@ -42,14 +42,14 @@ WHOLE = {
 def test_speeds_are_read_from_the_benchmarks_rows() -> None:
     speeds = gpu_speeds(report(**WHOLE))
     assert isinstance(speeds, GpuSpeeds)
-    assert speeds.piece_bytes == 16384
-    assert (round(speeds.copy), round(speeds.cuda_ipc or 0), round(speeds.nixl_staged or 0)) == (2097, 1890, 501)
+    assert speeds.segment_bytes == 16384
+    assert (round(speeds.copy), round(speeds.cuda_ipc or 0), round(speeds.nixl_bounce or 0)) == (2097, 1890, 501)
     assert round(speeds.nixl_contiguous or 0) == 1254
     assert speeds.descriptor_us == pytest.approx(9.0)
     assert speeds.nixl == pytest.approx(1.86)
 
 
-def test_a_plane_that_moved_nothing_does_not_hide_the_others() -> None:
+def test_a_transport_that_moved_nothing_does_not_hide_the_others() -> None:
     speeds = gpu_speeds(report(**WHOLE | {"nixl": NEVER}))
     assert isinstance(speeds, GpuSpeeds)
     assert (speeds.nixl, speeds.descriptor_us) == (None, None)
@@ -64,44 +64,44 @@ def test_staging_is_advised_up_to_where_both_are_as_fast(
     staged_gbps: float | None, descriptor_us: float | None, advised: int | None
 ) -> None:
     speeds = GpuSpeeds(16384, 2000, 1800, 1.7, staged_gbps, 1200, descriptor_us)
-    assert staging_advice_bytes(speeds) == advised
+    assert bounce_advice_bytes(speeds) == advised
 
 
-def test_the_plane_that_would_be_chosen_is_told_with_the_reason() -> None:
-    speed, plane = gpu_speed_findings(GPU, report(**WHOLE), 256 << 10)
-    assert (speed.level, plane.level) == (Level.OK, Level.OK)
+def test_the_transport_that_would_be_chosen_is_told_with_the_reason() -> None:
+    speed, transport = gpu_speed_findings(GPU, report(**WHOLE), 256 << 10)
+    assert (speed.level, transport.level) == (Severity.OK, Severity.OK)
     assert "copies at 2,097 GB/s" in speed.text
-    assert "cuda_ipc 1,890 GB/s, nixl 1.9 GB/s, nixl staged 501 GB/s" in speed.text
-    assert "9.0 µs for each descriptor, and 1,254 GB/s for one long piece" in speed.text
-    assert "cuda_ipc within this host, at 0.90 of the device's own copy" in plane.text
-    assert "set staging_piece_bytes to 8388608 (the default is 262144)" in plane.text
+    assert "cuda_ipc 1,890 GB/s, nixl 1.9 GB/s, nixl bounce 501 GB/s" in speed.text
+    assert "9.0 µs for each descriptor, and 1,254 GB/s for one long segment" in speed.text
+    assert "cuda_ipc within this host, at 0.90 of the device's own copy" in transport.text
+    assert "set bounce_max_segment_bytes to 8388608 (the default is 262144)" in transport.text
     assert "below 8 MiB, the default" in gpu_speed_findings(GPU, report(**WHOLE), 8 << 20)[1].text
 
 
 def test_what_does_not_work_or_is_slow_is_advice() -> None:
     without_ipc = gpu_speed_findings(GPU, report(**{name: took for name, took in WHOLE.items() if name != "cuda_ipc"}), 1)[1]
-    assert (without_ipc.level, "nixl everywhere" in without_ipc.text) == (Level.ADVICE, True)
+    assert (without_ipc.level, "nixl everywhere" in without_ipc.text) == (Severity.ADVICE, True)
     only_ipc = gpu_speed_findings(GPU, report(memcpy=64e-6, cuda_ipc=71e-6), 1)[1]
     assert "NIXL does not carry memory of this GPU" in only_ipc.text
     slow = gpu_speed_findings(GPU, report(**(WHOLE | {"cuda_ipc": 640e-6})), 1)[1]
-    assert (slow.level, "is something else running" in slow.text) == (Level.ADVICE, True)
-    for failed in (Failed("no answer within 60 s"), GpuReport([], [])):
+    assert (slow.level, "is something else running" in slow.text) == (Severity.ADVICE, True)
+    for failed in (ProbeFailed("no answer within 60 s"), GpuReport([], [])):
         [finding] = gpu_speed_findings(GPU, failed, 1)
-        assert (finding.level, "nothing could be measured" in finding.text) == (Level.ADVICE, True)
+        assert (finding.level, "nothing could be measured" in finding.text) == (Severity.ADVICE, True)
 
 
 def test_settings_of_ucx_are_told_with_who_made_them() -> None:
     ours = ucx_settings_finding(SETTINGS, {})
     assert ours.text == "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=y (set by kvferry), UCX_RCACHE_MAX_UNRELEASED=1024 (set by kvferry)"
-    assert ours.level is Level.OK
+    assert ours.level is Severity.OK
     theirs = ucx_settings_finding(SETTINGS, {"UCX_RCACHE_MAX_UNRELEASED": "64"})
     assert "UCX_RCACHE_MAX_UNRELEASED=64 (yours)" in theirs.text
     slow = ucx_settings_finding(SETTINGS, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"})
-    assert (slow.level, "unset it" in slow.text) == (Level.ADVICE, True)
+    assert (slow.level, "unset it" in slow.text) == (Severity.ADVICE, True)
 
 
 @pytest.mark.slow
 def test_a_gpu_that_is_not_there_is_survived() -> None:
     answer = measure_gpu(999, os.environ)
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, ProbeFailed)
     assert "not a GPU" in answer.reason

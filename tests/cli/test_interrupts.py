@@ -67,11 +67,11 @@ def test_a_process_that_hangs_after_a_stop_is_ended_and_says_where() -> None:
 
 def test_what_is_under_way_when_a_stop_is_asked_for_has_a_moment_to_finish() -> None:
     stop = StopRequest()
-    assert stop.sooner(1e12) == 1e12
-    stop.ask()
-    asked_for = stop.sooner(1e12)
-    stop.ask()
-    assert stop.sooner(1e12) == asked_for < 1e12
-    assert stop.sooner(FINISH_S) == FINISH_S
+    assert stop.earlier_deadline(1e12) == 1e12
+    stop.request()
+    asked_for = stop.earlier_deadline(1e12)
+    stop.request()
+    assert stop.earlier_deadline(1e12) == asked_for < 1e12
+    assert stop.earlier_deadline(FINISH_S) == FINISH_S
     with pytest.raises(KeyboardInterrupt):
         stop.check()

@@ -47,6 +47,7 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
     ("arguments", "sentence"),
     [
         (["sreve"], "kvferry: sreve is not a command of kvferry; did you mean serve?"),
+        (["up", "--planes", "shm"], "kvferry: --planes of `kvferry up` is now called --transports"),
         (["serve", "m", "--prot", "1"], "kvferry: --prot is not an argument of `kvferry serve`; did you mean --port?"),
         (
             ["serve", "m", "--max_model_le=1"],
@@ -60,9 +61,12 @@ def test_every_command_has_help_with_examples(command: str, capsys: pytest.Captu
         (["serve", "m", "--device", "tpu"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'tpu'; see `kvferry serve --help`"),
         (["serve", "m", "--device=cuda:-1"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'cuda:-1'"),
         (["up", "--device", "gpu"], "kvferry: --device: must be cpu, cuda or cuda:N, got 'gpu'"),
-        (["serve", "m", "--data_parallel_size", "2"], "kvferry: --data-parallel-size is not here yet; start several engines"),
-        (["serve", "m", "-dp=2"], "kvferry: -dp is not here yet; start several engines"),
-        (["serve", "m", "--pipeline-parallel-size=2"], "kvferry: --pipeline-parallel-size is not here yet; use --tensor-parallel-size"),
+        (["serve", "m", "--data_parallel_size", "2"], "kvferry: --data-parallel-size is not supported yet; start several engines"),
+        (["serve", "m", "-dp=2"], "kvferry: -dp is not supported yet; start several engines"),
+        (
+            ["serve", "m", "--pipeline-parallel-size=2"],
+            "kvferry: --pipeline-parallel-size is not supported yet; use --tensor-parallel-size",
+        ),
         (
             ["serve", "m", "--zzz"],
             "kvferry: --zzz is not an argument of `kvferry serve`; remove it, or use one of the ",

@@ -74,7 +74,7 @@ def test_json_has_all_that_the_text_has(model: Path, capsys: pytest.CaptureFixtu
     assert (last["tokens"], last["bytes"], last["bytes_per_rank"]) == (128_000, 128_000 * 327_680, 128_000 * 81_920)
     assert last["times"][0]["ms"] == pytest.approx(1638.4)
     assert last["times"][0]["exact_ms"] == pytest.approx(1677.7216)
-    assert {row["layout"] for row in found["pieces"]} == {"HND", "NHD", "cross-layer"}
+    assert {row["layout"] for row in found["segments"]} == {"HND", "NHD", "cross-layer"}
     assert set(found["advice"]) == {"kv_lease_duration", "read_timeout", "block_size"}
 
 
@@ -94,7 +94,7 @@ def test_a_prompt_beyond_the_windows_is_less_than_its_tokens_times_a_token(tmp_p
     assert found["prompts"][-1]["bytes"] == layer * (10 * 128_000 + 52 * 1024) < 128_000 * found["bytes_per_token"]
     assert found["bytes_per_token_beyond_windows"] == 10 * layer
     assert any("window" in note for note in found["notes"])
-    assert {row["layout"] for row in found["pieces"]} == {"HND", "NHD"}, "blocks of all layers need layers that are alike"
+    assert {row["layout"] for row in found["segments"]} == {"HND", "NHD"}, "blocks of all layers need layers that are alike"
 
 
 def test_a_latent_cache_is_counted_once_whatever_the_tp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def test_the_lease_follows_the_slowest_link(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("tp", "size"), [(1, 16), (8, 32), (4, 16)])
-def test_the_block_size_grows_until_a_piece_is_worth_its_cost(tp: int, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_block_size_grows_until_a_segment_is_worth_its_cost(tp: int, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json(capsys, *SIZES, "--tp", str(tp))["advice"]["block_size"]["value"] == size
 
 
@@ -166,17 +166,17 @@ def test_what_cannot_be_planned_is_one_sentence_with_a_fix(
 
 def test_heads_that_no_second_rank_can_share_leave_out_what_was_not_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "--layers", "2", "--kv-heads", "5", "--head-dim", "64")
-    assert {(row["p_tp"], row["d_tp"]) for row in found["pieces"]} == {(1, 1)}
+    assert {(row["p_tp"], row["d_tp"]) for row in found["segments"]} == {(1, 1)}
 
 
 def test_the_longest_prompt_the_most_layers_and_the_most_ranks_are_still_planned(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--layers", "10000", "--kv-heads", "1024", "--head-dim", "128", "--tp", "1024", "--tokens", "1000M", "--link", "x=1e-6"]
     found = as_json(capsys, *arguments)
-    alike = next(row for row in found["pieces"] if row["layout"] == "HND")
-    assert (alike["pieces"], alike["piece_bytes"]) == (10_000 * 10**9 // 16, 16 * 2 * 128 * 2)
+    alike = next(row for row in found["segments"] if row["layout"] == "HND")
+    assert (alike["segments"], alike["segment_bytes"]) == (10_000 * 10**9 // 16, 16 * 2 * 128 * 2)
 
 
-def test_a_plan_loads_neither_torch_nor_a_plane(model: Path) -> None:
+def test_a_plan_loads_neither_torch_nor_a_transport(model: Path) -> None:
     program = (
         "import sys; from kvferry.cli.main import main; main(['plan', sys.argv[1]]);"
         "print([name for name in ('torch', 'zmq', 'nixl', 'aiohttp') if name in sys.modules])"

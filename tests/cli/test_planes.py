@@ -1,4 +1,4 @@
-"""The kit makes the planes the settings ask for, here and in a worker process."""
+"""The kit makes the transports the settings ask for, here and in a worker process."""
 
 import pickle
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.planes import Kit, nixl_settings
+from kvferry.cli.planes import ConfiguredTransportKit, nixl_settings
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.errors import ConfigError
 from kvferry.ports.control import Received
@@ -21,8 +21,8 @@ def transfer(**extra: Any) -> KVTransferConfig:
     return KVTransferConfig.from_mapping({"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra})
 
 
-def kit(environ: dict[str, str] | None = None, **extra: Any) -> Kit:
-    return Kit.from_settings(ANY_PORT, SECRET, transfer(**extra), environ or {})
+def kit(environ: dict[str, str] | None = None, **extra: Any) -> ConfiguredTransportKit:
+    return ConfiguredTransportKit.from_settings(ANY_PORT, SECRET, transfer(**extra), environ or {})
 
 
 @pytest.fixture
@@ -34,31 +34,31 @@ def memory() -> Iterator[CacheMemory]:
         cache.close()
 
 
-def names(made: Kit, memory: CacheMemory | None) -> list[str]:
-    planes = made.data_planes(memory)
+def names(made: ConfiguredTransportKit, memory: CacheMemory | None) -> list[str]:
+    transports = made.data_transports(memory)
     try:
-        return [plane.name for plane in planes]
+        return [transport.name for transport in transports]
     finally:
-        for plane in planes:
-            plane.close()
+        for transport in transports:
+            transport.close()
 
 
 def test_shared_memory_is_preferred_and_the_operator_can_pin(memory: CacheMemory) -> None:
     assert names(kit(), memory) == ["shm", "cuda_ipc", "nixl", "tcp"]
-    assert names(kit(planes=["nixl", "shm"]), memory) == ["nixl", "shm"]
-    assert names(kit(planes=["nixl"]), memory) == ["nixl"]
-    assert names(kit(planes=["shm"]), memory) == ["shm"]
-    assert names(kit(planes=["tcp"]), memory) == ["tcp"]
-    assert names(kit(planes=["cuda_ipc"]), None) == ["cuda_ipc"]
+    assert names(kit(transports=["nixl", "shm"]), memory) == ["nixl", "shm"]
+    assert names(kit(transports=["nixl"]), memory) == ["nixl"]
+    assert names(kit(transports=["shm"]), memory) == ["shm"]
+    assert names(kit(transports=["tcp"]), memory) == ["tcp"]
+    assert names(kit(transports=["cuda_ipc"]), None) == ["cuda_ipc"]
 
 
-def test_memory_that_is_not_shared_has_no_shm_plane() -> None:
+def test_memory_that_is_not_shared_has_no_shm_transport() -> None:
     assert names(kit(), None) == ["cuda_ipc", "nixl", "tcp"]
 
 
-def test_a_plane_that_is_known_but_not_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names mooncake, which is not here yet; use shm, cuda_ipc, nixl, tcp"):
-        kit(planes=["mooncake"])
+def test_a_transport_that_is_known_but_not_here_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names mooncake, which is not supported yet; use shm, cuda_ipc, nixl, tcp"):
+        kit(transports=["mooncake"])
 
 
 def test_a_kit_survives_the_way_into_a_worker_process_and_hides_its_secret() -> None:
@@ -76,18 +76,20 @@ def test_the_settings_of_a_nixl_connector_inside_a_multi_connector_count() -> No
 
 
 def test_faults_are_made_only_on_demand_and_only_known_ones(memory: CacheMemory) -> None:
-    faulty = kit({"KVFERRY_FAULTS": "corrupt:every=1"}).data_planes(memory)
-    plain = kit().data_planes(memory)
-    assert [type(plane) is type(other) for plane, other in zip(faulty, plain, strict=True)] == [False] * 4
-    for plane in (*faulty, *plain):
-        plane.close()
+    faulty = kit({"KVFERRY_FAULTS": "corrupt:every=1"}).data_transports(memory)
+    plain = kit().data_transports(memory)
+    assert [type(transport) is type(other) for transport, other in zip(faulty, plain, strict=True)] == [False] * 4
+    for transport in (*faulty, *plain):
+        transport.close()
     with pytest.raises(ConfigError):
         kit({"KVFERRY_FAULTS": "no-such-fault"})
 
 
-def test_planes_of_one_cluster_reach_each_other_and_no_address_is_a_wildcard() -> None:
-    made = Kit.from_settings(SideChannelConfig(bind_host="0.0.0.0", advertised_host="127.0.0.1", port=0), SECRET, transfer(), {})
-    side, control = made.side_channel(), made.control_plane()
+def test_transports_of_one_cluster_reach_each_other_and_no_address_is_a_wildcard() -> None:
+    made = ConfiguredTransportKit.from_settings(
+        SideChannelConfig(bind_host="0.0.0.0", advertised_host="127.0.0.1", port=0), SECRET, transfer(), {}
+    )
+    side, control = made.side_channel(), made.control_transport()
     try:
         assert side.address != control.address
         assert side.address.startswith("tcp://127.0.0.1:")
@@ -103,6 +105,6 @@ def test_planes_of_one_cluster_reach_each_other_and_no_address_is_a_wildcard() -
         control.close()
 
 
-def test_without_a_secret_there_is_no_control_plane() -> None:
+def test_without_a_secret_there_is_no_control_transport() -> None:
     with pytest.raises(ConfigError, match="secret"):
-        Kit.from_settings(ANY_PORT, None, None, {}).control_plane()
+        ConfiguredTransportKit.from_settings(ANY_PORT, None, None, {}).control_transport()

@@ -45,7 +45,7 @@ def stub(mode: str) -> list[str]:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[ProcessGroup]:
-    with ProcessGroup(tmp_path / "scratch", patience_s=0.5) as group:
+    with ProcessGroup(tmp_path / "scratch", grace_s=0.5) as group:
         yield group
         group_id = group.id
     assert members_of_group(group_id) == set()
@@ -135,7 +135,7 @@ def test_a_child_that_ignores_sigterm_is_killed(group: ProcessGroup) -> None:
     child = started("deaf", group)
     eventually(lambda: child.poll_address() is not None)
     pid = child.pid
-    child.close(patience_s=0.2)
+    child.close(grace_s=0.2)
     assert not is_alive(pid)
 
 
@@ -143,17 +143,17 @@ def test_a_child_that_was_asked_to_end_is_not_asked_again_while_it_finishes(grou
     asked, unasked = serving("patient", group), serving("patient", group)
     asked.interrupt()
     for child in (asked, unasked):
-        child.close(patience_s=20)
+        child.close(grace_s=20)
     assert asked.tail() == ["this is patient", "finishing", "finished"]
-    assert unasked.tail() == ["this is patient", "broken off"]
+    assert unasked.tail() == ["this is patient", "aborted"]
 
 
 def test_a_child_that_does_not_end_when_asked_is_told_again_and_killed_at_last(group: ProcessGroup) -> None:
-    for mode, said in (("stubborn", ["broken off"]), ("deaf", [])):
+    for mode, said in (("stubborn", ["aborted"]), ("deaf", [])):
         child = serving(mode, group)
         pid = child.pid
         (child.interrupt if mode == "stubborn" else child.terminate)()
-        child.close(patience_s=0.2)
+        child.close(grace_s=0.2)
         assert not is_alive(pid)
         assert child.tail() == [f"this is {mode}", *said]
 
@@ -208,7 +208,7 @@ def test_a_cluster_that_does_not_come_up_names_who_failed(launch: StubLaunch, ti
     cluster = LocalCluster(launch, os.environ, group.id, timeout_s)
     with StartupView(Console(file=io.StringIO())) as view, pytest.raises(KVFerryError, match=sentence):
         cluster.start(1, 1, view)
-    assert cluster.last_words()
+    assert cluster.last_log_lines()
     cluster.close()
 
 
@@ -228,7 +228,7 @@ def test_a_cluster_lets_its_engines_finish_when_it_is_closed(group: ProcessGroup
     with StartupView(Console(file=io.StringIO())) as view:
         cluster.start(2, 1, view)
     cluster.close()
-    said = dict(cluster.last_words())
+    said = dict(cluster.last_log_lines())
     assert [said[name][-1] for name in ("prefill-0", "prefill-1", "decode-0")] == ["finished"] * 3
 
 
@@ -238,10 +238,10 @@ def test_a_cluster_that_is_being_closed_can_be_hurried(group: ProcessGroup) -> N
         cluster.start(1, 1, view)
     closing = threading.Thread(target=cluster.close)
     closing.start()
-    eventually(lambda: [lines[-1] for name, lines in cluster.last_words() if name != "router"] == ["finishing"] * 2)
-    cluster.hurry()
+    eventually(lambda: [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"] == ["finishing"] * 2)
+    cluster.terminate_all()
     closing.join(20)
-    assert [lines[-1] for name, lines in cluster.last_words() if name != "router"] == ["broken off"] * 2
+    assert [lines[-1] for name, lines in cluster.last_log_lines() if name != "router"] == ["aborted"] * 2
 
 
 def _all_live(cluster: LocalCluster) -> bool:

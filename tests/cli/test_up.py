@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.test_processes import eventually, is_alive, stub
 
-from kvferry.cli.http_client import Carried, complete, is_healthy, read_carried, sum_carried
+from kvferry.cli.http_client import TransportTotals, complete, is_healthy, read_transport_totals, sum_transport_totals
 from kvferry.cli.launch import LocalLaunch, UpOptions, child_environment
 from kvferry.cli.main import main
 from kvferry.cli.processes import ChildProcess, ProcessGroup
@@ -26,20 +26,20 @@ def value_of(command: list[str], flag: str) -> str:
 # -- what is started ---------------------------------------------------------------------------------------------------
 
 
-def test_engines_take_free_ports_and_name_the_plane_that_was_asked_for(tmp_path: Path) -> None:
-    command = LocalLaunch(UpOptions(planes=("nixl",), tensor_parallel_size=2), tmp_path).engine()
+def test_engines_take_free_ports_and_name_the_transport_that_was_asked_for(tmp_path: Path) -> None:
+    command = LocalLaunch(UpOptions(transports=("nixl",), tensor_parallel_size=2), tmp_path).engine()
     assert command[:5] == [sys.executable, "-m", "kvferry", "serve", str(tmp_path)]
     assert value_of(command, "--port") == "0"
     assert value_of(command, "--tensor-parallel-size") == "2"
     assert json.loads(value_of(command, "--kv-transfer-config")) == {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"planes": ["nixl"]},
+        "kv_connector_extra_config": {"transports": ["nixl"]},
     }
 
 
-def test_the_plane_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path) -> None:
-    assert "planes" not in value_of(LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config")
+def test_the_transport_is_left_to_the_engines_when_none_was_asked_for(tmp_path: Path) -> None:
+    assert "transports" not in value_of(LocalLaunch(UpOptions(), tmp_path).engine(), "--kv-transfer-config")
 
 
 def test_engines_on_a_gpu_leave_room_for_each_other(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_port_that_is_taken_is_one_sentence_and_exit_code_2(capsys: pytest.Cap
 # -- what is asked of it -----------------------------------------------------------------------------------------------
 
 
-def test_a_completion_and_what_the_planes_carried_are_read_over_http(tmp_path: Path) -> None:
+def test_a_completion_and_what_the_transports_carried_are_read_over_http(tmp_path: Path) -> None:
     with ProcessGroup(tmp_path / "scratch") as group:
         child = ChildProcess("stub", stub("serve"), os.environ)
         child.start(group.id)
@@ -119,18 +119,23 @@ def test_a_completion_and_what_the_planes_carried_are_read_over_http(tmp_path: P
         assert address is not None
         assert is_healthy(address)
         assert complete(address, {"prompt": "x"}, timeout_s=10) == "hello"
-        assert read_carried(address) == [Carried("shm", transfers=2, total_bytes=3145728, seconds=0.5)]
+        assert read_transport_totals(address) == [TransportTotals("shm", transfers=2, total_bytes=3145728, seconds=0.5)]
         child.close()
         assert not is_healthy(address)
         with pytest.raises(TransportError, match="did not answer POST"):
             complete(address, {"prompt": "x"}, timeout_s=10)
 
 
-def test_what_several_instances_carried_is_added_up_by_plane() -> None:
-    parts = [Carried("shm", 1, 100, 1.0), Carried("nixl", 1, 500, 1.0), Carried("shm", 2, 200, 0.5), Carried("memory")]
-    assert sum_carried(parts) == [Carried("nixl", 1, 500, 1.0), Carried("shm", 3, 300, 1.5)]
-    assert sum_carried(parts)[1].bytes_per_s == 200
-    assert Carried("shm").bytes_per_s == 0
+def test_what_several_instances_carried_is_added_up_by_transport() -> None:
+    parts = [
+        TransportTotals("shm", 1, 100, 1.0),
+        TransportTotals("nixl", 1, 500, 1.0),
+        TransportTotals("shm", 2, 200, 0.5),
+        TransportTotals("memory"),
+    ]
+    assert sum_transport_totals(parts) == [TransportTotals("nixl", 1, 500, 1.0), TransportTotals("shm", 3, 300, 1.5)]
+    assert sum_transport_totals(parts)[1].bytes_per_s == 200
+    assert TransportTotals("shm").bytes_per_s == 0
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -164,9 +169,9 @@ def descendants(pid: int) -> set[int]:
 
 
 @pytest.mark.slow
-def test_up_once_shows_an_answer_and_the_plane_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_up_once_shows_an_answer_and_the_transport_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = shared_memory()
-    with up(tmp_path, "--once", "--planes", "nixl") as process:
+    with up(tmp_path, "--once", "--transports", "nixl") as process:
         output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
     assert "answer: " in output

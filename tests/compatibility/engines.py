@@ -1,4 +1,5 @@
-"""Embedded engines in this process: the real scheduler, ranks, connector, ferries and planes; a rank is a thread instead of a process.
+"""Embedded engines in this process: the real scheduler, ranks, connector, transfer workers and transports; a rank is a thread instead of a
+process.
 
 The product of all forms of a cache takes more engines than a small machine can run as processes.
 """
@@ -13,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorRole, ParallelConfig
@@ -24,7 +25,7 @@ from kvferry.engine.options import EngineOptions
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.setup import EngineSetup
 from kvferry.engine.step import SamplingParams
-from kvferry.engine.totals import TransferTotals
+from kvferry.engine.totals import ConnectorTotals
 from kvferry.engine.worker import Worker, connector_config
 
 __all__ = ["LocalEngine", "run_all"]
@@ -35,13 +36,13 @@ DEADLINE_S = 60.0
 
 class LocalEngine:
     def __init__(self, options: EngineOptions, name: str, extra: dict[str, Any] | None, meeting: Path, faults: str = "") -> None:
-        """`extra`: the connector's extra configuration; None for an engine that moves nothing. `faults`: what its planes do wrong."""
+        """`extra`: the connector's extra configuration; None for an engine that moves nothing. `faults`: what its transports do wrong."""
         self.name = name
         self.finished: dict[str, RequestOutput] = {}
         self.tokens: dict[str, list[int]] = {}
         self._closing = ExitStack()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._totals = TransferTotals()
+        self._totals = ConnectorTotals()
         transfer = None if extra is None else _transfer(name, extra)
         setup = _setup(options, transfer, faults)
         size = options.tensor_parallel_size
@@ -128,7 +129,7 @@ def _transfer(name: str, extra: dict[str, Any]) -> KVTransferConfig:
 def _setup(options: EngineOptions, transfer: KVTransferConfig | None, faults: str) -> EngineSetup:
     side_channel = SideChannelConfig(port=0)
     environment = {"KVFERRY_FAULTS": faults} if faults else {}
-    kit = Kit.from_settings(side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, environment)
+    kit = ConfiguredTransportKit.from_settings(side_channel, ClusterSecret(SECRET, "the test", is_explicit=True), transfer, environment)
     return EngineSetup(replace(options, kv_transfer=transfer), kit, SECRET, side_channel if transfer else None)
 
 

@@ -25,15 +25,15 @@ class Form:
 
 
 class Outcomes:
-    """By model family and plane: for each pair of producer and consumer, an empty string or why it was refused."""
+    """By model family and transport: for each pair of producer and consumer, an empty string or why it was refused."""
 
     def __init__(self) -> None:
         self.pairs: dict[tuple[str, str], dict[tuple[Form, Form], str]] = {}
         self.refusals: dict[str, str] = {}
         """What differs between two engines, and what the request's error said."""
 
-    def add(self, family: str, plane: str, p: Form, d: Form, refusal: str = "") -> None:
-        self.pairs.setdefault((family, plane), {})[p, d] = refusal
+    def add(self, family: str, transport: str, p: Form, d: Form, refusal: str = "") -> None:
+        self.pairs.setdefault((family, transport), {})[p, d] = refusal
 
 
 INTRODUCTION = """\
@@ -45,7 +45,7 @@ fetch from every other, and compares the tokens with a single engine's.
 
 WORDS = """\
 Rows are the producer's form, columns the consumer's: tokens per block, and how a block is laid out (`HND`, `NHD`, or all layers in one
-block). `yes`: a single engine's tokens for every combination of tensor-parallel sizes {sizes} on both sides, over {planes}.
+block). `yes`: a single engine's tokens for every combination of tensor-parallel sizes {sizes} on both sides, over {transports}.
 """
 
 REFUSALS = """\
@@ -60,9 +60,9 @@ A consumer refuses these at the handshake; the request follows `kv_load_failure_
 
 def page(outcomes: Outcomes) -> str:
     families = sorted({family for family, _ in outcomes.pairs})
-    planes = sorted({plane for _, plane in outcomes.pairs}, reverse=True)
+    transports = sorted({transport for _, transport in outcomes.pairs}, reverse=True)
     sizes = sorted({p.tp_size for pairs in outcomes.pairs.values() for p, _ in pairs})
-    words = WORDS.format(sizes=_listed(map(str, sizes)), planes=_listed(f"`{plane}`" for plane in planes))
+    words = WORDS.format(sizes=_listed(map(str, sizes)), transports=_listed(f"`{transport}`" for transport in transports))
     tables = [f"## {family}\n\n{_table([pairs for (name, _), pairs in outcomes.pairs.items() if name == family])}" for family in families]
     rows = "".join(f"| {what} | {reason} |\n" for what, reason in outcomes.refusals.items())
     return "\n".join([INTRODUCTION, words, *tables, REFUSALS + rows])

@@ -1,7 +1,7 @@
 """Every pair of cache forms of one model: a single engine's tokens, or a refusal at the handshake that says why.
 
-One engine of each form is started for a model and a plane, each is prefilled by all others and reads from all others. What came out is the
-table in docs/compatibility.md; `make compatibility` writes it anew.
+One engine of each form is started for a model and a transport, each is prefilled by all others and reads from all others. What came out is
+the table in docs/compatibility.md; `make compatibility` writes it anew.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from kvferry.types import KVLayout
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAMILIES = {"GQA": "qwen3", "MLA": "mla", "hybrid": "window"}
-PLANES = ("shm", "nixl")
+TRANSPORTS = ("shm", "nixl")
 TP_SIZES = (1, 2)
 BLOCK_SIZES = (16, 32, 64)
 LAYOUTS = ("HND", "NHD", "cross-layer")
@@ -51,15 +51,15 @@ class House:
     """An engine of each form, and what a single engine says to each prompt."""
 
     family: str
-    plane: str
+    transport: str
     directory: Path
     engines: dict[Form, LocalEngine]
     expected: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=list(itertools.product(FAMILIES, PLANES)), ids=lambda pair: " over ".join(pair))
+@pytest.fixture(scope="module", params=list(itertools.product(FAMILIES, TRANSPORTS)), ids=lambda pair: " over ".join(pair))
 def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    family, plane = request.param
+    family, transport = request.param
     directory = tmp_path_factory.mktemp("compatibility")
     make_model(directory / "model", family=FAMILIES[family])
     plain = start(directory, Form(1, 16, "HND"), "plain", None)
@@ -70,15 +70,15 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     engines: dict[Form, LocalEngine] = {}
     try:
         for form in FORMS:
-            engines[form] = start(directory, form, str(form), plane)
-        yield House(family, plane, directory, engines, [plain.tokens[str(index)] for index in range(len(PROMPTS))])
+            engines[form] = start(directory, form, str(form), transport)
+        yield House(family, transport, directory, engines, [plain.tokens[str(index)] for index in range(len(PROMPTS))])
     finally:
         # Readers first: a producer that closes while it is read is another test.
         for engine in engines.values():
             engine.close()
 
 
-def start(directory: Path, form: Form, name: str, plane: str | None) -> LocalEngine:
+def start(directory: Path, form: Form, name: str, transport: str | None) -> LocalEngine:
     options = EngineOptions(
         directory / "model",
         block_size=form.block_size,
@@ -90,18 +90,18 @@ def start(directory: Path, form: Form, name: str, plane: str | None) -> LocalEng
         enable_prefix_caching=False,
     )
     extra = {
-        "planes": [plane],
+        "transports": [transport],
         "num_threads": 1,
         "kv_lease_duration": 600,
         "enable_cross_layers_blocks": form.layout == "cross-layer",
     }
-    return LocalEngine(options, name, None if plane is None else extra, directory)
+    return LocalEngine(options, name, None if transport is None else extra, directory)
 
 
 @pytest.fixture
 def twin(house: House, d: Form, tmp_path: Path) -> Iterator[LocalEngine]:
     """An engine of the same form as the consumer; nobody reads from himself."""
-    engine = start(house.directory, d, f"twin-of-{d}", house.plane)
+    engine = start(house.directory, d, f"twin-of-{d}", house.transport)
     yield engine
     engine.close()
 
@@ -122,6 +122,6 @@ def test_what_is_fetched_from_every_form_gives_a_single_engines_tokens(
         assert output.error is None, f"from {p}: {output.error}"
         assert consumer.tokens[f"from {p}"] == wanted, f"from {p}"
         assert output.num_cached_tokens > 0, f"from {p}: nothing was fetched"
-        outcomes.add(house.family, house.plane, p, d)
+        outcomes.add(house.family, house.transport, p, d)
     run_all(list(producers.values()), lambda: all(producer.num_used_blocks == 0 for producer in producers.values()))
     assert consumer.num_used_blocks == 0

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 PROMPT = [10 + (index * 7) % 400 for index in range(100)]
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2")
-EXTRA = {"planes": ["shm"], "kv_lease_duration": 600}
+EXTRA = {"transports": ["shm"], "kv_lease_duration": 600}
 
 
 @pytest.fixture(scope="module")

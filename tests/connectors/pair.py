@@ -1,4 +1,4 @@
-"""Two engines' connectors in one process: real schedulers, real ferries with their threads, memory planes between them."""
+"""Two engines' connectors in one process: real schedulers, real transfer workers with their threads, memory transports between them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from kvferry.connectors.contract import (
 )
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.planes.block_store import HostBlockStore
-from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
-from kvferry.planes.mirror import HostMirror
+from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
+from kvferry.planes.mirror import CpuHostBuffer
 from kvferry.ports.block_store import BlockStore
-from kvferry.ports.control import ControlPlane
-from kvferry.ports.data import DataPlane
+from kvferry.ports.control import ControlTransport
+from kvferry.ports.data import DataTransport
 from kvferry.ports.memory import CacheMemory
-from kvferry.ports.order import EngineOrder, HostOrder
+from kvferry.ports.order import EngineStream, HostStream
 from kvferry.testing.local_kit import LocalMemory
 from kvferry.types import Region
 
@@ -99,28 +99,28 @@ class Blocks:
 @dataclass(frozen=True)
 class MemoryKit:
     network: MemoryNetwork
-    fences_writes: bool = False
+    supports_write_grants: bool = False
 
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return LocalMemory(size_bytes)
 
-    def data_planes(self, memory: CacheMemory | None) -> list[DataPlane]:
-        return [MemoryDataPlane(self.network, self.fences_writes)]
+    def data_transports(self, memory: CacheMemory | None) -> list[DataTransport]:
+        return [MemoryTransport(self.network, self.supports_write_grants)]
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
 
-    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
-        return HostBlockStore(mirror, HostMirror(engine, mirror))
+    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
 
-    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
-        return HostOrder()
+    def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
+        return HostStream()
 
-    def control_plane(self) -> ControlPlane:
-        return MemoryControlPlane(self.network)
+    def control_transport(self) -> ControlTransport:
+        return MemoryControlTransport(self.network)
 
-    def side_channel(self) -> ControlPlane:
-        return MemoryControlPlane(self.network)
+    def side_channel(self) -> ControlTransport:
+        return MemoryControlTransport(self.network)
 
 
 ALL_LAYERS = KVCacheGroup(("layer.0", "layer.10", "layer.2"))
@@ -138,7 +138,7 @@ class EngineSide:
         role: str = "kv_both",
         buffer_device: str = "auto",
         connector: str = "NixlConnector",
-        fences_writes: bool = False,
+        supports_write_grants: bool = False,
         **extra: Any,
     ) -> None:
         transfer = KVTransferConfig.from_mapping(
@@ -160,7 +160,7 @@ class EngineSide:
             SideChannelConfig(port=0),
             b"a secret of the cluster",
             f"epoch of {name}",
-            MemoryKit(network, fences_writes),
+            MemoryKit(network, supports_write_grants),
         )
         self.memory = {layer: np.zeros((NUM_BLOCKS, 1, BLOCK_SIZE, 16), dtype=np.uint8) for group in groups for layer in group.layer_names}
         self.worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)

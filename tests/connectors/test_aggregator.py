@@ -49,14 +49,14 @@ def test_stats_add_up_over_ranks() -> None:
     def output() -> KVConnectorOutput:
         stats = TransferStats()
         stats.record_transfer("shm", 100, 2, 2, 0.001, 0.5)
-        stats.count("failed_pulls")
+        stats.count("failed_loads")
         return KVConnectorOutput(kv_connector_stats=stats, invalid_block_ids={1})
 
     whole = KVOutputAggregator(2).aggregate([output(), output()])
     assert whole.kv_connector_stats is not None
     data = whole.kv_connector_stats.to_dict()
-    assert data["planes"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "pieces": 4, "planned": 4}}
-    assert data["failed_pulls"] == 2
+    assert data["transports"] == {"shm": {"transfers": 2, "bytes": 200, "seconds": 1.0, "segments": 4, "planned": 4}}
+    assert data["failed_loads"] == 2
     assert data["samples"]["bytes_transferred"] == [100, 100]
     assert whole.kv_connector_stats.reduce()["Num successful transfers"] == 2
     assert whole.kv_connector_stats.reduce()["P90 xfer time (ms)"] == 500

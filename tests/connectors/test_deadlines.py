@@ -9,9 +9,9 @@ from tests.protocol.caches import no_writers
 
 from kvferry.config import KVTransferConfig, NixlExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
-from kvferry.connectors.pull_worker import ferry_settings
-from kvferry.events import LeaseEnded, PullFailed, PullGivenUp
-from kvferry.ferry.ferry import FerrySettings
+from kvferry.connectors.pull_worker import transfer_worker_settings
+from kvferry.events import LeaseEnded, TransferAbandoned, TransferFailed
+from kvferry.ferry.ferry import TransferWorkerSettings
 from kvferry.protocol import codec
 from kvferry.protocol.actions import ClosePeer, Send, StopRead
 from kvferry.protocol.consumer import Consumer
@@ -33,7 +33,7 @@ from kvferry.protocol.messages import (
 from kvferry.protocol.producer import Producer
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 from kvferry.types import EngineId, Epoch, KVLayout, LeaseEnd, PeerId, Region, RequestId, Route
 
 SECRET = b"a secret of the cluster"
@@ -52,7 +52,7 @@ EARLIER = 0.01
 """Just before a deadline nothing happens."""
 
 
-def settings(**changes: float) -> FerrySettings:
+def settings(**changes: float) -> TransferWorkerSettings:
     """What the connector makes of the JSON an operator writes."""
     extra = {**VALUES, **changes}
     transfer = KVTransferConfig.from_mapping(
@@ -60,9 +60,9 @@ def settings(**changes: float) -> FerrySettings:
     )
     assert isinstance(transfer.extra, NixlExtraConfig)
     model = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
-    config = ConnectorConfig(transfer, model, ParallelConfig(), SideChannelConfig(port=0), SECRET, "e1", LocalKit())
+    config = ConnectorConfig(transfer, model, ParallelConfig(), SideChannelConfig(port=0), SECRET, "e1", LocalTransportKit())
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
-    return ferry_settings(config, transfer.extra, geometry, (OfferInfo("memory", "", b"us"),), {"dtype": "float32"})
+    return transfer_worker_settings(config, transfer.extra, geometry, (OfferInfo("memory", "", b"us"),), {"dtype": "float32"})
 
 
 def ticket() -> Ticket:
@@ -99,7 +99,7 @@ class Reader:
                 self.consumer.receive(CONTROL, HeartbeatReply("e1", action.message.beat, []), now)
             elif isinstance(action, StopRead):
                 self.consumer.read_ended(R, P, "cancelled", now)
-        return list(dict.fromkeys(e.reason for e in self.consumer.take_events() if isinstance(e, PullFailed | PullGivenUp)))
+        return list(dict.fromkeys(e.reason for e in self.consumer.take_events() if isinstance(e, TransferFailed | TransferAbandoned)))
 
 
 def test_handshake_timeout_bounds_the_wait_for_a_producers_first_word() -> None:
@@ -131,7 +131,7 @@ def test_receive_timeout_bounds_the_whole_whatever_the_parts_may_take(stage: str
         reader.consumer.read_ended(R, P, None, now=5)
     assert reader.advance(19 - EARLIER) == []
     assert reader.advance(19) == ["the KV did not arrive within 19 s"]
-    assert reader.consumer.num_pulls == 0
+    assert reader.consumer.num_transfers == 0
 
 
 def test_engine_ttl_bounds_how_long_an_idle_producer_is_remembered() -> None:

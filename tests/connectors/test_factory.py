@@ -24,7 +24,7 @@ from kvferry.connectors.contract import (
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.pull import NixlConnector
 from kvferry.errors import ConfigError
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 
 
 def config(name: str, module: str | None = None) -> KVTransferConfig:
@@ -45,7 +45,7 @@ def test_a_near_miss_is_named() -> None:
 
 
 def test_a_connector_that_is_not_built_yet_is_not_taken_for_a_typing_error() -> None:
-    with pytest.raises(ConfigError, match="MooncakeConnector is not here yet"):
+    with pytest.raises(ConfigError, match="MooncakeConnector is not supported yet"):
         KVConnectorFactory.get_connector_class(config("MooncakeConnector"))
 
 
@@ -103,4 +103,4 @@ class OneGroup(KVConnectorBase_V1):
 
 def connector_config() -> ConnectorConfig:
     identity = ModelIdentity("Tiny", "abc", 1, 1, 8, "float32")
-    return ConnectorConfig(config("NixlConnector"), identity, ParallelConfig(), SideChannelConfig(), b"secret", "e", LocalKit())
+    return ConnectorConfig(config("NixlConnector"), identity, ParallelConfig(), SideChannelConfig(), b"secret", "e", LocalTransportKit())

@@ -14,7 +14,7 @@ from kvferry.connectors.contract import KVCacheConfig, KVCacheGroup, KVTensor, P
 from kvferry.connectors.geometry import geometry_of
 from kvferry.errors import ConfigError
 from kvferry.protocol.geometry import Geometry, check_geometry
-from kvferry.protocol.planning import plan_placement, plan_read
+from kvferry.protocol.planning import plan_permutations, plan_read
 from kvferry.types import AxisKind, MemoryKind
 
 LAYERS, GPU = 3, 2
@@ -173,8 +173,8 @@ def moved(p: Backend, d: Backend) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np
     for part in plan_read(at_d, at_p, at_d.heads, ours, theirs, range(TOKENS)):
         here, there = at_d.regions[part.local_region].address - BASE, at_p.regions[part.remote_region].address - BASE
         for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
-            target[here + local :][: part.piece_bytes] = source[there + remote :][: part.piece_bytes]
-    assert plan_placement(at_d, [at_p], ours, range(TOKENS)) == [], "memory of a device is in order as it arrives"
+            target[here + local :][: part.segment_bytes] = source[there + remote :][: part.segment_bytes]
+    assert plan_permutations(at_d, [at_p], ours, range(TOKENS)) == [], "memory of a device is in order as it arrives"
     return source, target, at_p, at_d
 
 
@@ -189,8 +189,8 @@ def rows(backend: Backend, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint
 def test_every_head_of_every_token_arrives_in_its_place_whatever_differs(p: Backend, d: Backend) -> None:
     source, target, _, _ = moved(p, d)
     assert np.array_equal(rows(d, target)[:, :TOKENS], rows(p, source)[:, :TOKENS])
-    grain = min(p.block_size, d.block_size)
-    assert not rows(d, target)[:, -(-TOKENS // grain) * grain :].any(), "more was written than was asked for"
+    granularity = min(p.block_size, d.block_size)
+    assert not rows(d, target)[:, -(-TOKENS // granularity) * granularity :].any(), "more was written than was asked for"
 
 
 def test_bytes_that_are_taken_for_another_layout_are_noticed() -> None:
@@ -205,4 +205,4 @@ def test_a_rank_takes_its_heads_from_a_whole_cache() -> None:
     whole = Backend("LBHNC", heads=4).geometry()
     [first, *_] = plan_read(whole, whole, range(1, 3), [[0]], [[0]], range(16))
     head_bytes = 16 * 16
-    assert (first.piece_bytes, first.local_offsets.tolist()) == (2 * head_bytes, [head_bytes])
+    assert (first.segment_bytes, first.local_offsets.tolist()) == (2 * head_bytes, [head_bytes])

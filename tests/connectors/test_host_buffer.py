@@ -1,4 +1,4 @@
-"""Connectors of engines that stage their KV in host memory: the mirror's shape, and the same story as without it."""
+"""Connectors of engines that stage their KV in host memory: the host buffer's shape, and the same story as without it."""
 
 import threading
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.host_buffer import mirror_bytes, mirrored
-from kvferry.connectors.pull_metadata import PullHandshakeMetadata
+from kvferry.connectors.host_buffer import host_buffer_bytes, host_buffer_regions
+from kvferry.connectors.pull_metadata import NixlHandshakeMetadata
 from kvferry.planes.memory import MemoryNetwork
 from kvferry.protocol import codec
 from kvferry.protocol.tickets import HOLE
@@ -25,10 +25,10 @@ def test_mirrored_regions_hold_every_block_and_lie_apart(shapes: list[tuple[int,
         Region(f"l{i}", (i + 1) << 40, size, size + gap, blocks, MemoryKind.VRAM, 3, group=i)
         for i, (size, gap, blocks) in enumerate(shapes)
     ]
-    found = mirrored(regions, 1 << 20)
+    found = host_buffer_regions(regions, 1 << 20)
     ends = [1 << 20, *(region.address + region.num_blocks * region.stride_bytes for region in found)]
     assert all(end <= region.address for end, region in zip(ends, found, strict=False))
-    assert ends[-1] <= (1 << 20) + mirror_bytes(regions)
+    assert ends[-1] <= (1 << 20) + host_buffer_bytes(regions)
     for region, own in zip(found, regions, strict=True):
         assert (region.name, region.group, region.block_bytes, region.num_blocks) == (own.name, own.group, own.block_bytes, own.num_blocks)
         assert (region.memory, region.device, region.stride_bytes) == (MemoryKind.DRAM, 0, region.block_bytes)
@@ -37,13 +37,13 @@ def test_mirrored_regions_hold_every_block_and_lie_apart(shapes: list[tuple[int,
 def test_regions_that_share_memory_share_their_mirror() -> None:
     """Groups whose layers take turns with the blocks of one tensor; the last of several may have fewer layers."""
     regions = [Region("a", 1 << 40, 64, 128, 10, group=0), Region("b", 1 << 40, 32, 128, 10, group=1), Region("c", 2 << 40, 64, 64, 10)]
-    found = mirrored(regions, 4096)
+    found = host_buffer_regions(regions, 4096)
     assert [(region.address, region.block_bytes, region.stride_bytes) for region in found] == [
         (4096, 64, 64),
         (4096, 32, 64),
         (8192, 64, 64),
     ]
-    assert mirror_bytes(regions) == 8192
+    assert host_buffer_bytes(regions) == 8192
 
 
 @pytest.fixture
@@ -52,17 +52,17 @@ def network() -> Iterator[MemoryNetwork]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvferry")]
 
 
-def is_staged(side: EngineSide) -> bool:
+def uses_host_buffer(side: EngineSide) -> bool:
     metadata = side.worker.get_handshake_metadata()
-    assert isinstance(metadata, PullHandshakeMetadata)
-    assert codec.decode_layout(metadata.layout).is_staged == metadata.is_staged
-    return metadata.is_staged
+    assert isinstance(metadata, NixlHandshakeMetadata)
+    assert codec.decode_layout(metadata.layout).uses_host_buffer == metadata.uses_host_buffer
+    return metadata.uses_host_buffer
 
 
 @pytest.mark.parametrize(("of_p", "of_d"), [(True, False), (False, True), (True, True)])
 def test_a_prompt_is_handed_over_through_host_buffers(network: MemoryNetwork, of_p: bool, of_d: bool) -> None:
     p, d = EngineSide("p", network, force_host_buffer=of_p), EngineSide("d", network, force_host_buffer=of_d)
-    assert (is_staged(p), is_staged(d)) == (of_p, of_d)
+    assert (uses_host_buffer(p), uses_host_buffer(d)) == (of_p, of_d)
     try:
         p.fill([5, 6, 7], seed=1)
         request = EngineRequest("r", TOKENS, p.prefill(EngineRequest("a", TOKENS), [5, 6, 7]))
@@ -101,7 +101,7 @@ def test_holes_of_a_window_are_not_copied(network: MemoryNetwork) -> None:
 def test_the_memory_of_an_engine_on_the_cpu_is_its_own_host_buffer(network: MemoryNetwork) -> None:
     side = EngineSide("p", network, buffer_device="cpu")
     try:
-        assert not is_staged(side)
+        assert not uses_host_buffer(side)
     finally:
         side.shutdown()
 

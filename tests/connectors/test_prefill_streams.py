@@ -117,9 +117,9 @@ def test_an_engine_that_lets_go_of_what_the_last_token_sees_is_found_out() -> No
     advance(streams, 8, (5, 6, 7), (8, 9, 10))
     stream = streams.get(R)
     assert stream is not None
-    assert not streams.has_let_go(stream, ([5, 6, 7], [HOLE, 9, 10]))
-    assert streams.has_let_go(stream, ([5, 6, 7], [HOLE, HOLE, 10]))
-    assert streams.has_let_go(stream, ([5, 1, 7], [HOLE, 9, 10]))
+    assert not streams.has_lost_blocks(stream, ([5, 6, 7], [HOLE, 9, 10]))
+    assert streams.has_lost_blocks(stream, ([5, 6, 7], [HOLE, HOLE, 10]))
+    assert streams.has_lost_blocks(stream, ([5, 1, 7], [HOLE, 9, 10]))
 
 
 def test_an_ended_prefill_is_forgotten() -> None:

@@ -10,9 +10,9 @@ import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.pull_metadata import PullHandshakeMetadata
+from kvferry.connectors.pull_metadata import NixlHandshakeMetadata
 from kvferry.errors import ConfigError
-from kvferry.planes.memory import MemoryControlPlane, MemoryNetwork
+from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork
 from kvferry.protocol import codec
 from kvferry.protocol.messages import Release
 from kvferry.protocol.tickets import HOLE
@@ -178,7 +178,7 @@ def test_a_router_hands_a_ticket_back(pair: tuple[EngineSide, EngineSide], netwo
     p.step()
     woken = threading.Event()
     p.scheduler.set_wakeup(woken.set)
-    router = MemoryControlPlane(network)
+    router = MemoryControlTransport(network)
     for ticket in ("forged", params["ticket"]):
         router.send(f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(Release(ticket)))
     assert woken.wait(5)
@@ -219,8 +219,8 @@ def test_the_engine_is_woken_when_there_is_news(pair: tuple[EngineSide, EngineSi
     of_scheduler, of_worker = d.scheduler.get_kv_connector_stats(), d.worker.get_kv_connector_stats()
     assert of_scheduler is not None
     assert of_worker is not None
-    assert of_scheduler.data["finished_pulls"] == 1
-    assert of_worker.data["planes"]["memory"]["bytes"] == 3 * 3 * 4 * 16
+    assert of_scheduler.data["finished_loads"] == 1
+    assert of_worker.data["transports"]["memory"]["bytes"] == 3 * 3 * 4 * 16
 
 
 def test_requests_that_share_a_ticket_read_it_once(pair: tuple[EngineSide, EngineSide]) -> None:
@@ -305,9 +305,9 @@ def test_what_the_producer_no_longer_keeps_is_not_claimed(network: MemoryNetwork
 
 
 def test_how_far_back_a_token_looks() -> None:
-    assert [KVCacheGroup(()).first_seen(position) for position in (0, 100)] == [0, 0]
-    assert [KVCacheGroup((), sliding_window=4).first_seen(position) for position in (0, 3, 4, 7)] == [0, 0, 1, 4]
-    assert [KVCacheGroup((), attention_chunk=8).first_seen(position) for position in (7, 8, 13)] == [0, 8, 8]
+    assert [KVCacheGroup(()).first_visible_token(position) for position in (0, 100)] == [0, 0]
+    assert [KVCacheGroup((), sliding_window=4).first_visible_token(position) for position in (0, 3, 4, 7)] == [0, 0, 1, 4]
+    assert [KVCacheGroup((), attention_chunk=8).first_visible_token(position) for position in (7, 8, 13)] == [0, 8, 8]
 
 
 def test_an_engine_that_takes_no_kv_refuses_tickets(pair: tuple[EngineSide, EngineSide], network: MemoryNetwork) -> None:
@@ -360,7 +360,7 @@ def test_an_engine_may_take_less_than_it_was_offered(pair: tuple[EngineSide, Eng
 def test_ranks_of_another_engine_life_are_refused_at_the_start(network: MemoryNetwork) -> None:
     side = EngineSide("p", network)
     metadata = side.worker.get_handshake_metadata()
-    assert isinstance(metadata, PullHandshakeMetadata)
+    assert isinstance(metadata, NixlHandshakeMetadata)
     with pytest.raises(ConfigError, match=r"ranks \[1\] were started apart"):
         side.scheduler.set_xfer_handshake_metadata({0: metadata, 1: replace(metadata, tp_rank=1, epoch="another")})
     side.shutdown()

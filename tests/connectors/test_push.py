@@ -26,8 +26,8 @@ class Legs:
     port: int
     levels: dict[str, Any] = field(default_factory=dict)
 
-    def ticket(self, handover: str = "h1", engine: str = "p", epoch: str = "epoch of p") -> str:
-        return KEY.sign(PushTicket(handover, engine, epoch, "memory", self.port, 1))
+    def ticket(self, match_id: str = "h1", engine: str = "p", epoch: str = "epoch of p") -> str:
+        return KEY.sign(PushTicket(match_id, engine, epoch, "memory", self.port, 1))
 
     def arrive(self, ticket: object, tokens: list[int] = TOKENS, name: str = D_ID) -> EngineRequest:
         request = EngineRequest(name, tokens, {"do_remote_prefill": True, "push_ticket": ticket})
@@ -101,7 +101,7 @@ def closed(*sides: EngineSide) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "read": {},
-    "written": {"fences_writes": True},
+    "written": {"supports_write_grants": True},
     "written without a fence": {"push_write": "always"},
 }
 """How bytes get into D's blocks: D reads, or P writes into what D has lent."""
@@ -254,20 +254,20 @@ def test_a_push_ticket_that_is_not_genuine_gets_the_failure_policy(legs: Legs, t
 
 
 def test_one_engine_for_both_legs_dials_nobody_and_keeps_nothing(legs: Legs) -> None:
-    for handover, is_p_first in (("h1", True), ("h2", False)):
-        ticket = legs.ticket(handover, engine="p")
-        request = EngineRequest(f"d of {handover}", TOKENS, {"do_remote_prefill": True, "push_ticket": ticket})
+    for match_id, is_p_first in (("h1", True), ("h2", False)):
+        ticket = legs.ticket(match_id, engine="p")
+        request = EngineRequest(f"d of {match_id}", TOKENS, {"do_remote_prefill": True, "push_ticket": ticket})
         if is_p_first:
-            legs.compute(ticket, name=f"p of {handover}")
+            legs.compute(ticket, name=f"p of {match_id}")
         legs.p.scheduler.on_new_request(request)
         assert legs.p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         if not is_p_first:
-            legs.compute(ticket, name=f"p of {handover}")
-        legs.freed_p(f"p of {handover}")
+            legs.compute(ticket, name=f"p of {match_id}")
+        legs.freed_p(f"p of {match_id}")
 
 
 def test_a_restarted_p_fails_d_at_once(legs: Legs) -> None:
-    legs.begin(legs.ticket(epoch="an earlier life"))
+    legs.begin(legs.ticket(epoch="an earlier incarnation"))
     step_until(lambda: D_ID in legs.d.seen.failed_recving, legs.d, legs.p)
     assert "restarted" in legs.failure()
 

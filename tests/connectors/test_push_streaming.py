@@ -66,7 +66,7 @@ class Prefill:
         self.legs.p.step(Plan(()))
 
 
-class Counted:
+class PrefillCounts:
     """How many bytes have come to D, as the metrics of whoever moved them tell."""
 
     def __init__(self, legs: Legs) -> None:
@@ -75,7 +75,7 @@ class Counted:
     def look(self) -> int:
         for side in (self.legs.d, self.legs.p):
             stats = side.worker.get_kv_connector_stats()
-            self.moved += 0 if stats is None else sum(row["bytes"] for row in stats.data.get("planes", {}).values())
+            self.moved += 0 if stats is None else sum(row["bytes"] for row in stats.data.get("transports", {}).values())
         return self.moved
 
     def until(self, blocks: int) -> None:
@@ -83,7 +83,7 @@ class Counted:
 
 
 def test_each_full_block_moves_while_the_next_is_computed_and_only_the_last_is_left(legs: Legs) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
     prefill = Prefill(legs, ticket)
@@ -101,7 +101,7 @@ def test_each_full_block_moves_while_the_next_is_computed_and_only_the_last_is_l
 
 
 def test_a_registration_that_comes_late_catches_up(legs: Legs) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     prefill = Prefill(legs, ticket)
     prefill.goes_on(4)
     prefill.goes_on(8)
@@ -113,7 +113,7 @@ def test_a_registration_that_comes_late_catches_up(legs: Legs) -> None:
 
 
 def test_with_a_local_prefix_only_what_comes_after_it_moves(legs: Legs) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     request = legs.arrive(ticket)
     legs.d.scheduler.get_num_new_matched_tokens(request, 4)
     legs.d.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3],)), 6)
@@ -129,7 +129,7 @@ def test_with_a_local_prefix_only_what_comes_after_it_moves(legs: Legs) -> None:
 
 
 def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_first_is_used(legs: Legs) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
     prefill = Prefill(legs, ticket)
@@ -152,7 +152,7 @@ def test_a_preempted_prefill_starts_again_in_other_blocks_and_nothing_of_the_fir
 
 def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_anew(legs: Legs) -> None:
     """Its engine found all it had computed in its prefix cache, so nothing but the block ids tells."""
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
     prefill = Prefill(legs, ticket)
@@ -171,7 +171,7 @@ def test_a_prefill_preempted_and_taken_up_again_at_once_in_other_blocks_is_read_
 
 
 def test_a_prefill_that_is_aborted_halfway_fails_d_with_the_reason(legs: Legs) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     legs.registered()
     prefill = Prefill(legs, ticket)
@@ -183,7 +183,7 @@ def test_a_prefill_that_is_aborted_halfway_fails_d_with_the_reason(legs: Legs) -
 
 @pytest.mark.parametrize("is_reading", [True, False])
 def test_a_d_that_aborts_halfway_has_p_free_as_soon_as_it_has_computed(legs: Legs, is_reading: bool) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     request = legs.begin(ticket)
     legs.registered()
     prefill = Prefill(legs, ticket)
@@ -211,7 +211,7 @@ def test_a_d_that_needs_nothing_has_p_free_as_soon_as_it_has_computed(legs: Legs
 
 
 def test_without_blocks_that_are_full_nothing_is_published_before_the_end(legs: Legs) -> None:
-    ticket, counted = legs.ticket(), Counted(legs)
+    ticket, counted = legs.ticket(), PrefillCounts(legs)
     legs.begin(ticket)
     prefill = Prefill(legs, ticket)
     prefill.goes_on(3)

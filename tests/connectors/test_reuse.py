@@ -9,10 +9,10 @@ import pytest
 from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus, SupportsHMA
-from kvferry.planes.memory import MemoryControlPlane, MemoryNetwork
+from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork
 from kvferry.ports.control import Received
 from kvferry.protocol import codec
-from kvferry.protocol.messages import AskTurn, Release, Turn
+from kvferry.protocol.messages import Release, RetainedTurnReply, RetainedTurnRequest
 from kvferry.protocol.tickets import HOLE, TicketKey
 
 TURN = list(range(100, 110))
@@ -105,8 +105,8 @@ def test_what_was_kept_is_fetched_and_its_keeper_has_its_blocks_back(pair: tuple
     for layer, array in p.memory.items():
         assert (array[[1, 2, 3]] == d.memory[layer][[5, 6, 7]]).all()
         assert not array[4:].any()
-    assert counted(p, "reuse_pulls", "reuse_pulled_tokens", "reuse_pulled_bytes") == [1, 10, 3 * 3 * 64]
-    assert counted(d, "kept_turns", "kept_turns_evicted", "kept_turns_lapsed", "kv_expired_reqs") == [1, 0, 0, 0]
+    assert counted(p, "reuse_loads", "reuse_loaded_tokens", "reuse_loaded_bytes") == [1, 10, 3 * 3 * 64]
+    assert counted(d, "retained_turns", "retained_turns_evicted", "retained_turns_expired", "kv_expired_reqs") == [1, 0, 0, 0]
 
 
 def test_only_what_is_lacking_here_is_fetched(pair: tuple[EngineSide, EngineSide]) -> None:
@@ -216,7 +216,7 @@ def test_one_that_may_not_prefill_for_others_gives_back_what_was_kept_for_it(
     p.scheduler.update_state_after_alloc(request, Blocks(([1, 2, 3, 4],)), num_claimed or 0)
     step_until(lambda: "turn" in d.seen.finished_sending and (policy != "fail" or "next" in p.seen.failed_recving), p, d)
     assert counted(p, "rejected_params") == [1]
-    assert counted(d, "kept_turns", "kept_turns_lapsed", "kv_expired_reqs") == [1, 0, 0]
+    assert counted(d, "retained_turns", "retained_turns_expired", "kv_expired_reqs") == [1, 0, 0]
 
 
 def test_with_a_local_hit_that_leaves_too_little_nobody_is_asked_and_the_blocks_go_back(
@@ -265,7 +265,7 @@ def test_who_is_sent_to_himself_gives_the_blocks_free_and_computes(pair: tuple[E
 def test_a_turn_that_is_gone_is_computed(pair: tuple[EngineSide, EngineSide]) -> None:
     p, d = pair
     params = kept(d)
-    d.scheduler.want_blocks(1)
+    d.scheduler.reclaim_blocks(1)
     step_until(lambda: "turn" in d.seen.finished_sending, d)
     request = arrive(p, params)
     assert answered(p, d, request) == (0, False)
@@ -307,12 +307,12 @@ def test_the_oldest_go_first_and_only_as_many_as_it_takes(pair: tuple[EngineSide
     for number in range(4):
         kept(d, [3 * number, 3 * number + 1, 3 * number + 2], name=f"turn {number}")
     assert not d.scheduler.has_pending_block_frees()
-    d.scheduler.want_blocks(4)
+    d.scheduler.reclaim_blocks(4)
     assert d.scheduler.has_pending_block_frees()
-    d.scheduler.want_blocks(4)
+    d.scheduler.reclaim_blocks(4)
     step_until(lambda: not d.scheduler.has_pending_block_frees(), d)
     assert d.seen.finished_sending == {"turn 0", "turn 1"}
-    assert counted(d, "kept_turns_evicted") == [2]
+    assert counted(d, "retained_turns_evicted") == [2]
 
 
 def test_a_turn_that_is_being_read_is_waited_for_and_the_next_oldest_goes_too(pair: tuple[EngineSide, EngineSide]) -> None:
@@ -320,10 +320,10 @@ def test_a_turn_that_is_being_read_is_waited_for_and_the_next_oldest_goes_too(pa
     request = arrive(p, kept(d))
     kept(d, [10, 11, 12], name="younger")
     assert answered(p, d, request) == (10, True)
-    d.scheduler.want_blocks(3)
+    d.scheduler.reclaim_blocks(3)
 
     def asks_again() -> bool:
-        d.scheduler.want_blocks(3)
+        d.scheduler.reclaim_blocks(3)
         return "younger" in d.seen.finished_sending
 
     step_until(asks_again, d)
@@ -344,7 +344,7 @@ def test_a_load_that_fails_late_may_be_made_up_for(pair: tuple[EngineSide, Engin
     step_until(lambda: "next" in p.seen.finished_recving, p)
     assert p.seen.failed_recving == {"next"}
     assert p.scheduler.is_load_optional("next")
-    assert counted(p, "reuse_failed_pulls", "reuse_pulls") == [1, 0]
+    assert counted(p, "reuse_failed_loads", "reuse_loads") == [1, 0]
     request.status = RequestStatus.FINISHED_ABORTED
     p.scheduler.request_finished(request, [])
     assert not p.scheduler.is_load_optional("next")
@@ -375,38 +375,38 @@ def test_a_turn_nobody_comes_for_lapses(network: MemoryNetwork, sides: list[Engi
     [d] = sides
     kept(d)
     step_until(lambda: "turn" in d.seen.finished_sending, d)
-    assert counted(d, "kept_turns_lapsed", "kv_expired_reqs") == [1, 0]
+    assert counted(d, "retained_turns_expired", "kv_expired_reqs") == [1, 0]
 
 
 def test_a_router_can_hand_a_kept_turn_back(network: MemoryNetwork, pair: tuple[EngineSide, EngineSide]) -> None:
     _, d = pair
     params = kept(d)
-    control = MemoryControlPlane(network)
+    control = MemoryControlTransport(network)
     control.send(f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(Release(params["ticket"])))
     step_until(lambda: "turn" in d.seen.finished_sending, d)
     control.close()
 
 
-def ask(control: MemoryControlPlane, params: dict[str, Any], word: str) -> Turn:
-    control.send(f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(AskTurn(1, word)))
+def ask(control: MemoryControlTransport, params: dict[str, Any], turn_id: str) -> RetainedTurnReply:
+    control.send(f"tcp://{params['remote_host']}:{params['remote_port']}", codec.encode(RetainedTurnRequest(1, turn_id)))
     for _ in range(100):
         for news in control.poll(DEADLINE_S / 100):
             assert isinstance(news, Received)
             answer = codec.decode(news.frame)
-            assert isinstance(answer, Turn)
+            assert isinstance(answer, RetainedTurnReply)
             return answer
     raise AssertionError("no answer")
 
 
 def test_a_router_is_told_what_was_kept_of_its_turn_until_it_is_gone(network: MemoryNetwork, pair: tuple[EngineSide, EngineSide]) -> None:
     _, d = pair
-    control = MemoryControlPlane(network)
+    control = MemoryControlTransport(network)
     params = kept(d, params={"conversation": WORD})
     assert json.loads(ask(control, params, WORD).params) == params
-    assert ask(control, params, "another word") == Turn(1, "another word")
-    d.scheduler.want_blocks(1)
+    assert ask(control, params, "another word") == RetainedTurnReply(1, "another word")
+    d.scheduler.reclaim_blocks(1)
     step_until(lambda: "turn" in d.seen.finished_sending, d)
-    assert ask(control, params, WORD) == Turn(1, WORD)
+    assert ask(control, params, WORD) == RetainedTurnReply(1, WORD)
     control.close()
 
 

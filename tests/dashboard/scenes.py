@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 
 from kvferry.router.dashboard_state import InstanceFacts, RouterFacts
-from kvferry.router.instance_metrics import MetricsWatch, read_metrics
-from kvferry.router.timeline import Ending, Mark, RecentRequests
-from kvferry.router.vital_signs import VitalSigns
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.router.instance_metrics import MetricsWatcher, read_metrics
+from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
+from kvferry.router.vital_signs import TimeSeries
+from kvferry.web.handover_records import TransferRecord
 
 __all__ = ["NOW", "Scene", "busy_scene", "hostile_scene", "large_scene"]
 
@@ -21,14 +21,14 @@ class Scene:
 
     router: RouterFacts = field(default_factory=lambda: RouterFacts("0.6.0", 7260.0))
     instances: list[InstanceFacts] = field(default_factory=list)
-    signs: VitalSigns = field(default_factory=VitalSigns)
+    time_series: TimeSeries = field(default_factory=TimeSeries)
     recent: RecentRequests = field(default_factory=RecentRequests)
-    records: dict[str, list[HandoverRecord]] = field(default_factory=dict)
+    records: dict[str, list[TransferRecord]] = field(default_factory=dict)
     now: float = NOW
 
 
-def watch(page: bytes, moved_per_s: int = 0, tokens_per_s: int = 0) -> MetricsWatch:
-    made = MetricsWatch()
+def watcher(page: bytes, moved_per_s: int = 0, tokens_per_s: int = 0) -> MetricsWatcher:
+    made = MetricsWatcher()
     for at, factor in ((NOW - 2.5, 0), (NOW - 0.5, 2)):
         grown = b"kvferry:transfer_bytes_total %d\nvllm:generation_tokens_total %d\n" % (
             50_000_000_000 + factor * moved_per_s,
@@ -41,7 +41,7 @@ def watch(page: bytes, moved_per_s: int = 0, tokens_per_s: int = 0) -> MetricsWa
 def engine_page(running: int, waiting: int, usage: float, leases: int, blocks: int, pulls: int, mode: str = "pull") -> bytes:
     return (
         f'vllm:num_requests_running{{model_name="tiny"}} {running}\nvllm:num_requests_waiting {waiting}\nvllm:kv_cache_usage_perc {usage}\n'
-        f"kvferry:num_leases {leases}\nkvferry:num_held_blocks {blocks}\nkvferry:num_pulls {pulls}\nkvferry:transfers_total 81723\n"
+        f"kvferry:num_leases {leases}\nkvferry:num_held_blocks {blocks}\nkvferry:num_transfers {pulls}\nkvferry:transfers_total 81723\n"
         f'vllm:nixl_num_failed_transfers_total 2\nvllm:nixl_num_kv_expired_reqs_total 1\nkvferry:transfer_mode{{mode="{mode}"}} 1\n'
     ).encode()
 
@@ -61,8 +61,8 @@ def busy_scene() -> Scene:
         )
     )
     scene.instances = [
-        InstanceFacts("10.0.0.11:8100", "prefill", "healthy", 7, watch=watch(engine_page(6, 2, 0.71, 14, 896, 0), 0, 0)),
-        InstanceFacts("10.0.0.12:8100", "prefill", "healthy", 5, watch=watch(engine_page(5, 0, 0.44, 9, 512, 0), 0, 0)),
+        InstanceFacts("10.0.0.11:8100", "prefill", "healthy", 7, watcher=watcher(engine_page(6, 2, 0.71, 14, 896, 0), 0, 0)),
+        InstanceFacts("10.0.0.12:8100", "prefill", "healthy", 5, watcher=watcher(engine_page(5, 0, 0.44, 9, 512, 0), 0, 0)),
         InstanceFacts(
             "10.0.0.13:8100",
             "prefill",
@@ -72,53 +72,55 @@ def busy_scene() -> Scene:
             last_error="prefill instance http://10.0.0.13:8100 failed: it cannot be reached (Connection refused)",
             returns_in_s=6.2,
         ),
-        InstanceFacts("10.0.0.21:8200", "decode", "healthy", 15, watch=watch(engine_page(15, 0, 0.93, 0, 0, 3), 310_000_000, 1510)),
-        InstanceFacts("10.0.0.22:8200", "decode", "half_open", 1, failures=1, watch=watch(engine_page(1, 0, 0.12, 0, 0, 1), 4_000_000, 60)),
-        InstanceFacts("10.0.0.23:8200", "decode", "draining", 4, watch=watch(engine_page(4, 0, 0.31, 0, 0, 0), 0, 240)),
+        InstanceFacts("10.0.0.21:8200", "decode", "healthy", 15, watcher=watcher(engine_page(15, 0, 0.93, 0, 0, 3), 310_000_000, 1510)),
+        InstanceFacts(
+            "10.0.0.22:8200", "decode", "half_open", 1, failures=1, watcher=watcher(engine_page(1, 0, 0.12, 0, 0, 1), 4_000_000, 60)
+        ),
+        InstanceFacts("10.0.0.23:8200", "decode", "draining", 4, watcher=watcher(engine_page(4, 0, 0.31, 0, 0, 0), 0, 240)),
     ]
-    _five_minutes(scene.signs)
+    _five_minutes(scene.time_series)
     _requests(scene)
     return scene
 
 
-def _five_minutes(signs: VitalSigns) -> None:
+def _five_minutes(time_series: TimeSeries) -> None:
     for second in range(299):
         at = NOW - 299 + second
         wave = 1 + 0.35 * math.sin(second / 23) + 0.1 * math.sin(second / 3.1)
         is_bad = 190 <= second < 203
         for number in range(int(38 * wave)):
-            signs.note_end(at, 2_200, is_error=is_bad and number % 5 == 0)
+            time_series.note_end(at, 2_200, is_error=is_bad and number % 5 == 0)
         for number in range(24):
             slow = 4.0 if number == 23 and is_bad else 1.6 if number == 23 else 1.0
-            signs.note_ttft(0.085 * wave * slow * (2 if is_bad else 1), at)
-            signs.note_handover(0.011 * wave * slow, at)
-        signs.note_engines(int(1800 * wave), int(314_000_000 * wave), at)
+            time_series.note_ttft(0.085 * wave * slow * (2 if is_bad else 1), at)
+            time_series.note_handover(0.011 * wave * slow, at)
+        time_series.note_instances(int(1800 * wave), int(314_000_000 * wave), at)
 
 
 def _requests(scene: Scene) -> None:
     recent = scene.recent
     failed = recent.begin("cmpl-failed", "/v1/completions", NOW - 41)
-    failed.mark(Mark.ADMITTED, NOW - 40.9)
+    failed.mark(RequestEvent.ADMITTED, NOW - 40.9)
     for number in (11, 12):
-        failed.mark(Mark.PREFILL_BEGAN, NOW - 40.9 + number / 100, f"10.0.0.{number}:8100")
-        failed.mark(Mark.PREFILL_FAILED, NOW - 40.8 + number / 100, "it closed the connection in the middle of an answer")
-    recent.end(failed, Ending.FAILED, 502, NOW - 40.6, "prefill instance http://10.0.0.12:8100 failed: it closed the connection")
+        failed.mark(RequestEvent.PREFILL_BEGAN, NOW - 40.9 + number / 100, f"10.0.0.{number}:8100")
+        failed.mark(RequestEvent.PREFILL_FAILED, NOW - 40.8 + number / 100, "it closed the connection in the middle of an answer")
+    recent.end(failed, RequestOutcome.FAILED, 502, NOW - 40.6, "prefill instance http://10.0.0.12:8100 failed: it closed the connection")
     for number in range(37):
         refused = recent.begin(f"cmpl-refused-{number}", "/v1/completions", NOW - 110)
-        recent.end(refused, Ending.REFUSED, 503, NOW - 110 + number / 10, "the queue is full; try again in a second")
+        recent.end(refused, RequestOutcome.REFUSED, 503, NOW - 110 + number / 10, "the queue is full; try again in a second")
     told(scene)
     for number in range(12):
         at = NOW - 3 - number * 0.7
         one = recent.begin(f"chatcmpl-{0xA3F0 + number:08x}", "/v1/chat/completions", at)
         one.conversation = f"conversation-{number}" if number % 3 == 0 else ""
-        one.mark(Mark.ADMITTED, at + 0.002)
-        one.mark(Mark.PREFILL_BEGAN, at + 0.002, "10.0.0.11:8100" if number % 2 else "10.0.0.12:8100")
-        one.mark(Mark.PREFILL_ENDED, at + 0.075)
-        one.mark(Mark.DECODE_BEGAN, at + 0.075, "10.0.0.21:8200")
-        one.mark(Mark.FIRST_TOKEN, at + 0.089)
+        one.mark(RequestEvent.ADMITTED, at + 0.002)
+        one.mark(RequestEvent.PREFILL_BEGAN, at + 0.002, "10.0.0.11:8100" if number % 2 else "10.0.0.12:8100")
+        one.mark(RequestEvent.PREFILL_ENDED, at + 0.075)
+        one.mark(RequestEvent.DECODE_BEGAN, at + 0.075, "10.0.0.21:8200")
+        one.mark(RequestEvent.FIRST_TOKEN, at + 0.089)
         if number > 3:
             one.relayed_bytes = 2_200
-            recent.end(one, Ending.ANSWERED, 200, at + 1.9)
+            recent.end(one, RequestOutcome.ANSWERED, 200, at + 1.9)
     recent.errors.note(0, "prefill instance http://10.0.0.13:8100 was ejected after 5 failures in a row", NOW - 12)
 
 
@@ -127,17 +129,17 @@ def told(scene: Scene) -> None:
     for name in ("told", "untold"):
         one = scene.recent.begin(name, "/v1/completions", NOW - 20)
         for mark, after, about in (
-            (Mark.ADMITTED, 0.1, None),
-            (Mark.PREFILL_BEGAN, 0.1, "10.0.0.11:8100"),
-            (Mark.PREFILL_ENDED, 0.4, None),
-            (Mark.DECODE_BEGAN, 0.4, "10.0.0.21:8200"),
-            (Mark.FIRST_TOKEN, 0.8, None),
+            (RequestEvent.ADMITTED, 0.1, None),
+            (RequestEvent.PREFILL_BEGAN, 0.1, "10.0.0.11:8100"),
+            (RequestEvent.PREFILL_ENDED, 0.4, None),
+            (RequestEvent.DECODE_BEGAN, 0.4, "10.0.0.21:8200"),
+            (RequestEvent.FIRST_TOKEN, 0.8, None),
         ):
             one.mark(mark, NOW - 20 + after, about)
         one.relayed_bytes = 18_400
-        scene.recent.end(one, Ending.ANSWERED, 200, NOW - 19)
+        scene.recent.end(one, RequestOutcome.ANSWERED, 200, NOW - 19)
     scene.records["told"] = [
-        HandoverRecord(
+        TransferRecord(
             request_id="cmpl-told-0",
             age_s=19.6,
             attached_s=0.05,
@@ -148,8 +150,8 @@ def told(scene: Scene) -> None:
             scheduled_s=0.32,
             first_token_s=0.39,
             bytes=12_582_912,
-            pieces=96,
-            plane="shm",
+            segments=96,
+            transport="shm",
         )
     ]
 
@@ -157,7 +159,7 @@ def told(scene: Scene) -> None:
 def hostile_scene() -> Scene:
     """Everything that somebody else chose is markup, or endless."""
     scene = Scene(RouterFacts(HOSTILE, 1.0, policies={HOSTILE: HOSTILE}))
-    odd = MetricsWatch()
+    odd = MetricsWatcher()
     odd.note(
         read_metrics(
             b'vllm:num_requests_running{model_name="<b>m</b>"} 1\nkvferry:transfer_mode{mode="<i>x</i>"} 1\nkvferry:num_leases 1\n'
@@ -165,16 +167,16 @@ def hostile_scene() -> Scene:
         NOW,
     )
     scene.instances = [
-        InstanceFacts(HOSTILE, HOSTILE, HOSTILE, last_error=HOSTILE * 40, watch=odd),
-        InstanceFacts("x" * 5000, "decode", "healthy", watch=odd),
+        InstanceFacts(HOSTILE, HOSTILE, HOSTILE, last_error=HOSTILE * 40, watcher=odd),
+        InstanceFacts("x" * 5000, "decode", "healthy", watcher=odd),
         InstanceFacts("x" * 5000, "decode", "healthy"),
     ]
     for name in (HOSTILE, "__proto__", "../../state", "a/b?c#d", "y" * 2000):
         one = scene.recent.begin(name, HOSTILE, NOW - 5)
         one.fallback = one.conversation = HOSTILE
-        one.mark(Mark.PREFILL_BEGAN, NOW - 4, HOSTILE)
-        one.mark(Mark.PREFILL_FAILED, NOW - 3, HOSTILE)
-        scene.recent.end(one, Ending.FAILED, 502, NOW - 2, HOSTILE + name)
+        one.mark(RequestEvent.PREFILL_BEGAN, NOW - 4, HOSTILE)
+        one.mark(RequestEvent.PREFILL_FAILED, NOW - 3, HOSTILE)
+        scene.recent.end(one, RequestOutcome.FAILED, 502, NOW - 2, HOSTILE + name)
     return scene
 
 
@@ -186,7 +188,7 @@ def large_scene(num_instances: int = 100) -> Scene:
             "prefill" if number % 3 else "decode",
             ("healthy", "healthy", "healthy", "ejected")[number % 4],
             number,
-            watch=watch(engine_page(number, 0, number / 100, number, number * 10, 0)),
+            watcher=watcher(engine_page(number, 0, number / 100, number, number * 10, 0)),
         )
         for number in range(num_instances)
     ]

@@ -65,7 +65,7 @@ class Stage:
         if not self._is_let_in(request):
             return web.Response(status=401, body=b"{}", headers=dict(DATA_HEADERS))
         scene = self.scene
-        state = build_state(scene.router, scene.instances, scene.signs, scene.recent, scene.now)
+        state = build_state(scene.router, scene.instances, scene.time_series, scene.recent, scene.now)
         return web.Response(status=self.status, body=encode_state(state), headers=dict(DATA_HEADERS))
 
     async def _request(self, request: web.Request) -> web.Response:

@@ -12,8 +12,8 @@ from tests.dashboard.browser import Page, open_page
 from tests.dashboard.scenes import HOSTILE, NOW, Scene, busy_scene, hostile_scene, large_scene
 from tests.dashboard.stage import Stage, raise_stage
 
-from kvferry.router.instance_metrics import MetricsWatch
-from kvferry.router.timeline import Ending, Mark
+from kvferry.router.instance_metrics import MetricsWatcher
+from kvferry.router.timeline import RequestEvent, RequestOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def test_instances_are_shown_with_role_health_and_load(browser: int) -> None:
 def test_leases_and_transfers_are_shown_for_instances_that_tell(browser: int) -> None:
     async def play(stage: Stage, page: Page) -> None:
         shown = await page.run(rows("kv"))
-        assert [row[0] for row in shown] == [one.name for one in stage.scene.instances if one.watch is not None]
+        assert [row[0] for row in shown] == [one.name for one in stage.scene.instances if one.watcher is not None]
         assert shown[0][2:5] == ["14", "896", "0"]
         assert shown[2][4:8] == ["3", "296 MiB/s", "81.7 k", "47.1 GiB"]
         assert await page.texts("#kv-sum") == ["23 leases on 1408 blocks, 4 transfers under way"]
@@ -88,9 +88,9 @@ def test_the_page_follows_the_fleet(browser: int) -> None:
 def test_plots_have_a_point_for_every_second_that_has_a_value(browser: int) -> None:
     scene = Scene()
     for second in range(10):
-        scene.signs.note_end(NOW - 10 + second, relayed_bytes=100)
+        scene.time_series.note_end(NOW - 10 + second, relayed_bytes=100)
         if second in (1, 5, 6):
-            scene.signs.note_ttft(0.4, NOW - 10 + second)
+            scene.time_series.note_ttft(0.4, NOW - 10 + second)
 
     async def play(stage: Stage, page: Page) -> None:
         counts = await page.run(
@@ -113,7 +113,7 @@ def test_a_plot_tells_the_second_under_the_cursor_and_under_the_arrow_keys(brows
     scene = Scene()
     for second in range(10):
         for _ in range(second):
-            scene.signs.note_end(NOW - 10 + second, relayed_bytes=100)
+            scene.time_series.note_end(NOW - 10 + second, relayed_bytes=100)
 
     async def play(stage: Stage, page: Page) -> None:
         await page.run("document.querySelector('figure svg').focus()")
@@ -140,7 +140,7 @@ def test_a_timeline_shows_its_phases_in_order_and_to_scale(browser: int) -> None
         began = [0, 0.1, 0.4, 0.45, 0.5, 0.65, 0.7, 0.72, 0.8]
         assert [bar[1] for bar in bars] == pytest.approx(began, abs=0.005)
         assert [bar[2] for bar in bars] == pytest.approx([b - a for a, b in zip(began, [*began[1:], 1.0], strict=True)], abs=0.005)
-        assert bars[4][3] == "10.0.0.21:8200, 12,582,912 bytes in 96 pieces by shm"
+        assert bars[4][3] == "10.0.0.21:8200, 12,582,912 bytes in 96 segments by shm"
         assert await page.texts("#timeline-note") == [""]
 
     perform(browser, busy_scene(), play, "#request=told")
@@ -159,14 +159,14 @@ def test_a_request_is_opened_by_a_click_followed_to_its_end_and_closed(browser: 
     async def play(stage: Stage, page: Page) -> None:
         scene = stage.scene
         one = scene.recent.begin("<live>", "/v1/completions", NOW - 2)
-        one.mark(Mark.PREFILL_BEGAN, NOW - 1, "p")
+        one.mark(RequestEvent.PREFILL_BEGAN, NOW - 1, "p")
         await page.until(rows("requests"), lambda found: any(row[0] == "<live>" for row in found))
         await page.run("[...document.querySelectorAll('#requests button')].find(b => b.textContent === '<live>').id = 'wanted'")
         await page.click("#wanted")
         bars = await page.until(BARS, lambda found: len(found) == 2)
         assert [bar[0] for bar in bars] == ["queued", "prefill"]
-        one.mark(Mark.PREFILL_ENDED, NOW)
-        scene.recent.end(one, Ending.FAILED, 502, NOW, "<b>no</b>")
+        one.mark(RequestEvent.PREFILL_ENDED, NOW)
+        scene.recent.end(one, RequestOutcome.FAILED, 502, NOW, "<b>no</b>")
         await page.until("document.getElementById('timeline-facts').textContent", lambda text: "failed with status 502" in text)
         assert "<b>no</b>" in (await page.texts("#timeline-facts"))[0]
         await page.click("#timeline-close")
@@ -367,7 +367,7 @@ def test_everything_that_can_be_used_can_be_reached_by_keyboard_and_has_a_name(b
 
 def test_silence_of_metrics_is_shown_as_silence_and_not_as_nothing(browser: int) -> None:
     scene = busy_scene()
-    scene.instances = [replace(one, watch=MetricsWatch()) for one in scene.instances]
+    scene.instances = [replace(one, watcher=MetricsWatcher()) for one in scene.instances]
 
     async def play(stage: Stage, page: Page) -> None:
         assert {cell for row in await page.run(rows("instances")) for cell in row[4:8]} == {"–"}

@@ -30,11 +30,11 @@ async def told(request: Any, body: dict[str, Any]) -> Any:
             "read_ended_s": 0.0,
             "bytes": 7,
         }
-        return aiohttp.web.json_response({"transfers": [{**record, "pieces": 1, "plane": "shm", "confirmed_s": 0.0}]})
+        return aiohttp.web.json_response({"transfers": [{**record, "segments": 1, "transport": "shm", "confirmed_s": 0.0}]})
     return await completes(request, body)
 
 
-async def watch(browser: int, s: Stage, page: Page, hash_: str = "") -> None:
+async def watcher(browser: int, s: Stage, page: Page, hash_: str = "") -> None:
     await page.resize(1280, 900)
     await page.open(f"{s.url}/dashboard{hash_}")
     await page.until(LIVE)
@@ -45,7 +45,7 @@ def test_requests_instances_and_errors_of_a_real_router_are_on_its_page(browser:
         async with stage([prefills, drops_connection], [told], probe_interval_s=0.2) as s, open_page(browser) as page:
             assert (await s.post(ASK, X_Request_Id="a:1"))[0] == 200
             assert (await s.post(ASK, X_Request_Id="a:2"))[0] == 502
-            await watch(browser, s, page, "#request=a%3A1")
+            await watcher(browser, s, page, "#request=a%3A1")
             shown = {row[0]: row for row in await page.run(rows("requests"))}
             assert (shown["a:1"][1:3], shown["a:2"][1:3]) == (["answered", "200"], ["failed", "502"])
             assert shown["a:1"][6:8] == [f"http://127.0.0.1:{s.p.port}", f"http://127.0.0.1:{s.d.port}"]
@@ -58,7 +58,7 @@ def test_requests_instances_and_errors_of_a_real_router_are_on_its_page(browser:
             assert [phase[0] for phase in phases if phase[0] != "received"] == [
                 "queued", "prefill", "lease", "blocks", "transfer", "confirm", "first token", "streaming",
             ]  # fmt: skip
-            assert any("7 bytes in 1 pieces by shm" in phase[1] for phase in phases)
+            assert any("7 bytes in 1 segments by shm" in phase[1] for phase in phases)
             await page.until("document.querySelector('path[data-column=requests]').dataset.points > 0")
             assert page.problems == page.failed_loads == []
             assert [url for url in page.asked if not url.startswith((f"{s.url}/dashboard", "data:,"))] == []
@@ -72,7 +72,7 @@ def test_a_d_that_tells_nothing_is_said_to_tell_nothing(browser: int) -> None:
         async with stage(prefills, d) as s, open_page(browser) as page:
             s.d.behaviour = unless_transfers(d)
             assert (await s.post({**ASK, "stream": True}, X_Request_Id="b"))[0] == 200
-            await watch(browser, s, page, "#request=b")
+            await watcher(browser, s, page, "#request=b")
             assert [phase[0] for phase in await page.until(PHASES)] == ["queued", "prefill", "decode", "streaming"]
             assert "does not say" in (await page.texts("#timeline-note"))[0]
             assert "relayed" in (await page.texts("#timeline-facts"))[0]

@@ -1,4 +1,4 @@
-"""One made model for all end-to-end tests, and engines that several tests share, because starting one takes seconds."""
+"""One generated model for all end-to-end tests, and engines that several tests share, because starting one takes seconds."""
 
 import random
 from collections.abc import Iterator
@@ -49,11 +49,11 @@ class Pair:
 
 @dataclass
 class Network:
-    """P and two D, one of either policy, on hosts of their own; KV goes by TCP, over a plane of our own or NIXL."""
+    """P and two D, one of either policy, on hosts of their own; KV goes by TCP, over a transport of our own or NIXL."""
 
     hosts: Hosts
     cluster: Cluster
-    plane: str
+    transport: str
     decoders: dict[str, Engine]
     """By policy."""
     p: Engine = field(init=False)
@@ -80,7 +80,7 @@ class Network:
             self.hosts[0].hurry()
 
     def replace_p(self) -> None:
-        """Another life of it, on the same host and with the same engine id."""
+        """Another incarnation of it, on the same host and with the same engine id."""
         self.p.kill()
         self.cluster.dismiss(self.p.process)
         self.p = self.start_p(self.p.address.port)
@@ -88,21 +88,21 @@ class Network:
     def start_p(self, port: int = 0) -> Engine:
         """So small that a few prompts are enough to give every block to somebody else."""
         small = ("--num-gpu-blocks-override", "120")
-        return self.cluster.serve("prefill", *small, extra=networked(self.plane), engine_id="p", port=port, at=self.hosts[0]).ready()
+        return self.cluster.serve("prefill", *small, extra=networked(self.transport), engine_id="p", port=port, at=self.hosts[0]).ready()
 
 
-def networked(plane: str) -> dict[str, object]:
-    return {**NETWORKED, "planes": [plane]}
+def networked(transport: str) -> dict[str, object]:
+    return {**NETWORKED, "transports": [transport]}
 
 
 @contextmanager
-def connected(plane: str, directory: Path, model: Path) -> Iterator[Network]:
+def connected(transport: str, directory: Path, model: Path) -> Iterator[Network]:
     with Hosts.opened(3) as hosts, Cluster(directory, model) as cluster:
         starting = {
-            policy: cluster.serve(f"decode {policy}", extra=networked(plane), policy=policy, at=hosts[number])
+            policy: cluster.serve(f"decode {policy}", extra=networked(transport), policy=policy, at=hosts[number])
             for number, policy in enumerate(("fail", "recompute"), 1)
         }
-        yield Network(hosts, cluster, plane, {policy: process.ready() for policy, process in starting.items()})
+        yield Network(hosts, cluster, transport, {policy: process.ready() for policy, process in starting.items()})
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ from uuid import uuid4
 import aiohttp
 from tests.e2e.harness import Engine, Prompt, ask, metrics, until
 
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
 from kvferry.ports.control import Received
 from kvferry.protocol import codec
-from kvferry.protocol.messages import AskTurn, Turn
+from kvferry.protocol.messages import RetainedTurnReply, RetainedTurnRequest
 
-__all__ = ["BLOCK", "PULLED", "Talk", "Told", "ask_side_channel", "blocks", "kept_turns", "says", "side_channel_of", "take_turn"]
+__all__ = ["BLOCK", "PULLED", "Talk", "Told", "ask_side_channel", "blocks", "retained_turns", "says", "side_channel_of", "take_turn"]
 
 BLOCK = 16
-PULLED, BYTES = "kvferry:reuse_pulled_tokens_total", "kvferry:reuse_pulled_bytes_total"
+PULLED, BYTES = "kvferry:reuse_loaded_tokens_total", "kvferry:reuse_loaded_bytes_total"
 ANSWER_TOKENS = 24
 _rng = random.Random("conversations")
 
@@ -121,11 +121,11 @@ class Talk:
         return told
 
 
-async def kept_turns(session: aiohttp.ClientSession, d: Engine, num_turns: int) -> None:
+async def retained_turns(session: aiohttp.ClientSession, d: Engine, num_turns: int) -> None:
     async def are_kept() -> bool:
         # An engine that has nothing to do but wait tells its numbers with its next step.
         assert (await ask(session, d, Prompt((11, 12), max_tokens=1))).is_ok
-        return (await metrics(session, d))["kvferry:num_kept_turns"] == num_turns
+        return (await metrics(session, d))["kvferry:num_retained_turns"] == num_turns
 
     await until(f"{num_turns} turns are kept", are_kept)
 
@@ -145,13 +145,13 @@ async def ask_side_channel(address: str, secret: bytes, word: str, timeout_s: fl
 
 def _ask(address: str, secret: bytes, word: str, timeout_s: float) -> str | None:
     deadline = time.monotonic() + timeout_s
-    with closing(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))) as control:
-        control.send(f"tcp://{address}", codec.encode(AskTurn(7, word)))
+    with closing(ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))) as control:
+        control.send(f"tcp://{address}", codec.encode(RetainedTurnRequest(7, word)))
         while time.monotonic() < deadline:
             for news in control.poll(0.1):
                 if isinstance(news, Received):
                     answer = codec.decode(news.frame)
-                    assert isinstance(answer, Turn)
-                    assert (answer.nonce, answer.word) == (7, word)
+                    assert isinstance(answer, RetainedTurnReply)
+                    assert (answer.nonce, answer.turn_id) == (7, word)
                     return answer.params
     return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
 from kvferry.protocol import codec
 from kvferry.protocol.messages import WIRE_VERSION, Confirm, HandshakeRefused, HandshakeReply, HandshakeRequest, Refused, Release
 
@@ -58,21 +58,21 @@ def knock(host: str, port: int, times: int) -> list[socket.socket]:
 
 def send_as_member(secret: bytes, address: str) -> None:
     """What a member of the cluster with a bug would send: it has the keys, so all of it arrives. A good greeting is answered afterwards."""
-    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
         frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Confirm("e", "l", "r")), codec.encode(Release("forged"))]
         frames += [codec.encode(HandshakeRequest(n, version, rank)) for n, (version, rank) in enumerate([(0, 0), (1, 7), (1, -(2**60))])]
         for frame in frames:
-            plane.send(address, frame)
-        plane.send(address, codec.encode(HandshakeRequest(77, WIRE_VERSION, 0)))
+            transport.send(address, frame)
+        transport.send(address, codec.encode(HandshakeRequest(77, WIRE_VERSION, 0)))
         answers = []
         for _ in range(50):
-            answers += [codec.decode(news.frame) for news in plane.poll(0.2) if hasattr(news, "frame")]
+            answers += [codec.decode(news.frame) for news in transport.poll(0.2) if hasattr(news, "frame")]
             if any(isinstance(answer, HandshakeReply) and answer.nonce == 77 for answer in answers):
                 return
         raise AssertionError(f"no answer after the garbage, only {answers}")
     finally:
-        plane.close()
+        transport.close()
 
 
 def send_garbage(secret: bytes, address: str) -> int:
@@ -80,13 +80,15 @@ def send_garbage(secret: bytes, address: str) -> int:
     frames = [b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(Release("forged"))]
     # Each is for one kind of channel, which answers it, and out of place at the other.
     frames += [codec.encode(Confirm("e", "l", "r")), codec.encode(HandshakeRequest(7, WIRE_VERSION, 99))]
-    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
         for frame in frames:
-            plane.send(address, frame)
+            transport.send(address, frame)
         for _ in range(50):
-            if any(isinstance(codec.decode(news.frame), Refused | HandshakeRefused) for news in plane.poll(0.2) if hasattr(news, "frame")):
+            if any(
+                isinstance(codec.decode(news.frame), Refused | HandshakeRefused) for news in transport.poll(0.2) if hasattr(news, "frame")
+            ):
                 return len(frames) - 1
         raise AssertionError("no answer after the garbage")
     finally:
-        plane.close()
+        transport.close()

@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 import psutil
-from tests.nursery.nursery import Nursery
+from tests.nursery.nursery import ForkServer
 
-from kvferry.cli.processes import ChildProcess, ProcessGroup, Start, start_anew
+from kvferry.cli.processes import ChildProcess, ProcessGroup, ProcessStarter, spawn_process
 from kvferry.types import Address
 
 START_S = 90.0
@@ -25,7 +25,7 @@ REQUEST_S = 60.0
 SETTLE_S = 30.0
 LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
 """Whoever waits for long, for a lease to run out, looks less often after a while: every look costs the engines something."""
-OURS = Nursery(
+OURS = ForkServer(
     Path(sys.executable),
     ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.cli.planes", "kvferry.engine.api.serve", "kvferry.engine.core"),
 )
@@ -132,14 +132,14 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-class Household:
+class ProcessRegistry:
     """Owns child processes; whatever happens, nothing of it outlives the `with` block."""
 
-    def __init__(self, directory: Path, patience_s: float, *nurseries: Nursery) -> None:
-        """`patience_s`: how long each may take to end. `nurseries`: where those may come from whose interpreter is not our own."""
-        self._nurseries = (OURS, *nurseries)
-        self._group = ProcessGroup(directory, patience_s)
-        self._patience_s = patience_s
+    def __init__(self, directory: Path, grace_s: float, *forkservers: ForkServer) -> None:
+        """`grace_s`: how long each may take to end. `forkservers`: where those may come from whose interpreter is not our own."""
+        self._forkservers = (OURS, *forkservers)
+        self._group = ProcessGroup(directory, grace_s)
+        self._grace_s = grace_s
         self._children: list[ChildProcess] = []
 
     def __enter__(self) -> Self:
@@ -152,31 +152,31 @@ class Household:
         for child in self._children:
             if error is not None:
                 print(f"--- last lines of {child.name}", *child.tail(60), sep="\n")
-            child.close(self._patience_s)
+            child.close(self._grace_s)
         self._group.close()
 
     def add(self, name: str, command: list[str], environment: Mapping[str, str]) -> ChildProcess:
-        # Planes that tests open in this process set variables of these libraries; what a child finds is the operator's.
+        # Transports that tests open in this process set variables of these libraries; what a child finds is the operator's.
         ours = {name: value for name, value in os.environ.items() if name in GIVEN or not name.startswith(("UCX_", "NIXL_"))}
         child = ChildProcess(name, command, {**ours, **environment}, self.way_to_start(command))
         self._children.append(child)
         child.start(self._group.id)
         return child
 
-    def way_to_start(self, command: Sequence[str]) -> Start:
-        return next((nursery.start for nursery in self._nurseries if nursery.can_start(command)), start_anew)
+    def way_to_start(self, command: Sequence[str]) -> ProcessStarter:
+        return next((forkserver.start for forkserver in self._forkservers if forkserver.can_start(command)), spawn_process)
 
     def dismiss(self, child: ChildProcess) -> None:
         """End one early, or let go of one that has died."""
         self._children.remove(child)
-        child.close(self._patience_s)
+        child.close(self._grace_s)
 
 
-class Cluster(Household):
+class Cluster(ProcessRegistry):
     """Engines and routers of the embedded kind."""
 
     def __init__(self, directory: Path, model: Path) -> None:
-        super().__init__(directory / "group", patience_s=5.0)
+        super().__init__(directory / "group", grace_s=5.0)
         self._model = model
         self._secret = secrets.token_hex(32)
 
@@ -294,7 +294,7 @@ async def prefill(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt
 
 
 async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, float]:
-    """Samples by name, summed over labels, and by name{plane}."""
+    """Samples by name, summed over labels, and by name{transport}."""
     async with session.get(f"{engine.url}/metrics") as response:
         text = await response.text()
     found: dict[str, float] = {}
@@ -304,9 +304,9 @@ async def metrics(session: aiohttp.ClientSession, engine: Engine) -> dict[str, f
         name, _, value = line.rpartition(" ")
         plain, _, labels = name.partition("{")
         found[plain] = found.get(plain, 0.0) + float(value)
-        if 'plane="' in labels:
-            plane = labels.split('plane="')[1].split('"')[0]
-            found[f"{plain}/{plane}"] = float(value)
+        if 'transport="' in labels:
+            transport = labels.split('transport="')[1].split('"')[0]
+            found[f"{plain}/{transport}"] = float(value)
     return found
 
 

@@ -86,7 +86,7 @@ class Legs:
         return PushTicketKey(self.cluster.secret).sign(ticket)
 
     async def replace_p(self) -> None:
-        """Another life of it, at the same address and with the same engine id."""
+        """Another incarnation of it, at the same address and with the same engine id."""
         self.cluster.dismiss(self.p.process)
         self.p = self.shape.start_p(self.cluster, self.p.address.port).ready()
         self.coordinates = await coordinates(self.p)

@@ -1,6 +1,6 @@
 """A push in the middle: some of a prompt's KV has come to both D, the rest has not, and P stands still.
 
-Over planes of one host P is let run for a moment at a time, so that its chunks are far apart; between hosts the cable is slow.
+Over transports of one host P is let run for a moment at a time, so that its chunks are far apart; between hosts the cable is slow.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tests.e2e.harness import Answer, Prompt, assert_quiescent
 from tests.e2e.hosts import Hosts, skip_unless_possible
 from tests.e2e.push_legs import Legs, Shape, count_now
 
-__all__ = ["EXTRA", "LONG", "Midway", "Stage"]
+__all__ = ["EXTRA", "LONG", "PartialPush", "Stage"]
 
 LONG = 600
 """Tokens, 4 KiB each: many chunks, and several seconds at the rate below."""
@@ -39,7 +39,7 @@ EXTRA = {
 
 
 @dataclass
-class Midway:
+class PartialPush:
     prompt: Prompt
     prefilling: "asyncio.Task[Answer]"
     decoding: "dict[str, asyncio.Task[Answer]]"
@@ -58,26 +58,26 @@ class Midway:
 @dataclass
 class Stage:
     legs: Legs
-    plane: str
+    transport: str
     hosts: Hosts | None
     """None: all on one."""
     is_p_stopped: bool = False
 
     @classmethod
     @contextmanager
-    def opened(cls, plane: str, directory: Path, model: Path) -> Iterator["Stage"]:
+    def opened(cls, transport: str, directory: Path, model: Path) -> Iterator["Stage"]:
         """On one host."""
-        with Legs.opened(directory, model, Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL)) as legs:
-            yield cls(legs, plane, None)
+        with Legs.opened(directory, model, Shape({**EXTRA, "transports": [transport]}, CHUNKED, SMALL)) as legs:
+            yield cls(legs, transport, None)
 
     @classmethod
     @contextmanager
-    def between_hosts(cls, plane: str, directory: Path, model: Path) -> Iterator["Stage"]:
+    def between_hosts(cls, transport: str, directory: Path, model: Path) -> Iterator["Stage"]:
         skip_unless_possible()
         with Hosts.opened(3) as hosts:
-            shape = Shape({**EXTRA, "planes": [plane]}, CHUNKED, SMALL, hosts.members)
+            shape = Shape({**EXTRA, "transports": [transport]}, CHUNKED, SMALL, hosts.members)
             with Legs.opened(directory, model, shape) as legs:
-                yield cls(legs, plane, hosts)
+                yield cls(legs, transport, hosts)
 
     def stop_p(self) -> None:
         self.legs.p.pause()
@@ -94,7 +94,7 @@ class Stage:
         self.is_p_stopped = False
 
     @asynccontextmanager
-    async def midway(self, session: aiohttp.ClientSession) -> AsyncIterator[Midway]:
+    async def partial_push(self, session: aiohttp.ClientSession) -> AsyncIterator[PartialPush]:
         """Both legs have been begun, and the body runs in the middle. P is stopped, until the body continues it or its end."""
         with self._slow_cable():
             begun = await self._begin(session)
@@ -105,7 +105,7 @@ class Stage:
                 await begun.end()
 
     async def settle(self, session: aiohttp.ClientSession) -> None:
-        """Every block is free, and nothing is left at P's desk."""
+        """Every block is free, and nothing is left at P's matcher."""
         await assert_quiescent(session, *self.legs.engines)
         await self.legs.until_registered(session, 0)
 
@@ -120,7 +120,7 @@ class Stage:
         finally:
             self.hosts[0].hurry()
 
-    async def _begin(self, session: aiohttp.ClientSession) -> Midway:
+    async def _begin(self, session: aiohttp.ClientSession) -> PartialPush:
         """On a busy machine a request may be over before it is seen in the middle: then another."""
         for _ in range(ATTEMPTS):
             prompt, ticket = fresh(LONG), self.legs.ticket()
@@ -129,7 +129,7 @@ class Stage:
             await self.legs.until_registered(session, len(decoding))
             if self.hosts is None:
                 self.stop_p()
-            begun = Midway(prompt, asyncio.create_task(self.legs.prefill_leg(session, prompt, ticket)), decoding)
+            begun = PartialPush(prompt, asyncio.create_task(self.legs.prefill_leg(session, prompt, ticket)), decoding)
             try:
                 await self._go_on_until(partial(self._has_moved, session, begun, moved))
                 self.stop_p()
@@ -153,15 +153,15 @@ class Stage:
             if self.hosts is None:
                 self.stop_p()
 
-    async def _has_moved(self, session: aiohttp.ClientSession, begun: Midway, before: list[float]) -> bool:
+    async def _has_moved(self, session: aiohttp.ClientSession, begun: PartialPush, before: list[float]) -> bool:
         is_over = any(task.done() for task in begun.decoding.values())
         return is_over or all(now > then for now, then in zip(await self._moved(session), before, strict=True))
 
-    async def _is_midway(self, session: aiohttp.ClientSession, begun: Midway) -> bool:
+    async def _is_midway(self, session: aiohttp.ClientSession, begun: PartialPush) -> bool:
         return not any(task.done() for task in begun.decoding.values()) and await is_loading(session, self.legs.decoders.values())
 
     async def _moved(self, session: aiohttp.ClientSession) -> list[float]:
         """Bytes: what P's host has sent, beyond what it takes to talk; or what each D has got."""
         if self.hosts is not None:
             return [self.hosts[0].sent_bytes() // SOME_BYTES]
-        return [await count_now(session, d, f"kvferry:transfer_bytes_total/{self.plane}") for d in self.legs.decoders.values()]
+        return [await count_now(session, d, f"kvferry:transfer_bytes_total/{self.transport}") for d in self.legs.decoders.values()]

@@ -10,7 +10,7 @@ from tests.e2e.conftest import Fleet
 from tests.e2e.forgeries import forged_params, knock, malformed_params, send_as_member
 from tests.e2e.harness import Prompt, ask, assert_quiescent, metrics, new_session, post, prefill
 
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
 from kvferry.protocol import codec
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeRequest
 from kvferry.protocol.tickets import TicketKey
@@ -120,7 +120,7 @@ def test_a_stranger_without_the_secret_gets_no_answer(fleet: Fleet) -> None:
             params = await prefill(session, p, PROMPT)
             return f"tcp://{params['remote_host']}:{params['remote_port']}"
 
-    stranger = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(b"some other cluster's secret"))
+    stranger = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(b"some other cluster's secret"))
     try:
         stranger.send(asyncio.run(find()), codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)))
         assert not any(hasattr(news, "frame") for _ in range(5) for news in stranger.poll(0.2))

@@ -17,8 +17,8 @@ from tests.e2e.harness import Cluster, Engine
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ["The ferry crosses the river", "Once upon a time", "In the beginning", "A block of keys and values"]
-MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the ferry?"}]
+PROMPTS = ["The transfer worker crosses the river", "Once upon a time", "In the beginning", "A block of keys and values"]
+MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is the transfer worker?"}]
 FIXED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
 KEY = "sk-e2e-one"
 
@@ -72,15 +72,15 @@ def test_streams_bring_the_same_tokens_and_the_usage(client: OpenAI, alone: Open
     whole = alone.chat.completions.create(messages=MESSAGES, **FIXED)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
     assert [counts(chunk.usage) for chunk in chunks if chunk.usage] == [counts(whole.usage)]
-    pieces = list(client.completions.create(prompt=PROMPTS[0], **options))
-    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == complete(alone, PROMPTS[0])
-    assert len(pieces) > 2
+    segments = list(client.completions.create(prompt=PROMPTS[0], **options))
+    assert "".join(segment.choices[0].text for segment in segments if segment.choices) == complete(alone, PROMPTS[0])
+    assert len(segments) > 2
 
 
 def test_async_streams_at_once_do_not_mix(patient: Pair, alone: OpenAI) -> None:
     async def one(client: AsyncOpenAI, prompt: str) -> str:
         stream = await client.completions.create(prompt=prompt, stream=True, **FIXED)
-        return "".join([piece.choices[0].text async for piece in stream if piece.choices])
+        return "".join([segment.choices[0].text async for segment in stream if segment.choices])
 
     async def scene() -> list[str]:
         async with AsyncOpenAI(base_url=f"{patient.router.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:

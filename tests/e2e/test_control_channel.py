@@ -14,7 +14,7 @@ from tests.e2e.conftest import SHORT
 from tests.e2e.handovers import FAILED, FINISHED, assert_ended_well, assert_recovers, count, fresh, hand_over, is_loading
 from tests.e2e.harness import Cluster, Engine, ask, assert_quiescent, new_session
 
-from kvferry.testing.fault_proxy import Direction, FaultProxy, Side
+from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection, ProxySide
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -70,8 +70,10 @@ async def assert_nothing_comes_over(session: aiohttp.ClientSession, place: Place
     assert [await count(session, d, FINISHED) for d in place.decoders.values()] == finished
 
 
-@pytest.mark.parametrize("directions", [(), (Direction.TO_SERVER,), (Direction.TO_CLIENT,)], ids=["both ways", "towards P", "towards D"])
-def test_a_channel_that_stalls_is_as_the_death_of_p(place: Place, plain: Engine, directions: tuple[Direction, ...]) -> None:
+@pytest.mark.parametrize(
+    "directions", [(), (ProxyDirection.TO_SERVER,), (ProxyDirection.TO_CLIENT,)], ids=["both ways", "towards P", "towards D"]
+)
+def test_a_channel_that_stalls_is_as_the_death_of_p(place: Place, plain: Engine, directions: tuple[ProxyDirection, ...]) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
         place.channels.all(lambda proxy: proxy.stall(*directions))
         await assert_nothing_comes_over(session, place, plain)
@@ -85,7 +87,7 @@ def test_a_channel_that_is_reset_under_a_request_fails_it_and_the_next_works(pla
     async def story(session: aiohttp.ClientSession) -> None:
         prompt = fresh()
         right = await ask(session, plain, prompt)
-        place.channels.all(lambda proxy: proxy.stall(Direction.TO_CLIENT))
+        place.channels.all(lambda proxy: proxy.stall(ProxyDirection.TO_CLIENT))
         asked = {policy: asyncio.create_task(hand_over(session, place.p, d, prompt)) for policy, d in place.decoders.items()}
         while not await is_loading(session, place.decoders.values()):
             assert not any(task.done() for task in asked.values())
@@ -98,12 +100,12 @@ def test_a_channel_that_is_reset_under_a_request_fails_it_and_the_next_works(pla
 
 
 def test_a_half_open_channel_whose_server_is_gone_is_noticed_by_silence(place: Place, plain: Engine) -> None:
-    """D's connection looks good; the Confirm it sends is heard by nobody. The next request dials anew and works."""
+    """D's connection looks good; the Confirm it sends is heard by nobody. The next request dials again and works."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         prompt = fresh()
         right = await ask(session, plain, prompt)
-        place.channels.all(lambda proxy: proxy.vanish(Side.SERVER))
+        place.channels.all(lambda proxy: proxy.vanish(ProxySide.SERVER))
         answers = await asyncio.gather(*(hand_over(session, place.p, d, prompt) for d in place.decoders.values()))
         for policy, answer in zip(place.decoders, answers, strict=True):
             assert_ended_well(answer, right, policy, *SILENCE)
@@ -111,9 +113,9 @@ def test_a_half_open_channel_whose_server_is_gone_is_noticed_by_silence(place: P
     play(place, plain, story)
 
 
-@pytest.mark.parametrize("bad", [FaultProxy.reset, lambda proxy: proxy.vanish(Side.CLIENT)], ids=["reset", "half open, D gone"])
+@pytest.mark.parametrize("bad", [FaultProxy.reset, lambda proxy: proxy.vanish(ProxySide.CLIENT)], ids=["reset", "half open, D gone"])
 def test_a_channel_lost_between_requests_costs_nothing(place: Place, plain: Engine, bad: Callable[[FaultProxy], None]) -> None:
-    """D learns of it and dials anew, at the latest with the next request."""
+    """D learns of it and dials again, at the latest with the next request."""
 
     async def story(session: aiohttp.ClientSession) -> None:
         accepted = [proxy.num_accepted for proxy in place.channels.proxies]
@@ -130,7 +132,7 @@ def test_a_channel_cut_in_the_middle_of_a_handshake_fails_by_its_deadline(place:
 
     async def story(session: aiohttp.ClientSession) -> None:
         place.channels.all(FaultProxy.reset)
-        place.channels.all(lambda proxy: proxy.cut_after(100, Direction.TO_CLIENT))
+        place.channels.all(lambda proxy: proxy.cut_after(100, ProxyDirection.TO_CLIENT))
         await assert_nothing_comes_over(session, place, plain)
 
     play(place, plain, story)

@@ -20,7 +20,7 @@ from tests.e2e.harness import Cluster, Engine, assert_quiescent, metrics, new_se
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-BYTES = "kvferry:reuse_pulled_bytes_total"
+BYTES = "kvferry:reuse_loaded_bytes_total"
 REUSE = {**PATIENT, "bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
 _rng = random.Random("chats")
 

@@ -95,7 +95,7 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(shared: Cluster,
     async def check() -> None:
         async with new_session() as session:
             right = [await ask(session, plain, prompt) for prompt in prompts]
-            before = (await metrics(session, narrow)).get("kvferry:finished_pulls_total", 0)
+            before = (await metrics(session, narrow)).get("kvferry:finished_loads_total", 0)
             occupants = await occupied(session, narrow)
             params = [await prefill(session, p, prompt) for prompt in prompts]
             early = asyncio.create_task(ask(session, narrow, prompts[0], kv_transfer_params=params[0]))
@@ -111,7 +111,7 @@ def test_a_draining_prefill_side_serves_its_leases_to_their_end(shared: Cluster,
             await release(occupants)
             assert [await early, await late] == right
             assert right[0] != right[1], "different prompts must differ, or equality proves nothing"
-            assert (await metrics(session, narrow))["kvferry:finished_pulls_total"] == before + 2
+            assert (await metrics(session, narrow))["kvferry:finished_loads_total"] == before + 2
             await ended(p, family)
             await assert_quiescent(session, narrow)
 

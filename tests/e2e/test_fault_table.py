@@ -31,7 +31,7 @@ from tests.e2e.harness import (
     until,
 )
 
-from kvferry.testing.fault_proxy import Direction, FaultProxy
+from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -71,16 +71,16 @@ def test_an_answer_of_p_that_crosses_with_the_router_s_leaving_leaves_no_block_b
             expired = await count(session, p, EXPIRED)
             with FaultProxy(p.address, Address("127.0.0.1", 0)) as wire:
                 router = shared.proxy([Engine(p.process, wire.address)], [patient.d]).ready()
-                before = wire.carried_bytes(Direction.TO_SERVER)
+                before = wire.carried_bytes(ProxyDirection.TO_SERVER)
 
                 async def is_asked() -> bool:
-                    return wire.carried_bytes(Direction.TO_SERVER) > before + 1000
+                    return wire.carried_bytes(ProxyDirection.TO_SERVER) > before + 1000
 
                 p.pause()
                 try:
                     asking = asyncio.create_task(ask(session, router, fresh(300)))
                     await until("P has been asked", is_asked)
-                    wire.stall(Direction.TO_SERVER)
+                    wire.stall(ProxyDirection.TO_SERVER)
                     await leave(asking, after=is_asked)
                     await until("the router has left", lambda: _has_noticed(session, router))
                 finally:
@@ -234,10 +234,10 @@ def test_the_decode_side_survives_the_death_and_return_of_the_prefill_side(clust
                 return (await ask(session, router, prompts[0])).is_ok
 
             await until("the new P is used", is_back)
-            before = (await metrics(session, d))["kvferry:finished_pulls_total"]
+            before = (await metrics(session, d))["kvferry:finished_loads_total"]
             for prompt in prompts[40:]:
                 assert await ask(session, router, prompt) == reference[prompt.token_ids]
-            assert (await metrics(session, d))["kvferry:finished_pulls_total"] >= before + 20
+            assert (await metrics(session, d))["kvferry:finished_loads_total"] >= before + 20
             await assert_quiescent(session, second, d)
 
     asyncio.run(check())
@@ -258,7 +258,7 @@ def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(fleet:
     async def check() -> None:
         async with new_session() as session:
             prompts = [Prompt(tuple(random.Random(f"{policy} {n}").randrange(10, 500) for _ in range(250))) for n in range(4)]
-            before = (await metrics(session, d)).get("kvferry:failed_pulls_total", 0)
+            before = (await metrics(session, d)).get("kvferry:failed_loads_total", 0)
             # D knows P already, so that it could read at once when it wakes up.
             warm = Prompt(tuple(range(20, 60)))
             assert (await ask(session, d, warm, kv_transfer_params=await prefill(session, p, warm))).is_ok
@@ -277,7 +277,7 @@ def test_a_lease_that_ran_out_before_the_read_is_refused_never_read_wrong(fleet:
                 assert answer == await ask(session, p, prompts[0])
             # Neither is D's prefix cache poisoned.
             assert await ask(session, d, prompts[0]) == await ask(session, p, prompts[0])
-            assert (await metrics(session, d))["kvferry:failed_pulls_total"] == before + 1
+            assert (await metrics(session, d))["kvferry:failed_loads_total"] == before + 1
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
@@ -387,7 +387,7 @@ def test_every_wait_of_d_ends_by_its_own_deadline_which_the_error_and_the_log_na
                 channels.flow()
                 for d in (hasty, patient):
                     await assert_recovers(session, p, d, plain)
-                channels.all(lambda proxy: proxy.stall(Direction.TO_CLIENT))
+                channels.all(lambda proxy: proxy.stall(ProxyDirection.TO_CLIENT))
                 await assert_overdue(session, hasty, "did not confirm the read within 1.5 s")
                 channels.flow()
                 # The leases are 600 s: what D gave up was given back as soon as it could be told.

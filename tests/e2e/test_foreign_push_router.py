@@ -73,7 +73,7 @@ def test_tokens_equal_a_single_engines_in_either_order_and_two_of_one_id_are_nev
                 answers = await asyncio.gather(*(router.ask(session, prompt, is_serial) for prompt in PROMPTS[part]))
                 assert answers == expected[part]
             seen = await metrics(session, router.d)
-            assert (seen["kvferry:finished_pulls_total"], seen["kvferry:failed_pulls_total"]) == (len(PROMPTS), 0)
+            assert (seen["kvferry:finished_loads_total"], seen["kvferry:failed_loads_total"]) == (len(PROMPTS), 0)
             await assert_quiescent(session, router.p, router.d)
             same = await asyncio.gather(*(router.ask(session, prompt, is_serial=False, name="same") for prompt in PROMPTS[:6]))
             assert all(got == right or not got.is_ok for got, right in zip(same, expected[:6], strict=True))

@@ -1,4 +1,4 @@
-"""Engines that stage their KV in host memory, on one side or both, over every plane: a single engine's tokens, and nothing left behind.
+"""Engines that stage their KV in host memory, on one side or both, over every transport: a single engine's tokens, and nothing left behind.
 
 The embedded engine's cache is host memory itself, so staging is forced: the same copies, messages and waits as with a cache on a device.
 """
@@ -34,7 +34,7 @@ SIDES = {"prefill": ("staged", "direct"), "decode": ("direct", "staged"), "both"
 
 @dataclass(frozen=True)
 class Trio:
-    plane: str
+    transport: str
     sides: str
     p: Engine
     d: Engine
@@ -49,27 +49,27 @@ def expected(plain: Engine) -> list[Answer]:
 @dataclass(frozen=True)
 class Three:
     cluster: Cluster
-    plane: str
+    transport: str
     engines: dict[str, Engine]
     _pairs: dict[str, Trio] = field(default_factory=dict)
 
     def pair(self, sides: str) -> Trio:
         if sides not in self._pairs:
             p, d = (self.engines[name] for name in SIDES[sides])
-            self._pairs[sides] = Trio(self.plane, sides, p, d, self.cluster.proxy([p], [d]).ready())
+            self._pairs[sides] = Trio(self.transport, sides, p, d, self.cluster.proxy([p], [d]).ready())
         return self._pairs[sides]
 
 
 @pytest.fixture(scope="module", params=["shm", "nixl"])
 def three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Three]:
-    plane: str = request.param
-    with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
+    transport: str = request.param
+    with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
         ways = {"direct": {}, "staged": STAGED, "staged too": STAGED}
-        starting = {name: cluster.serve(name, extra={"planes": [plane], **PATIENT, **extra}) for name, extra in ways.items()}
+        starting = {name: cluster.serve(name, extra={"transports": [transport], **PATIENT, **extra}) for name, extra in ways.items()}
         engines = {name: process.ready() for name, process in starting.items()}
         for name, engine in engines.items():
             assert any("host buffer allocated" in line for line in engine.process.tail(1000)) == bool(ways[name])
-        yield Three(cluster, plane, engines)
+        yield Three(cluster, transport, engines)
 
 
 @pytest.fixture(params=SIDES)
@@ -86,10 +86,10 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
             assert [answer.status for answer in answers] == [200] * len(GREEDY)
             assert answers == expected
             after = await metrics(session, trio.d)
-            moved, pulled = (f"kvferry:transfer_bytes_total/{trio.plane}", "kvferry:finished_pulls_total")
+            moved, pulled = (f"kvferry:transfer_bytes_total/{trio.transport}", "kvferry:finished_loads_total")
             assert after[moved] > before.get(moved, 0)
             assert after[pulled] - before.get(pulled, 0) >= 20
-            assert after["kvferry:failed_pulls_total"] == before.get("kvferry:failed_pulls_total", 0)
+            assert after["kvferry:failed_loads_total"] == before.get("kvferry:failed_loads_total", 0)
             await assert_quiescent(session, trio.p, trio.d)
 
     asyncio.run(check())
@@ -112,7 +112,7 @@ def test_siblings_share_one_prefill(trio: Trio, plain: Engine) -> None:
 
 
 def test_bytes_that_are_corrupted_on_their_way_to_a_host_buffer_change_the_tokens(cluster: Cluster, plain: Engine) -> None:
-    """The negative control of the comparisons above: what D's engine uses came through the mirror."""
+    """The negative control of the comparisons above: what D's engine uses came through the host buffer."""
     faults = {"KVFERRY_FAULTS": "corrupt:every=1"}
     starting = [cluster.serve("prefill", extra=STAGED), cluster.serve("decode", extra=STAGED, environment=faults)]
     p, d = (process.ready() for process in starting)
@@ -131,7 +131,7 @@ def test_ranks_of_both_sides_wait_for_each_other(cluster: Cluster, expected: lis
     async def check() -> None:
         assert await ask_all(router, GREEDY) == expected
         async with new_session() as session:
-            assert (await metrics(session, d))["kvferry:failed_pulls_total"] == 0
+            assert (await metrics(session, d))["kvferry:failed_loads_total"] == 0
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())

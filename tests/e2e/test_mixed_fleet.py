@@ -48,8 +48,8 @@ def test_a_mixed_fleet_answers_like_a_single_engine_and_starts_both_legs_togethe
                 assert (await ask(session, router, Prompt(tuple(range(number, 200 + number))))).is_ok
             assert await at_once() == so_far + 4
             for engine in engines:
-                assert (await metrics(session, engine))["kvferry:failed_pulls_total"] == 0
-            served = [(await metrics(session, engine))["kvferry:finished_pulls_total"] for engine in engines]
+                assert (await metrics(session, engine))["kvferry:failed_loads_total"] == 0
+            served = [(await metrics(session, engine))["kvferry:finished_loads_total"] for engine in engines]
             assert served[:2] == [0, 0]
             assert all(served[2:])
             await assert_quiescent(session, *engines)

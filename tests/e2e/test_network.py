@@ -39,7 +39,7 @@ def play(story: Story, network: Network, plain: Engine) -> None:
         asyncio.run(whole())
     except BaseException:
         for engine in (network.p, *network.decoders.values()):
-            print("\n".join([f"last words of {engine.process.name}:", *engine.process.tail(30)]))
+            print("\n".join([f"last log lines of {engine.process.name}:", *engine.process.tail(30)]))
         raise
 
 

@@ -18,17 +18,17 @@ SIZES = [(p, d) for p in (1, 2) for d in (1, 2)]
 
 @dataclass(frozen=True)
 class Pushing:
-    plane: str
+    transport: str
     sizes: tuple[int, int]
     p: Engine
     d: Engine
     router: Engine
 
     async def moved(self, session: Any) -> tuple[float, float, float]:
-        """Bytes by the plane, transfers that ended well, and those that did not. Over tcp P writes, elsewhere D reads."""
-        seen, mover = await metrics(session, self.d), await metrics(session, self.p if self.plane == "tcp" else self.d)
-        ended = seen.get("kvferry:finished_pulls_total", 0), seen.get("kvferry:failed_pulls_total", 0)
-        return mover.get(f"kvferry:transfer_bytes_total/{self.plane}", 0), *ended
+        """Bytes by the transport, transfers that ended well, and those that did not. Over tcp P writes, elsewhere D reads."""
+        seen, mover = await metrics(session, self.d), await metrics(session, self.p if self.transport == "tcp" else self.d)
+        ended = seen.get("kvferry:finished_loads_total", 0), seen.get("kvferry:failed_loads_total", 0)
+        return mover.get(f"kvferry:transfer_bytes_total/{self.transport}", 0), *ended
 
     async def at_once(self, session: Any) -> float:
         """Requests whose legs the router started together."""
@@ -45,7 +45,7 @@ class Four:
     """Two prefill engines and two decode engines, one of each tensor-parallel size, and a router for each pair that was asked for."""
 
     cluster: Cluster
-    plane: str
+    transport: str
     prefill: dict[int, Engine]
     decode: dict[int, Engine]
     _pairs: dict[tuple[int, int], Pushing] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class Four:
     def pair(self, sizes: tuple[int, int]) -> Pushing:
         if sizes not in self._pairs:
             p, d = self.prefill[sizes[0]], self.decode[sizes[1]]
-            self._pairs[sizes] = Pushing(self.plane, sizes, p, d, self.cluster.proxy([p], [d]).ready())
+            self._pairs[sizes] = Pushing(self.transport, sizes, p, d, self.cluster.proxy([p], [d]).ready())
         return self._pairs[sizes]
 
 
-def start(cluster: Cluster, name: str, size: int, plane: str, environment: dict[str, str] | None = None, **settings: str) -> Starting:
-    extra = {"planes": [plane], **PATIENT, **settings}
+def start(cluster: Cluster, name: str, size: int, transport: str, environment: dict[str, str] | None = None, **settings: str) -> Starting:
+    extra = {"transports": [transport], **PATIENT, **settings}
     flags = ("--tensor-parallel-size", str(size))
     return cluster.serve(name, *flags, extra=extra, environment=environment, connector="NixlPushConnector")
 
@@ -70,12 +70,12 @@ def expected(plain: Engine) -> list[Answer]:
 
 @pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
 def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Four]:
-    plane: str = request.param
-    with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
-        starting = {(name, size): start(cluster, f"{name} {size}", size, plane) for name in ("prefill", "decode") for size in (1, 2)}
+    transport: str = request.param
+    with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
+        starting = {(name, size): start(cluster, f"{name} {size}", size, transport) for name in ("prefill", "decode") for size in (1, 2)}
         engines = {key: process.ready() for key, process in starting.items()}
         prefill, decode = ({size: engines[name, size] for size in (1, 2)} for name in ("prefill", "decode"))
-        yield Four(cluster, plane, prefill, decode)
+        yield Four(cluster, transport, prefill, decode)
 
 
 @pytest.fixture(params=SIZES, ids=str)
@@ -115,8 +115,8 @@ def test_several_choices_share_one_prefill(pushing: Pushing, plain: Engine) -> N
 
 def test_one_corrupted_block_in_transit_changes_the_tokens(four: Four) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
-    d = start(four.cluster, "corrupted decode", 1, four.plane, {"KVFERRY_FAULTS": "corrupt:every=1"}).ready()
-    made = Pushing(four.plane, (1, 1), four.prefill[1], d, four.cluster.proxy([four.prefill[1]], [d]).ready())
+    d = start(four.cluster, "corrupted decode", 1, four.transport, {"KVFERRY_FAULTS": "corrupt:every=1"}).ready()
+    made = Pushing(four.transport, (1, 1), four.prefill[1], d, four.cluster.proxy([four.prefill[1]], [d]).ready())
     prompts = [Prompt(prompt.token_ids + tuple(range(100, 120))) for prompt in random_prompts(8, seed=3, longest=200)[2:]]
 
     async def check() -> None:
@@ -131,19 +131,19 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(four: Four) -> None:
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("plane", ["shm", "nixl"])
-def test_p_writes_over_planes_without_a_fence_where_that_is_asked_for(
-    plane: str, expected: list[Answer], model: Path, tmp_path: Path
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_p_writes_over_transports_without_a_fence_where_that_is_asked_for(
+    transport: str, expected: list[Answer], model: Path, tmp_path: Path
 ) -> None:
     with Cluster(tmp_path, model) as cluster:
-        starting = [start(cluster, name, 1, plane, push_write="always") for name in ("prefill", "decode")]
+        starting = [start(cluster, name, 1, transport, push_write="always") for name in ("prefill", "decode")]
         p, d = (process.ready() for process in starting)
-        made = Pushing(plane, (1, 1), p, d, cluster.proxy([p], [d]).ready())
+        made = Pushing(transport, (1, 1), p, d, cluster.proxy([p], [d]).ready())
 
         async def check() -> None:
             assert await ask_all(made.router, GREEDY[:60]) == expected[:60]
             async with new_session() as session:
-                by_p, by_d = [(await metrics(session, side)).get(f"kvferry:transfer_bytes_total/{plane}", 0) for side in (p, d)]
+                by_p, by_d = [(await metrics(session, side)).get(f"kvferry:transfer_bytes_total/{transport}", 0) for side in (p, d)]
                 assert by_p > by_d, "only what was offered before there were blocks for it is read"
                 await assert_quiescent(session, p, d)
 

@@ -52,7 +52,7 @@ def play(story: Story, stage: Stage, plain: Engine) -> None:
         asyncio.run(whole())
     except BaseException:
         for engine in stage.legs.engines:
-            print("\n".join([f"last words of {engine.process.name}:", *engine.process.tail(30)]))
+            print("\n".join([f"last log lines of {engine.process.name}:", *engine.process.tail(30)]))
         raise
 
 
@@ -151,7 +151,7 @@ def test_clients_that_leave_during_the_transfer_leave_nothing_behind(stage: Stag
     """P stands still: D has its blocks back without P's help."""
 
     async def story(session: aiohttp.ClientSession) -> None:
-        async with stage.midway(session) as begun:
+        async with stage.partial_push(session) as begun:
             for task in begun.decoding.values():
                 task.cancel()
             async with canaries.fill(session, *stage.legs.decoders.values()):
@@ -186,7 +186,7 @@ def test_clients_that_leave_after_the_transfer_leave_nothing_behind(stage: Stage
 
 def test_a_p_that_stops_for_a_moment_costs_nothing(stage: Stage, plain: Engine) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
-        async with stage.midway(session) as begun:
+        async with stage.partial_push(session) as begun:
             stage.continue_p()
             answers = [await task for task in begun.decoding.values()]
             assert answers == [await ask(session, plain, begun.prompt)] * len(answers), [answer.body for answer in answers]
@@ -199,7 +199,7 @@ def test_a_p_that_stops_for_long_writes_into_nobodys_blocks_when_it_goes_on(stag
 
 
 async def stop_for_long(session: aiohttp.ClientSession, stage: Stage, plain: Engine, canaries: Canaries) -> None:
-    async with stage.midway(session) as begun:
+    async with stage.partial_push(session) as begun:
         await assert_all_ended_well(begun.decoding, await ask(session, plain, begun.prompt), *SILENCE)
         async with canaries.fill(session, *stage.legs.decoders.values()):
             stage.continue_p()
@@ -221,7 +221,7 @@ def test_what_nixl_still_sends_between_hosts_when_p_goes_on_reaches_nobodys_bloc
 
 def test_a_p_that_is_killed_is_replaced_by_its_next_life(stage: Stage, plain: Engine, canaries: Canaries) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
-        async with stage.midway(session) as begun:
+        async with stage.partial_push(session) as begun:
             right = await ask(session, plain, begun.prompt)
             stage.kill_p()
             await assert_all_ended_well(begun.decoding, right, "reading from the producer failed", "handshake", *SILENCE)
@@ -233,7 +233,7 @@ def test_a_p_that_is_killed_is_replaced_by_its_next_life(stage: Stage, plain: En
 
 def test_a_d_that_is_killed_costs_p_one_lease_and_another_d_nothing(stage: Stage, plain: Engine, canaries: Canaries) -> None:
     async def story(session: aiohttp.ClientSession) -> None:
-        async with stage.midway(session) as begun:
+        async with stage.partial_push(session) as begun:
             stage.legs.decoders["fail"].kill()
             stage.continue_p()
             assert await begun.decoding["recompute"] == await ask(session, plain, begun.prompt)
@@ -248,7 +248,7 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(stage: Stage,
     """Both D stand still until P has computed the rest, waited for them, and given the blocks to others. Then they go on."""
 
     async def story(session: aiohttp.ClientSession) -> None:
-        async with stage.midway(session) as begun:
+        async with stage.partial_push(session) as begun:
             right, decoders = await ask(session, plain, begun.prompt), stage.legs.decoders
             for d in decoders.values():
                 d.pause()
@@ -273,7 +273,7 @@ def test_a_lease_that_runs_out_in_the_middle_brings_no_wrong_token(stage: Stage,
 
 def test_blocks_that_are_written_from_outside_kill_a_canary(cluster: Cluster, canaries: Canaries) -> None:
     """The negative control of everything above. Three blocks of 48: one may happen to be between two owners."""
-    d = cluster.serve("decode", *SMALL, extra={"planes": ["shm"], "enable_cross_layers_blocks": True}).ready()
+    d = cluster.serve("decode", *SMALL, extra={"transports": ["shm"], "enable_cross_layers_blocks": True}).ready()
 
     async def disturbed(session: aiohttp.ClientSession) -> None:
         async with canaries.fill(session, d):
@@ -291,7 +291,7 @@ def test_blocks_that_are_written_from_outside_kill_a_canary(cluster: Cluster, ca
 def test_clients_that_leave_before_during_and_after_leave_nothing_behind(cluster: Cluster, plain: Engine) -> None:
     """With leases of ten minutes: what is free was released. Between them others go on, in the blocks that were given back."""
     small = ("--num-gpu-blocks-override", "80", "--max-num-batched-tokens", "64")
-    legs = Legs.start(cluster, Shape({**PATIENT, "planes": ["shm"]}, small, small))
+    legs = Legs.start(cluster, Shape({**PATIENT, "transports": ["shm"]}, small, small))
     rng = random.Random(11)
     prompts = random_prompts(40, seed=61, longest=300)
 
@@ -329,8 +329,8 @@ async def _has_used(session: aiohttp.ClientSession, engine: Engine, blocks: int)
 def test_prefills_that_are_cut_into_chunks_and_preempted_give_the_right_tokens(cluster: Cluster, plain: Engine) -> None:
     """P generates for others too, who came first and take the blocks they need from prefills that D is reading."""
     small = ("--num-gpu-blocks-override", "40", "--max-num-batched-tokens", "64")
-    p = cluster.serve("prefill", *small, extra={**PATIENT, "planes": ["shm"]}, connector="NixlPushConnector")
-    d = cluster.serve("decode", extra={**PATIENT, "planes": ["shm"]}, connector="NixlPushConnector")
+    p = cluster.serve("prefill", *small, extra={**PATIENT, "transports": ["shm"]}, connector="NixlPushConnector")
+    d = cluster.serve("decode", extra={**PATIENT, "transports": ["shm"]}, connector="NixlPushConnector")
     engines = [p.ready(), d.ready()]
     router = cluster.proxy(engines[:1], engines[1:]).ready()
     older = [fresh(60, max_tokens=240) for _ in range(2)]

@@ -41,8 +41,8 @@ class Trio:
     router: Engine
 
 
-def start(cluster: Cluster, plane: str, of_d: dict[str, bool], *, is_streamed: bool = True, faults: str = "") -> Trio:
-    common = {"planes": [plane], "push_streaming": is_streamed, **PATIENT}
+def start(cluster: Cluster, transport: str, of_d: dict[str, bool], *, is_streamed: bool = True, faults: str = "") -> Trio:
+    common = {"transports": [transport], "push_streaming": is_streamed, **PATIENT}
     starting = [
         cluster.serve(
             name,
@@ -66,9 +66,9 @@ def expected(plain: Engine) -> list[Answer]:
 
 @pytest.fixture(scope="module", params=[("shm", {}), ("nixl", STAGED)], ids=["shm", "nixl, both staged"])
 def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
-    plane, of_d = request.param
-    with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
-        yield start(cluster, plane, of_d)
+    transport, of_d = request.param
+    with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
+        yield start(cluster, transport, of_d)
 
 
 async def tokens_left(session: aiohttp.ClientSession, trio: Trio, plain: Engine) -> list[float]:
@@ -90,8 +90,8 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
         assert answers == expected
         async with new_session() as session:
             seen = await metrics(session, trio.d)
-            assert seen["kvferry:finished_pulls_total"] >= 30
-            assert seen["kvferry:failed_pulls_total"] == 0
+            assert seen["kvferry:finished_loads_total"] >= 30
+            assert seen["kvferry:failed_loads_total"] == 0
             assert (await metrics(session, trio.router))["kvferry:router_legs_at_once_total"] >= 40
             await assert_quiescent(session, trio.p, trio.d)
 

@@ -42,7 +42,7 @@ def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) 
         "OMP_NUM_THREADS": "1",
     }
     children: list[ChildProcess] = []
-    with ProcessGroup(tmp_path / "group", patience_s=3.0) as group:
+    with ProcessGroup(tmp_path / "group", grace_s=3.0) as group:
         try:
             for words in commands:
                 words = [re.sub(r"\b[58]\d{3}\b", lambda found: ports[found.group()], word) for word in words]
@@ -59,7 +59,7 @@ def test_the_four_commands_serve_a_request_through_both_engines(tmp_path: Path) 
             asyncio.run(check([Engine(child, address) for child, address in zip(children, addresses, strict=True)], tmp_path / "tiny"))
         finally:
             for child in children:
-                child.close(patience_s=5.0)
+                child.close(grace_s=5.0)
 
 
 async def check(engines: list[Engine], model: Path) -> None:

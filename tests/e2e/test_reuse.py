@@ -18,7 +18,7 @@ from tests.e2e.conversations import (
     Told,
     ask_side_channel,
     blocks,
-    kept_turns,
+    retained_turns,
     says,
     side_channel_of,
     stream,
@@ -77,7 +77,7 @@ def test_of_six_turns_p_computes_only_what_is_new(stage: Stage, plain: Engine, m
                 assert told.num_bytes == blocks(before.num_kept) * BLOCK * token_bytes(model)
                 assert told.num_computed == len(told.prompt) - before.num_kept
                 before = told
-            assert await count(session, stage.uncached, "kvferry:failed_pulls_total") == 0
+            assert await count(session, stage.uncached, "kvferry:failed_loads_total") == 0
 
     asyncio.run(check())
 
@@ -97,7 +97,7 @@ def test_what_p_remembers_itself_is_not_fetched(stage: Stage, plain: Engine, mod
 
 
 def shortened(told: Told) -> tuple[int, ...]:
-    """A client that strips what the model thought: a piece from the middle of its answer is missing."""
+    """A client that strips what the model thought: a segment from the middle of its answer is missing."""
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
 
@@ -174,8 +174,8 @@ def test_engines_of_every_shape_go_on_from_each_other(cluster: Cluster, plain: E
                 assert told.num_pulled == before.num_kept
                 assert told.num_computed == len(told.prompt) - before.num_kept
                 before = told
-            assert await count(session, p, "kvferry:failed_pulls_total") == 0
-            await kept_turns(session, d, 1)
+            assert await count(session, p, "kvferry:failed_loads_total") == 0
+            await retained_turns(session, d, 1)
 
     asyncio.run(check())
 
@@ -211,18 +211,18 @@ def test_legs_that_start_together_go_on_from_what_was_kept(cluster: Cluster, pla
 def test_nothing_is_kept_or_told_where_nobody_asked(stage: Stage) -> None:
     async def check() -> None:
         async with new_session() as session:
-            before = await count(session, stage.d, "kvferry:kept_turns_total")
+            before = await count(session, stage.d, "kvferry:retained_turns_total")
             prompt = Prompt(says(60), max_tokens=4)
             nothing = {**await prefill(session, stage.p, prompt), "conversation": None}
             assert (await ask(session, stage.d, prompt, kv_transfer_params=nothing)).body.get("kv_transfer_params") is None
             several = {**await prefill(session, stage.p, prompt), "conversation": "w"}
             assert (await ask(session, stage.d, prompt, n=2, kv_transfer_params=several)).body.get("kv_transfer_params") is None
-            assert await count(session, stage.d, "kvferry:kept_turns_total") == before
+            assert await count(session, stage.d, "kvferry:retained_turns_total") == before
             # As vLLM does: one who says nothing about it has it kept. When streamed, nobody would understand the event.
             silent = await prefill(session, stage.p, prompt)
             _, told = await stream(session, stage.d, {**prompt.body(), "kv_transfer_params": silent})
             assert told is None
-            assert await count(session, stage.d, "kvferry:kept_turns_total") == before + 1
+            assert await count(session, stage.d, "kvferry:retained_turns_total") == before + 1
 
     asyncio.run(check())
 
@@ -249,9 +249,9 @@ def test_what_is_asked_of_one_that_does_not_fetch_is_computed_and_given_back(sta
         async with new_session() as session:
             talk = Talk(plain)
             await talk.turn(session, p, stage.other)
-            kept = await count(session, stage.other, "kvferry:num_kept_turns")
+            kept = await count(session, stage.other, "kvferry:num_retained_turns")
             assert (await talk.turn(session, p, stage.d)).num_pulled == 0
-            await kept_turns(session, stage.other, kept - 1)
+            await retained_turns(session, stage.other, kept - 1)
 
     asyncio.run(check())
     stage.cluster.dismiss(p.process)
@@ -295,12 +295,12 @@ def test_many_conversations_in_a_small_cache_take_turns_and_nobody_is_preempted(
         async with new_session() as session:
             pulled = await asyncio.gather(*(converse(session, room) for _ in range(6)))
             assert sum(pulled) > 0
-            assert await count(session, d, "kvferry:kept_turns_evicted_total") > 0
+            assert await count(session, d, "kvferry:retained_turns_evicted_total") > 0
             assert await count(session, d, "vllm:num_preemptions_total") == 0
             # One that needs the whole cache is served, too.
             large = Prompt(says(610), max_tokens=8)
             assert await ask(session, d, large) == await ask(session, plain, large)
-            await kept_turns(session, d, 0)
+            await retained_turns(session, d, 0)
 
     asyncio.run(check())
     stage.cluster.dismiss(d.process)
@@ -313,11 +313,11 @@ def test_a_turn_nobody_came_for_in_time_is_computed(stage: Stage, plain: Engine)
         async with new_session() as session:
             talk, before = Talk(plain), await count(session, stage.uncached, REFUSED)
             await talk.turn(session, stage.uncached, d)
-            await kept_turns(session, d, 0)
+            await retained_turns(session, d, 0)
             assert (await talk.turn(session, stage.uncached, stage.d)).num_pulled == 0
             assert await count(session, stage.uncached, REFUSED) == before + 1
             found = await metrics(session, d)
-            assert (found["kvferry:kept_turns_lapsed_total"], found["kvferry:kv_expired_reqs_total"]) == (1, 0)
+            assert (found["kvferry:retained_turns_expired_total"], found["kvferry:kv_expired_reqs_total"]) == (1, 0)
 
     asyncio.run(check())
     stage.cluster.dismiss(d.process)
@@ -351,7 +351,7 @@ def test_a_d_that_is_killed_costs_nothing_but_computing(stage: Stage, plain: Eng
             told = await turn
             assert told.answer == (await ask(session, plain, Prompt(prompt, max_tokens=24))).token_ids[0]
             assert (told.num_pulled, told.num_computed) == (0, len(prompt))
-            name = "kvferry:reuse_failed_pulls_total" if moment == "during" else REFUSED
+            name = "kvferry:reuse_failed_loads_total" if moment == "during" else REFUSED
             assert await count(session, p, name) == 1
 
     asyncio.run(check())

@@ -31,16 +31,16 @@ def expected(plain: Engine) -> dict[str, list[Answer]]:
 
 @pytest.fixture(scope="module", params=["shm", "nixl", "tcp"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[str, list[Engine]]]:
-    """P, D and the router in front of them, over one plane."""
-    plane: str = request.param
-    with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
-        starting = [cluster.serve(name, extra={"planes": [plane]}) for name in ("prefill", "decode")]
+    """P, D and the router in front of them, over one transport."""
+    transport: str = request.param
+    with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
+        starting = [cluster.serve(name, extra={"transports": [transport]}) for name in ("prefill", "decode")]
         engines = [process.ready() for process in starting]
-        yield plane, [*engines, cluster.proxy(engines[:1], engines[1:]).ready()]
+        yield transport, [*engines, cluster.proxy(engines[:1], engines[1:]).ready()]
 
 
 def test_greedy_tokens_of_200_prompts_equal_a_single_engines(pair: tuple[str, list[Engine]], expected: dict[str, list[Answer]]) -> None:
-    plane, (prefill, decode, router) = pair
+    transport, (prefill, decode, router) = pair
     answers = asyncio.run(ask_all(router, GREEDY, concurrency=16))
     assert [answer.status for answer in answers] == [200] * len(GREEDY)
     assert answers == expected["greedy"]
@@ -48,9 +48,9 @@ def test_greedy_tokens_of_200_prompts_equal_a_single_engines(pair: tuple[str, li
     async def check() -> None:
         async with new_session() as session:
             seen = await metrics(session, decode)
-            assert seen[f"kvferry:transfer_bytes_total/{plane}"] > 0
-            assert seen["kvferry:finished_pulls_total"] > 100
-            assert seen["kvferry:failed_pulls_total"] == 0
+            assert seen[f"kvferry:transfer_bytes_total/{transport}"] > 0
+            assert seen["kvferry:finished_loads_total"] > 100
+            assert seen["kvferry:failed_loads_total"] == 0
             await assert_quiescent(session, prefill, decode)
 
     asyncio.run(check())
@@ -126,11 +126,11 @@ async def streamed_tokens(session: aiohttp.ClientSession, engine: Engine, prompt
     return tuple(tokens)
 
 
-@pytest.mark.parametrize("plane", ["shm", "nixl", "tcp"])
-def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, plane: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", "nixl", "tcp"])
+def test_one_corrupted_block_in_transit_changes_the_tokens(cluster: Cluster, transport: str) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
-    prefill = cluster.serve("prefill", extra={"planes": [plane]})
-    decode = cluster.serve("decode", extra={"planes": [plane]}, environment={"KVFERRY_FAULTS": "corrupt:every=1"})
+    prefill = cluster.serve("prefill", extra={"transports": [transport]})
+    decode = cluster.serve("decode", extra={"transports": [transport]}, environment={"KVFERRY_FAULTS": "corrupt:every=1"})
     engines = [prefill.ready(), decode.ready()]
     router = cluster.proxy(engines[:1], engines[1:]).ready()
     prompts = random_prompts(8, seed=3, longest=200)[2:]

@@ -12,8 +12,8 @@ from tests.e2e.conftest import Pair
 from tests.e2e.harness import Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill
 
 from kvferry.router.request_view import view_request
-from kvferry.router.timeline import Ending, Mark, RecentRequests
-from kvferry.web.handover_records import HandoverRecord, read_records
+from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
+from kvferry.web.handover_records import TransferRecord, read_transfer_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -23,9 +23,9 @@ def prompt(seed: int, count: int = 100) -> Prompt:
     return Prompt(tuple(rng.randrange(10, 500) for _ in range(count)))
 
 
-async def look(session: aiohttp.ClientSession, engine: Engine, name: str) -> tuple[int, list[HandoverRecord]]:
+async def look(session: aiohttp.ClientSession, engine: Engine, name: str) -> tuple[int, list[TransferRecord]]:
     async with session.get(f"{engine.url}/kvferry/transfers{name and f'/{name}'}") as answer:
-        return answer.status, list(read_records(await answer.read()))
+        return answer.status, list(read_transfer_records(await answer.read()))
 
 
 async def through_router(session: aiohttp.ClientSession, pair: Pair, name: str, asked: Prompt, **changes: Any) -> None:
@@ -55,8 +55,8 @@ def test_a_request_through_the_router_is_told_by_its_id_with_its_times_in_order(
             known = [moment for moment in times if moment is not None]
             assert len(known) == len(times)
             assert known == sorted(known)
-            assert (record.bytes, record.plane, record.failure) == (moved, "shm", "")
-            assert record.pieces > 0
+            assert (record.bytes, record.transport, record.failure) == (moved, "shm", "")
+            assert record.segments > 0
             assert (await look(session, patient.d, "seen-2"))[0] == 404
             # P fetched nothing, so it has nothing to tell.
             assert (await look(session, patient.p, "seen-1"))[0] == 404
@@ -74,8 +74,8 @@ def test_choices_share_a_name_and_the_one_that_read_is_shown(patient: Pair) -> N
             assert sum(record.bytes > 0 for record in records) == 1
             recent = RecentRequests()
             timeline = recent.begin("seen-n", "/v1/completions", 0.0)
-            timeline.mark(Mark.DECODE_BEGAN, 0.0, "d")
-            recent.end(timeline, Ending.ANSWERED, 200, 1000.0)
+            timeline.mark(RequestEvent.DECODE_BEGAN, 0.0, "d")
+            recent.end(timeline, RequestOutcome.ANSWERED, 200, 1000.0)
             names = [phase.name for phase in view_request(timeline, records, max(record.age_s for record in records)).phases]
             assert "transfer" in names
 

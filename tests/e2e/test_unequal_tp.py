@@ -33,7 +33,7 @@ PAIRS = [((2, 1), "shm"), ((1, 2), "nixl")]
 
 @dataclass(frozen=True)
 class Trio:
-    plane: str
+    transport: str
     p: Engine
     d: Engine
     router: Engine
@@ -56,10 +56,10 @@ def expected(plain: Engine) -> list[Answer]:
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)
 def trio(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Trio]:
-    sizes, plane = request.param
-    with Cluster(tmp_path_factory.mktemp(plane), model) as cluster:
-        p, d = start(cluster, sizes, {"planes": [plane], **PATIENT})
-        yield Trio(plane, p, d, cluster.proxy([p], [d]).ready())
+    sizes, transport = request.param
+    with Cluster(tmp_path_factory.mktemp(transport), model) as cluster:
+        p, d = start(cluster, sizes, {"transports": [transport], **PATIENT})
+        yield Trio(transport, p, d, cluster.proxy([p], [d]).ready())
 
 
 def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_the_lease_ends(trio: Trio, expected: list[Answer]) -> None:
@@ -69,9 +69,9 @@ def test_greedy_tokens_equal_a_single_engines_and_blocks_are_free_long_before_th
         assert answers == expected
         async with new_session() as session:
             seen = await metrics(session, trio.d)
-            assert seen[f"kvferry:transfer_bytes_total/{trio.plane}"] > 0
-            assert seen["kvferry:finished_pulls_total"] >= 20
-            assert seen["kvferry:failed_pulls_total"] == 0
+            assert seen[f"kvferry:transfer_bytes_total/{trio.transport}"] > 0
+            assert seen["kvferry:finished_loads_total"] >= 20
+            assert seen["kvferry:failed_loads_total"] == 0
             await assert_quiescent(session, trio.p, trio.d)
 
     asyncio.run(check())
@@ -87,7 +87,7 @@ def test_with_tokens_outside_heads_the_tokens_are_the_same(cluster: Cluster, siz
     async def check() -> None:
         assert await ask_all(router, GREEDY) == expected
         async with new_session() as session:
-            assert (await metrics(session, d))["kvferry:finished_pulls_total"] >= 20
+            assert (await metrics(session, d))["kvferry:finished_loads_total"] >= 20
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
@@ -159,4 +159,4 @@ def test_a_death_on_either_side_leaves_the_other_whole(cluster: Cluster, sizes: 
 
 async def _has_pulled(engine: Engine) -> bool:
     async with new_session() as session:
-        return (await metrics(session, engine)).get("kvferry:finished_pulls_total", 0) > 0
+        return (await metrics(session, engine)).get("kvferry:finished_loads_total", 0) > 0

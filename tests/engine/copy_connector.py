@@ -81,8 +81,8 @@ class CopyConnector(KVConnectorBase_V1, SupportsHMA):
     def _num_available(self, kept: Tables, request: Request) -> int:
         """The whole prompt, or all but its last token where attention forgets; nothing if that token would look into a hole."""
         groups, block_size = self._kv_cache_config.groups, self._kv_cache_config.block_size
-        end = request.num_prompt_tokens - any(group.forgets for group in groups)
-        places = [slice(group.first_seen(end) // block_size, -(-end // block_size)) for group in groups]
+        end = request.num_prompt_tokens - any(group.has_local_attention for group in groups)
+        places = [slice(group.first_visible_token(end) // block_size, -(-end // block_size)) for group in groups]
         return 0 if any(HOLE in table[place] for table, place in zip(kept, places, strict=True)) else end
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

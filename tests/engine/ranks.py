@@ -17,7 +17,7 @@ from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SampledToken, SamplingParams, SequenceSlice
 from kvferry.errors import KVFerryError
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 
 __all__ = [
     "DEADLINE_S",
@@ -45,7 +45,7 @@ def one_rank(options: EngineOptions) -> Iterator[Runner]:
     runner = Runner(options)
     try:
         runner.load()
-        runner.allocate_cache(LocalKit())
+        runner.allocate_cache(LocalTransportKit())
         yield runner
     finally:
         runner.close()
@@ -117,7 +117,7 @@ def _serve(pipe: Connection, options: EngineOptions, parallel: ParallelConfig, r
     runner = Runner(options, parallel, rendezvous, timeout_s)
     try:
         runner.load()
-        pipe.send(runner.allocate_cache(LocalKit()))
+        pipe.send(runner.allocate_cache(LocalTransportKit()))
         while True:
             method, slices = pipe.recv()
             value = getattr(runner, method)(slices)

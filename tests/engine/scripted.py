@@ -25,13 +25,13 @@ from kvferry.connectors.contract import (
     Request,
     SupportsHMA,
 )
-from kvferry.connectors.kept_turns import KeptTurns
-from kvferry.engine.limits import Limits
+from kvferry.connectors.kept_turns import RetainedTurns
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.step import SampledToken, SamplingParams, StepPlan, StepResult
 from kvferry.protocol.tickets import HOLE
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 from kvferry.types import RequestId
 
 GARBAGE = -1
@@ -76,7 +76,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         self.loads: dict[str, Load] = {}
         self.newly_sending: list[tuple[str, tuple[list[int], ...]]] = []
         self.has_block_frees = False
-        self.kept = KeptTurns()
+        self.kept = RetainedTurns()
         self.leaving: list[str] = []
         """Those let go, until a test ends them."""
 
@@ -108,10 +108,10 @@ class ScriptedConnector(KVConnectorBase_V1):
         return KVConnectorMetadata()
 
     def has_pending_block_frees(self) -> bool:
-        return self.has_block_frees or self.kept.has_leaving
+        return self.has_block_frees or self.kept.has_evicting
 
-    def want_blocks(self, num_blocks: int) -> None:
-        self.leaving += self.kept.let_go(num_blocks)
+    def reclaim_blocks(self, num_blocks: int) -> None:
+        self.leaving += self.kept.evict(num_blocks)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_sending:
@@ -131,7 +131,7 @@ class ScriptedConnector(KVConnectorBase_V1):
         if script.is_delayed:
             self.newly_sending.append((request.request_id, tables))
         if script.is_delayed and script.is_soft:
-            self.kept.keep(RequestId(request.request_id), sum(block != HOLE for table in tables for block in table), "")
+            self.kept.retain(RequestId(request.request_id), sum(block != HOLE for table in tables for block in table), "")
         return script.is_delayed, script.params
 
     def request_abandoned(self, request_id: str) -> None:
@@ -158,7 +158,7 @@ class ScriptedHybrid(ScriptedConnector, SupportsHMA):
         return self.note_finished(request, block_ids)
 
 
-def make_connector(limits: Limits) -> ScriptedConnector:
+def make_connector(limits: SchedulerLimits) -> ScriptedConnector:
     config = ConnectorConfig(
         kv_transfer=KVTransferConfig(kv_connector="Scripted", kv_role=KVRole.BOTH, kv_connector_module_path="tests.engine.scripted"),
         model=ModelIdentity("Scripted", "0", 1, 1, 8, "float32"),
@@ -166,7 +166,7 @@ def make_connector(limits: Limits) -> ScriptedConnector:
         side_channel=SideChannelConfig(),
         secret=b"s" * 32,
         epoch="epoch",
-        kit=LocalKit(),
+        kit=LocalTransportKit(),
     )
     cache = KVCacheConfig(limits.num_blocks, limits.block_size, limits.groups, "HND", 1, 8, "float32")
     return (ScriptedConnector if len(limits.groups) == 1 else ScriptedHybrid)(config, KVConnectorRole.SCHEDULER, cache)
@@ -205,7 +205,7 @@ def make_request(request_id: str, tokens: Iterable[int], max_tokens: int = 3, sa
 class Rig:
     """A scheduler, its connector and workers made of digests. `step` is one turn of the core's loop."""
 
-    limits: Limits
+    limits: SchedulerLimits
     has_connector: bool = True
     cells: dict[tuple[int, int], int] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
@@ -257,7 +257,7 @@ class Rig:
         if failure is None:
             tokens, salt = load.request.all_token_ids, load.request.cache_salt
             for number, group in enumerate(self.limits.groups):
-                seen = group.first_seen(min(load.end, load.request.num_tokens - 1)) if group.forgets else 0
+                seen = group.first_visible_token(min(load.end, load.request.num_tokens - 1)) if group.has_local_attention else 0
                 start = max(load.start, seen // self.producer_block_size * self.producer_block_size)
                 self._write(number, load.tables[number], tokens, start, load.end, salt)
         else:
@@ -307,7 +307,7 @@ class Rig:
 
     def _compute_group(self, number: int, table: Any, part: Any, known: list[int], salt: str) -> None:
         end, block_size = part.start + len(part.token_ids), self.limits.block_size
-        seen = self.limits.groups[number].first_seen(part.start)
+        seen = self.limits.groups[number].first_visible_token(part.start)
         first = seen // block_size
         assert set(table[:first]) <= {HOLE}, f"{part.request_id} keeps blocks that nobody looks at"
         assert HOLE not in table[first:], f"{part.request_id} lacks blocks that it looks at"
@@ -341,7 +341,7 @@ class Rig:
         return {offset: self.cells.get((block, offset), 0) for offset in range(self.limits.block_size)}
 
 
-def make_limits(**changes: Any) -> Limits:
+def make_limits(**changes: Any) -> SchedulerLimits:
     settings: Mapping[str, Any] = {
         "num_blocks": 16,
         "block_size": 4,
@@ -351,7 +351,7 @@ def make_limits(**changes: Any) -> Limits:
         "max_num_seqs": 4,
         "groups": (FULL,),
     }
-    return Limits(**{**settings, **changes})
+    return SchedulerLimits(**{**settings, **changes})
 
 
 def assert_quiescent(rig: Rig) -> None:

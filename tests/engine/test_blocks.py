@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.blocks import BlockPool, BlockTable, GroupTable, Want, hash_block, hash_root
+from kvferry.engine.blocks import BlockPool, BlockRequest, BlockTable, GroupTable, hash_block, hash_root
 from kvferry.engine.prefix import find_prefix
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
@@ -23,7 +23,7 @@ def chain(*blocks: list[int], salt: str = "") -> list[bytes]:
 
 
 def acquire(pool: BlockPool, count: int, shared: tuple[int, ...] = ()) -> list[int]:
-    fresh = pool.acquire(shared, [Want(shared[-1] if shared else HOLE, count)])
+    fresh = pool.acquire(shared, [BlockRequest(shared[-1] if shared else HOLE, count)])
     assert fresh is not None
     return fresh[0]
 
@@ -48,8 +48,8 @@ def test_too_few_free_blocks_change_nothing() -> None:
     pool = BlockPool(4)
     held = acquire(pool, 3)
     pool.publish(held[0], chain([1])[0])
-    assert pool.acquire((held[0],), [Want(held[0], 2)]) is None
-    assert pool.acquire((), [Want(held[2], 1), Want(HOLE, 1)]) is None
+    assert pool.acquire((held[0],), [BlockRequest(held[0], 2)]) is None
+    assert pool.acquire((), [BlockRequest(held[2], 1), BlockRequest(HOLE, 1)]) is None
     pool.check([held])
 
 
@@ -114,7 +114,7 @@ def test_extending_continues_the_run_when_the_next_block_is_blank() -> None:
     held = acquire(pool, 2)
     other = acquire(pool, 1)
     pool.release(other)
-    assert pool.acquire((), [Want(held[-1], 2)]) == [[2, 3]]
+    assert pool.acquire((), [BlockRequest(held[-1], 2)]) == [[2, 3]]
     assert BlockTable([GroupTable([0, 1]), GroupTable([HOLE, 2], 1)]).get_block_ids() == ([0, 1], [HOLE, 2])
 
 
@@ -161,8 +161,10 @@ def test_the_check_notices_a_hold_nobody_accounts_for() -> None:
 
 def test_each_group_of_a_sequence_gets_a_run_of_its_own() -> None:
     pool = BlockPool(12, num_groups=2)
-    assert pool.acquire((), [Want(HOLE, 3), Want(HOLE, 2)]) == [[0, 1, 2], [3, 4]]
-    assert pool.acquire((), [Want(2, 1), Want(4, 2)]) == [[7], [5, 6]], "what lies behind a run is left to the one who can continue it"
+    assert pool.acquire((), [BlockRequest(HOLE, 3), BlockRequest(HOLE, 2)]) == [[0, 1, 2], [3, 4]]
+    assert pool.acquire((), [BlockRequest(2, 1), BlockRequest(4, 2)]) == [[7], [5, 6]], (
+        "what lies behind a run is left to the one who can continue it"
+    )
 
 
 def test_the_stock_of_blank_blocks_comes_from_the_least_recently_freed() -> None:
@@ -183,8 +185,8 @@ class OldestFirst:
 
     free: OrderedDict[int, None]
 
-    def acquire(self, wants: list[Want]) -> list[list[int]]:
-        return [[self.free.popitem(last=False)[0] for _ in range(want.num_blocks)] for want in wants]
+    def acquire(self, block_requests: list[BlockRequest]) -> list[list[int]]:
+        return [[self.free.popitem(last=False)[0] for _ in range(block_request.num_blocks)] for block_request in block_requests]
 
     def release(self, blocks: list[int]) -> None:
         self.free.update(dict.fromkeys(reversed(blocks)))
@@ -203,14 +205,14 @@ def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
     for _ in range(400):
         for ours, theirs in rng.sample(live, min(len(live), 6)):
             for tables, more in (
-                (ours, pool.acquire((), [Want(table[-1], 1) for table in ours])),
-                (theirs, control.acquire([Want(0, 1)] * 2)),
+                (ours, pool.acquire((), [BlockRequest(table[-1], 1) for table in ours])),
+                (theirs, control.acquire([BlockRequest(0, 1)] * 2)),
             ):
                 assert more is not None
                 for table, blocks in zip(tables, more, strict=True):
                     table += blocks
-        wants = [Want(HOLE, rng.randint(20, 60)), Want(HOLE, rng.randint(4, 12))]
-        while pool.num_free < sum(want.num_blocks for want in wants) + 200:
+        block_requests = [BlockRequest(HOLE, rng.randint(20, 60)), BlockRequest(HOLE, rng.randint(4, 12))]
+        while pool.num_free < sum(block_request.num_blocks for block_request in block_requests) + 200:
             ours, theirs = live.pop(rng.randrange(len(live)))
             for group, table in enumerate(ours):
                 for block in table[: -1 if is_caching else 0]:
@@ -218,9 +220,9 @@ def runs_after_a_long_life(seed: int, is_caching: bool) -> tuple[int, int]:
                 pool.release(table)
             for table in theirs:
                 control.release(table)
-        given = pool.acquire((), wants)
+        given = pool.acquire((), block_requests)
         assert given is not None
-        live.append((given, control.acquire(wants)))
+        live.append((given, control.acquire(block_requests)))
         runs, control_runs = runs + count_runs(live[-1][0]), control_runs + count_runs(live[-1][1])
     pool.check([table for ours, _ in live for table in ours])
     return runs, control_runs
@@ -246,8 +248,8 @@ class PoolMachine(RuleBasedStateMachine):
     def acquire(self, count: int, others: list[int], data: st.DataObject) -> None:
         shared = data.draw(st.sampled_from([[], *self.held]))
         before = self.pool.num_free
-        wants = [Want(shared[-1] if shared else HOLE, count), *(Want(HOLE, other) for other in others)]
-        fresh = self.pool.acquire(shared, wants)
+        block_requests = [BlockRequest(shared[-1] if shared else HOLE, count), *(BlockRequest(HOLE, other) for other in others)]
+        fresh = self.pool.acquire(shared, block_requests)
         assert (fresh is None) == (before < count + sum(others))
         if fresh is not None:
             assert [len(blocks) for blocks in fresh] == [count, *others]

@@ -14,7 +14,7 @@ from kvferry.engine.make_model import make_model
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SequenceSlice
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 from kvferry.types import KVLayout
 
 FORMATS = {
@@ -141,7 +141,7 @@ def test_the_cache_is_described_as_it_is(models: dict[str, EngineOptions], famil
     slots, shape = SHAPES[family, layout]
     runner = Runner(replace(models[family], kv_cache_layout=layout, num_blocks=0, kv_cache_memory_bytes=2**20))
     runner.load()
-    described = runner.allocate_cache(LocalKit())
+    described = runner.allocate_cache(LocalTransportKit())
     assert described.num_blocks == 2**20 // (4 * slots * torch.zeros(shape).numel())
     assert (described.num_kv_heads, described.head_dim) == ((1, 96) if family == "mla" else (2, 64))
     assert described.layout == ("HND" if family == "mla" else layout.value)

@@ -17,14 +17,14 @@ from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.config.transfer import KVRole
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.client import EngineClient
-from kvferry.engine.executor import _meeting_place
+from kvferry.engine.executor import _rendezvous_file
 from kvferry.engine.make_model import make_model
-from kvferry.engine.messages import AddRequest, RequestOutput, Status
+from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.parallel import join_group
 from kvferry.engine.step import SamplingParams
 from kvferry.errors import ConfigError, KVFerryError, RemoteProtocolError
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 from kvferry.types import FailurePolicy
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def roomy(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineClient]:
-    client = loop.run_until_complete(EngineClient.start(EngineOptions(model=model, num_blocks=256), LocalKit()))
+    client = loop.run_until_complete(EngineClient.start(EngineOptions(model=model, num_blocks=256), LocalTransportKit()))
     yield client
     loop.run_until_complete(client.close())
 
@@ -77,13 +77,13 @@ async def tokens_of(client: EngineClient, requests: list[AddRequest]) -> list[li
     return [tokens for tokens, _ in await asyncio.gather(*(collect(client, request) for request in requests))]
 
 
-async def until(client: EngineClient, is_so: Callable[[Status], bool]) -> Status:
+async def until(client: EngineClient, is_so: Callable[[CoreStatus], bool]) -> CoreStatus:
     while not is_so(status := await client.status()):
         await asyncio.sleep(0.02)
     return status
 
 
-def is_quiet(status: Status) -> bool:
+def is_quiet(status: CoreStatus) -> bool:
     return not (status.num_running or status.num_waiting or status.num_used_blocks or status.num_delayed_frees)
 
 
@@ -208,7 +208,7 @@ def test_few_blocks_give_the_same_tokens_as_many(roomy: EngineClient, model: Pat
         requests = [ask(f"tight-{i}", prompt(i, 30, stem=10), max_tokens=60) for i in range(6)]
         expected = await tokens_of(roomy, requests)
         options = EngineOptions(model=model, num_blocks=12, max_num_batched_tokens=24, block_size=16)
-        tight = await EngineClient.start(options, LocalKit())
+        tight = await EngineClient.start(options, LocalTransportKit())
         try:
             assert await tokens_of(tight, requests) == expected
             status = await until(tight, is_quiet)
@@ -227,7 +227,7 @@ def test_two_ranks_equal_one_and_the_death_of_one_ends_the_engine(
 ) -> None:
     async def story() -> None:
         options = EngineOptions(model=model, num_blocks=256, tensor_parallel_size=2)
-        pair = await EngineClient.start(options, LocalKit())
+        pair = await EngineClient.start(options, LocalTransportKit())
         assert pair.pid is not None
         core, ranks = psutil.Process(pair.pid), children(pair.pid)
         try:
@@ -275,7 +275,7 @@ async def copied(client: EngineClient, tag: str, how: str) -> tuple[list[int], l
 def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(model: Path, loop: asyncio.AbstractEventLoop) -> None:
     async def story() -> None:
         options = copying(model, FailurePolicy.RECOMPUTE, tensor_parallel_size=2)
-        client = await EngineClient.start(options, LocalKit(), side_channel=SideChannelConfig())
+        client = await EngineClient.start(options, LocalTransportKit(), side_channel=SideChannelConfig())
         assert client.pid is not None
         processes = [psutil.Process(client.pid), *children(client.pid)]
         try:
@@ -300,7 +300,7 @@ def test_loads_between_steps_bring_right_tokens_and_wake_the_engine(model: Path,
 def test_a_failed_load_ends_in_an_error_that_says_why_and_closing_leaves_nothing(model: Path, loop: asyncio.AbstractEventLoop) -> None:
     async def story() -> None:
         before = children(os.getpid())
-        client = await EngineClient.start(copying(model, FailurePolicy.FAIL), LocalKit(), side_channel=SideChannelConfig())
+        client = await EngineClient.start(copying(model, FailurePolicy.FAIL), LocalTransportKit(), side_channel=SideChannelConfig())
         try:
             _, tokens, last = await copied(client, "failed", "fail")
             assert (tokens, last.finish_reason, last.error_status) == ([], "error", 502)
@@ -333,7 +333,7 @@ def test_a_start_that_is_cancelled_leaves_no_process_and_no_complaint(
                 if said == waited:
                     reached.set()
 
-            starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model), LocalKit(), on_progress=heard))
+            starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model), LocalTransportKit(), on_progress=heard))
             await (asyncio.sleep(0) if stage is None else reached.wait())
             starting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -349,7 +349,7 @@ def test_a_start_that_is_cancelled_leaves_no_process_and_no_complaint(
 def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyncio.AbstractEventLoop) -> None:
     async def story() -> None:
         before = children(os.getpid())
-        starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalKit()))
+        starting = asyncio.create_task(EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalTransportKit()))
         while not (born := newcomers(before)):
             await asyncio.sleep(0)
         for process in born:
@@ -363,7 +363,7 @@ def test_ctrl_c_does_not_reach_a_core_that_is_being_born(model: Path, loop: asyn
 def test_a_core_that_has_said_that_it_serves_is_not_ended_by_sigterm(model: Path, loop: asyncio.AbstractEventLoop) -> None:
     async def story() -> None:
         before = children(os.getpid())
-        client = await EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalKit())
+        client = await EngineClient.start(EngineOptions(model=model, num_blocks=8), LocalTransportKit())
         for process in children(os.getpid()):
             if process not in before:
                 os.kill(process.pid, signal.SIGTERM)
@@ -376,7 +376,7 @@ def test_a_core_that_has_said_that_it_serves_is_not_ended_by_sigterm(model: Path
 
 def test_ranks_meet_at_a_place_that_nobody_has_to_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with _meeting_place() as rendezvous, ThreadPoolExecutor(3) as pool:
+    with _rendezvous_file() as rendezvous, ThreadPoolExecutor(3) as pool:
         joining = [pool.submit(join_group, ParallelConfig(3, rank), rendezvous, DEADLINE_S) for rank in range(3)]
         groups = [future.result(DEADLINE_S) for future in joining]
         path = Path(urlsplit(rendezvous).path)
@@ -398,14 +398,14 @@ def test_a_start_that_cannot_work_says_why_and_leaves_no_process(
         before = children(os.getpid())
         stages: list[str] = []
         with pytest.raises(ConfigError):
-            await EngineClient.start(EngineOptions(model=tmp_path / "nothing"), LocalKit(), on_progress=stages.append)
+            await EngineClient.start(EngineOptions(model=tmp_path / "nothing"), LocalTransportKit(), on_progress=stages.append)
         assert stages == ["loading the model"]
         assert "nothing" not in capfd.readouterr().err, "it is said once, by whoever catches the error"
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
         with pytest.raises(ConfigError, match="--tensor-parallel-size"):
-            await EngineClient.start(EngineOptions(model=model, tensor_parallel_size=3), LocalKit())
+            await EngineClient.start(EngineOptions(model=model, tensor_parallel_size=3), LocalTransportKit())
         with pytest.raises(KVFerryError, match="not ready within"):
-            await EngineClient.start(EngineOptions(model=model), LocalKit(), timeout_s=0.01)
+            await EngineClient.start(EngineOptions(model=model), LocalTransportKit(), timeout_s=0.01)
         assert newcomers(before) == []
 
     do(loop, story())

@@ -9,7 +9,7 @@ import torch
 from tests.engine.ranks import GREEDY, runs_of
 
 from kvferry.connectors.contract import ParallelConfig
-from kvferry.engine.cache_shape import cache_shape
+from kvferry.engine.cache_shape import plan_cache_layout
 from kvferry.engine.checkpoint import open_checkpoint
 from kvferry.engine.client import EngineClient
 from kvferry.engine.device_names import first_gpu, gpu_of_rank, ranks_on_gpu
@@ -24,7 +24,7 @@ from kvferry.engine.rank_device import CPU, open_device
 from kvferry.engine.step import SequenceSlice
 from kvferry.engine.weights import load_weights
 from kvferry.errors import ConfigError
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 
 SMALL, LARGE = FLOAT64_WEIGHTS_LIMIT_BYTES, FLOAT64_WEIGHTS_LIMIT_BYTES + 1
 
@@ -69,7 +69,7 @@ def test_an_engine_that_has_no_gpu_says_so_and_leaves_no_process(tmp_path: Path,
     make_model(tmp_path)
     options = EngineOptions(tmp_path, device="cuda", tensor_parallel_size=ranks)
     with pytest.raises(ConfigError, match=r"--device cuda.*use --device cpu"):
-        asyncio.run(EngineClient.start(options, LocalKit()))
+        asyncio.run(EngineClient.start(options, LocalTransportKit()))
     assert not multiprocessing.active_children()
 
 
@@ -118,7 +118,7 @@ def test_a_forward_pass_makes_every_tensor_where_its_inputs_are(tmp_path: Path, 
     checkpoint, cpu = open_checkpoint(tmp_path), torch.device("cpu")
     precision = choose_precision(options, config.dtype, checkpoint.size_bytes)
     model = Model.build(config, load_weights(config, checkpoint, ParallelConfig(), precision, cpu), precision, SoloGroup())
-    shape = cache_shape(config, ParallelConfig(), options, precision.cache, 0)
+    shape = plan_cache_layout(config, ParallelConfig(), options, precision.cache, 0)
     by_name = shape.layer_caches(torch.zeros(shape.size_bytes, dtype=torch.uint8))
     caches = [by_name[config.layer_name(layer)] for layer in range(config.num_layers)]
     first, second = (runs_of(options, start, 10) for start in (0, 10 * len(shape.groups)))

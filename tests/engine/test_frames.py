@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
 from kvferry.engine.frames import MAX_FRAME_BYTES, FrameAssembler, FrameSocket, pack_frame
-from kvferry.engine.totals import TransferTotals
+from kvferry.engine.totals import ConnectorTotals
 from kvferry.engine.wakeup import Wakeup
 from kvferry.errors import TransportError
 
@@ -55,24 +55,24 @@ def test_rings_collapse_and_a_closed_bell_is_silent() -> None:
     bell = Wakeup()
     assert not bell.clear()
     for _ in range(100_000):
-        bell.ring()
+        bell.wake()
     assert bell.clear()
     assert not bell.clear()
     bell.close()
-    bell.ring()
+    bell.wake()
 
 
-def test_totals_add_up_over_steps_and_by_plane() -> None:
-    totals = TransferTotals()
-    for plane in ("shm", "nixl", "shm"):
+def test_totals_add_up_over_steps_and_by_transport() -> None:
+    totals = ConnectorTotals()
+    for transport in ("shm", "nixl", "shm"):
         stats = TransferStats()
-        stats.record_transfer(plane, total_bytes=100, pieces=2, planned=5, post_s=0.0, transfer_s=0.5)
+        stats.record_transfer(transport, total_bytes=100, segments=2, planned=5, post_s=0.0, transfer_s=0.5)
         totals.add(stats)
     totals.add(None)
     totals.add(KVConnectorStats())
     _, summary = totals.summaries()
-    assert (summary.plane, summary.transfers, summary.total_bytes, summary.pieces, summary.seconds) == ("shm", 2, 200, 4, 1.0)
-    assert summary.planned_pieces == 10
+    assert (summary.transport, summary.transfers, summary.total_bytes, summary.segments, summary.seconds) == ("shm", 2, 200, 4, 1.0)
+    assert summary.planned_segments == 10
     assert totals.to_dict()["transfers"] == 3
     assert totals.to_dict()["histograms"]["bytes_transferred"] == {"sum": 300, "buckets": {"0": 3}}
     assert "samples" not in totals.to_dict()

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.engine.free_runs import FreeRuns
+from kvferry.engine.free_runs import FreeExtents
 
 
 def runs_of(blocks: set[int]) -> list[range]:
@@ -16,7 +16,7 @@ def runs_of(blocks: set[int]) -> list[range]:
 class RunsMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(0, 40))
     def build(self, num_blocks: int) -> None:
-        self.runs = FreeRuns(num_blocks)
+        self.runs = FreeExtents(num_blocks)
         self.free = set(range(num_blocks))
         self.taken: set[int] = set()
 
@@ -36,9 +36,9 @@ class RunsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule(count=st.integers(0, 5), data=st.data())
-    def take_behind(self, count: int, data: st.DataObject) -> None:
+    def take_after(self, count: int, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(sorted(self.taken)))
-        got = self.runs.take_behind(block, count)
+        got = self.runs.take_after(block, count)
         assert all(first == block + 1 + index for index, first in enumerate(got))
         assert len(got) == count or block + 1 + len(got) not in self.free
         self.leave(set(got))
@@ -63,7 +63,7 @@ TestRuns.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 
 
 def test_small_needs_use_up_small_runs_and_leave_the_long_ones_whole() -> None:
-    runs = FreeRuns(20)
+    runs = FreeExtents(20)
     runs.take(20)
     for block in (3, *range(8, 20)):
         runs.add(block)
@@ -72,7 +72,7 @@ def test_small_needs_use_up_small_runs_and_leave_the_long_ones_whole() -> None:
 
 
 def test_a_need_that_no_run_meets_takes_the_longest_first() -> None:
-    runs = FreeRuns(20)
+    runs = FreeExtents(20)
     runs.take(20)
     for block in (0, 3, 4, 5, 6, 9, 10):
         runs.add(block)

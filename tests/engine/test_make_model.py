@@ -1,4 +1,4 @@
-"""Made models: complete, repeatable, and sensitive to every block of their KV."""
+"""Generated models: complete, repeatable, and sensitive to every block of their KV."""
 
 import json
 import random
@@ -123,7 +123,7 @@ class Swap:
         before = {name: runner.kv_caches[name].clone() for name in self.layers}
         ends = [(len(prompt) - 1) // BLOCK_SIZE for prompt in prompts]
         for number, (prompt, table) in enumerate(zip(prompts, tables, strict=True)):
-            first = -(-group.first_seen(len(prompt) - 1) // BLOCK_SIZE)
+            first = -(-group.first_visible_token(len(prompt) - 1) // BLOCK_SIZE)
             victim = table[self.group][generator.randrange(first, ends[number])]
             for name in self.layers:
                 runner.kv_caches[name][victim] = before[name][tables[number - 1][self.group][ends[number - 1] - 1]]

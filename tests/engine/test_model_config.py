@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.checkpoint import open_checkpoint
-from kvferry.engine.layer_kinds import LayerKind, LinearScaling, Llama3Scaling, RopeConfig
+from kvferry.engine.layer_kinds import LayerConfig, LinearScaling, Llama3Scaling, RopeConfig
 from kvferry.engine.make_model import make_model
 from kvferry.engine.model_config import LatentShape, ModelConfig, read_model_config
 from kvferry.engine.precision import Precision
@@ -111,13 +111,13 @@ def test_gemma_rotates_layers_with_and_without_a_window_differently(tmp_path: Pa
         "full_attention": {"rope_type": "linear", "rope_theta": 7.0, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
     }
-    full, sliding = LayerKind(RopeConfig(7.0, LinearScaling(8.0))), LayerKind(RopeConfig(5.0), 32)
+    full, sliding = LayerConfig(RopeConfig(7.0, LinearScaling(8.0))), LayerConfig(RopeConfig(5.0), 32)
     for spelling in (old, {"rope_parameters": nested}):
         assert read(tmp_path, GEMMA | pattern | spelling).layers == (sliding, full) * 2
     plain = read(tmp_path, GEMMA | pattern)
-    assert plain.layers[:2] == (LayerKind(RopeConfig(10_000.0), 32), LayerKind(RopeConfig(1_000_000.0)))
+    assert plain.layers[:2] == (LayerConfig(RopeConfig(10_000.0), 32), LayerConfig(RopeConfig(1_000_000.0)))
     # A window that is never outgrown is none, but its layers are still rotated in their own way.
-    assert read(tmp_path, GEMMA | pattern | {"sliding_window": 128}).layers[0] == LayerKind(RopeConfig(10_000.0))
+    assert read(tmp_path, GEMMA | pattern | {"sliding_window": 128}).layers[0] == LayerConfig(RopeConfig(10_000.0))
 
 
 def test_defaults_of_gemma_and_deepseek_are_those_of_transformers(tmp_path: Path) -> None:

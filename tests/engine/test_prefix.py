@@ -23,7 +23,7 @@ class CountingIndex(dict[bytes, int]):
 
 
 def is_usable(known: dict[bytes, int], group: KVCacheGroup, hashes: list[bytes], count: int, block_size: int) -> bool:
-    return all(hashes[index] in known for index in range(group.first_seen(count * block_size) // block_size, count))
+    return all(hashes[index] in known for index in range(group.first_visible_token(count * block_size) // block_size, count))
 
 
 @given(st.lists(GROUPS, min_size=1, max_size=4), st.integers(0, 24), st.integers(1, 5), st.integers(0, 4), st.data())
@@ -46,7 +46,7 @@ def test_the_longest_prefix_that_all_groups_can_use_is_found(
     ]
     assert found.num_blocks == usable[-1]
     for number, (group, table) in enumerate(zip(groups, found.tables, strict=True)):
-        first = group.first_seen(found.num_blocks * block_size) // block_size
+        first = group.first_visible_token(found.num_blocks * block_size) // block_size
         assert table == [HOLE] * first + [100 * number + index for index in range(first, found.num_blocks)]
     assert all(known.lookups <= len(hashes) for known in published), "each hash is looked for once"
     assert found.is_whole == (found.num_blocks < len(hashes) and found.num_blocks == most and all(hashes[most] in k for k in published))

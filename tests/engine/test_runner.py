@@ -15,7 +15,7 @@ from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SamplingParams, SequenceSlice
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 from kvferry.types import KVLayout
 
 NAMES = [f"model.layers.{layer}.self_attn" for layer in range(4)]
@@ -34,7 +34,7 @@ def test_the_cache_is_one_buffer_with_a_page_aligned_tensor_per_layer(
 ) -> None:
     runner = Runner(replace(options, num_blocks=5, block_size=32, kv_cache_layout=layout, kv_cache_dtype="float16"))
     runner.load()
-    described = runner.allocate_cache(LocalKit())
+    described = runner.allocate_cache(LocalTransportKit())
     assert described.num_blocks == 5
     assert described.block_size == 32
     assert described.layout == layout.value
@@ -148,7 +148,7 @@ def test_closing_twice_is_harmless_and_use_before_loading_is_a_bug(options: Engi
     runner.load()
     with pytest.raises(LocalProtocolError, match="before it was allocated"):
         _ = runner.cache_memory
-    runner.allocate_cache(LocalKit())
+    runner.allocate_cache(LocalTransportKit())
     runner.close()
     runner.close()
     assert not runner.kv_caches

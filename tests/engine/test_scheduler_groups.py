@@ -38,7 +38,7 @@ def test_a_long_prompt_never_holds_more_than_its_window_and_one_chunk() -> None:
     while rig.scheduler.wants_step:
         tables = [part.block_ids[1] for part in rig.step().slices]
         most = max([most, *(len(table) - holes(table) for table in tables)])
-    assert most == 4 <= rig.limits.most_held[1]
+    assert most == 4 <= rig.limits.max_held_blocks[1]
     assert rig.tokens_of("a") == predict(rig.requests["a"])
     assert_quiescent(rig)
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine.scripted import FULL, Rig, Script, make_limits, make_request, predict, window
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.limits import Limits
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.types import FailurePolicy
 
 PROMPTS = st.builds(
@@ -29,7 +29,7 @@ HYBRIDS = st.one_of(
 )
 
 
-class EngineLife(RuleBasedStateMachine):
+class EngineIncarnation(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 12),
         budget=st.integers(1, 16),
@@ -40,7 +40,7 @@ class EngineLife(RuleBasedStateMachine):
     def build(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> None:
         self.begin(Rig(self.limits_of(num_blocks, budget, seqs, policy, chunked)))
 
-    def limits_of(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> Limits:
+    def limits_of(self, num_blocks: int, budget: int, seqs: int, policy: FailurePolicy, chunked: bool) -> SchedulerLimits:
         return make_limits(
             num_blocks=num_blocks,
             max_num_batched_tokens=budget,
@@ -136,7 +136,7 @@ class EngineLife(RuleBasedStateMachine):
             assert name in self.aborted or self.rig.last[name].finish_reason == "error"
 
 
-class HybridLife(EngineLife):
+class HybridLife(EngineIncarnation):
     """The same with several KV-cache groups, other block sizes, and producers whose blocks are of another size than ours."""
 
     @initialize(
@@ -164,7 +164,7 @@ class HybridLife(EngineLife):
         self.begin(Rig(limits, producer_block_size=producer_block_size))
 
 
-TestEngineLife = EngineLife.TestCase
+TestEngineLife = EngineIncarnation.TestCase
 TestEngineLife.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestHybridLife = HybridLife.TestCase
 TestHybridLife.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

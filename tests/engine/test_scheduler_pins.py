@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from tests.engine.scripted import PROMPT, Rig, Script, assert_quiescent, make_limits, make_request, predict
-from tests.engine.test_scheduler_machine import PROMPTS, EngineLife, HybridLife
+from tests.engine.test_scheduler_machine import PROMPTS, EngineIncarnation, HybridLife
 
 from kvferry.types import FailurePolicy, RequestId
 
@@ -112,11 +112,11 @@ def test_what_only_saves_computing_is_computed_when_it_cannot_be_loaded(policy: 
 def test_an_engine_that_ends_keeps_nothing() -> None:
     rig = Rig(make_limits())
     keep(rig, "a", "b")
-    rig.scheduler.keep_nothing()
+    rig.scheduler.evict_retained()
     assert rig.connector.leaving == ["a", "b"]
 
 
-class PinnedLife(EngineLife):
+class PinnedLife(EngineIncarnation):
     """Random lives in which much is kept: whatever is let go comes back when its readers are through, and nothing else does."""
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 6))
@@ -129,7 +129,7 @@ class PinnedLife(EngineLife):
     def tell_of_leaving(self, data: st.DataObject, is_read: bool) -> None:
         name = data.draw(st.sampled_from([name for name in self.rig.connector.leaving if name in self.rig.lent]))
         if is_read:
-            self.rig.connector.kept.note_lingering(RequestId(name))
+            self.rig.connector.kept.note_being_read(RequestId(name))
         else:
             self.rig.end_sending(name)
 
@@ -159,7 +159,7 @@ class PinnedLife(EngineLife):
                 break
         status = self.rig.scheduler.status()
         assert (status.num_running, status.num_waiting, status.num_waiting_for_remote_kvs) == (0, 0, 0), "some request never ends"
-        self.rig.scheduler.keep_nothing()
+        self.rig.scheduler.evict_retained()
         super().finish_everything()
 
 

@@ -113,7 +113,7 @@ def test_a_failed_load_is_computed_here_when_the_policy_says_so() -> None:
     assert rig.tokens_of("a") == predict(rig.requests["a"])
     assert rig.connector.times("get_num_new_matched_tokens", "a") == 1, "asked again"
     assert rig.last["a"].num_cached_tokens == 0
-    assert any("the peer died" in note for note in rig.scheduler.take_notes())
+    assert any("the peer died" in note for note in rig.scheduler.take_warnings())
     assert_quiescent(rig)
 
 
@@ -167,13 +167,13 @@ def test_a_connector_that_does_not_know_yet_is_asked_again_and_others_go_first()
     rig.add(make_request("sure", [20, 21]))
     assert [part.request_id for part in rig.step().slices] == ["sure"]
     rig.run()
-    assert rig.scheduler.is_answer_pending
+    assert rig.scheduler.is_lookup_pending
     assert not rig.scheduler.wants_step, "that would spin"
     rig.connector.scripts["unsure"] = Script(available_tokens=10)
     rig.step()
     rig.end_load("unsure")
     rig.run()
-    assert not rig.scheduler.is_answer_pending
+    assert not rig.scheduler.is_lookup_pending
     assert rig.tokens_of("unsure") == predict(rig.requests["unsure"])
     assert_quiescent(rig)
 
@@ -329,7 +329,7 @@ def test_unknown_and_repeated_ids_are_counted_and_change_nothing() -> None:
     rig.news.finished_sending |= {"a", "stranger"}
     rig.step()
     assert rig.scheduler.counters.unknown_transfers == 4
-    assert len(rig.scheduler.take_notes()) == 4
+    assert len(rig.scheduler.take_warnings()) == 4
     for _ in range(2):
         rig.news.finished_sending.add("b")
         rig.step()

@@ -31,7 +31,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 def with_holes(table: Tables, options: EngineOptions, position: int) -> Tables:
     """Without the blocks that no token from `position` on looks at."""
     groups = form_groups(read_model_config(options.model))
-    gone = [group.first_seen(position) // options.block_size for group in groups]
+    gone = [group.first_visible_token(position) // options.block_size for group in groups]
     return tuple((HOLE,) * count + blocks[count:] for count, blocks in zip(gone, table, strict=True))
 
 
@@ -73,7 +73,7 @@ def test_blocks_behind_the_window_may_be_gone_and_hold_anything(options: EngineO
 def test_a_nan_just_outside_the_window_is_not_seen_and_one_just_inside_is(options: EngineOptions) -> None:
     length = 100
     tokens, table = random_tokens(length + 5, seed=2), tables_of(options, blocks=20)
-    first_seen = length - WINDOW + 1
+    first_visible_token = length - WINDOW + 1
     steps = [
         [SequenceSlice("a", (tokens[length],), length, table, GREEDY)],
         [SequenceSlice("a", tokens[length:], length, table, GREEDY)],
@@ -83,9 +83,9 @@ def test_a_nan_just_outside_the_window_is_not_seen_and_one_just_inside_is(option
         with one_rank(replace(options, num_blocks=90)) as runner:
             runner.run([SequenceSlice("a", tokens[:length], 0, table, None)])
             clean = runner.logits(step)
-            poison(runner, table, range(first_seen), groups=[1, 2])
+            poison(runner, table, range(first_visible_token), groups=[1, 2])
             assert torch.equal(runner.logits(step), clean)
-            poison(runner, table, range(first_seen, first_seen + 1), groups=[1])
+            poison(runner, table, range(first_visible_token, first_visible_token + 1), groups=[1])
             assert runner.logits(step)[0].isnan().all()
     with one_rank(options) as runner:
         runner.run([SequenceSlice("a", tokens[:length], 0, table, None)])

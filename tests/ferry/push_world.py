@@ -1,4 +1,5 @@
-"""Two engines that push, as far as their ferries can tell: blocks that are computed, published, preempted, lent, freed and used again.
+"""Two engines that push, as far as their transfer workers can tell: blocks that are computed, published, preempted, lent, freed and used
+again.
 
 Whatever an engine may do with a block it does at the first moment it may: P's blocks are overwritten when a withdrawal has been commanded
 or the end of a lease has been reported; D's are the next owner's when the end of a transfer has been reported. Each rank of D remembers
@@ -13,9 +14,21 @@ import numpy as np
 import numpy.typing as npt
 from tests.ferry.world import BLOCK_SIZE, LAYERS, NUM_BLOCKS, SECRET, Place, Side
 
-from kvferry.events import BytesMoved, Event, LeaseEnded, PullFailed, PullFinished
-from kvferry.ferry.commands import Abort, Close, Command, Expect, Grant, Open, Publish, Settle, Start, Withdraw, Withhold
-from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
+from kvferry.events import BytesMoved, Event, LeaseEnded, TransferFailed, TransferFinished
+from kvferry.ferry.commands import (
+    AbortLoad,
+    CloseStream,
+    FailPush,
+    GrantLease,
+    OpenStream,
+    PublishTicket,
+    RegisterForPush,
+    SkipLoad,
+    StartLoad,
+    WithdrawStream,
+    WorkerCommand,
+)
+from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
 from kvferry.ports.data import Completion, Handle
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
@@ -40,12 +53,12 @@ def tokens_of(prompt: int, num_tokens: int) -> Fingerprint:
     return fingerprint([1000 * prompt + position for position in range(num_tokens)], BLOCK_SIZE, "")
 
 
-class StormPlane(MemoryDataPlane):
+class StormTransport(MemoryTransport):
     """Copies slowly or fast, while the engine does something. Its fence closes some polls after it was told to; it says so when it is
     closed, or, lying, at once."""
 
     def __init__(self, network: MemoryNetwork, fence_polls: int | None, lies: bool = False) -> None:
-        super().__init__(network, fences_writes=fence_polls is not None)
+        super().__init__(network, supports_write_grants=fence_polls is not None)
         self.slices_per_poll = 1
         """0: bytes are on their way for as long as it lasts."""
         self.meanwhile: Callable[[], None] | None = None
@@ -56,9 +69,9 @@ class StormPlane(MemoryDataPlane):
         self._inner: set[Handle] = set()
         self._polls = 0
 
-    def take_back(self, number: int) -> Handle:
-        handle = Handle(-1 - number)
-        self._closing.append((self._polls + 1 + self._delay, number, handle))
+    def revoke_writes(self, grant_id: int) -> Handle:
+        handle = Handle(-1 - grant_id)
+        self._closing.append((self._polls + 1 + self._delay, grant_id, handle))
         return handle
 
     def poll(self) -> list[Completion]:
@@ -70,8 +83,8 @@ class StormPlane(MemoryDataPlane):
         told = [handle for _, _, handle in (self._closing if self._lies else due) if handle not in self._told]
         self._closing = [each for each in self._closing if each not in due]
         self._told |= set(told)
-        self._inner |= {MemoryDataPlane.take_back(self, number) for _, number, _ in due}
-        ended = [completion for _ in range(self.slices_per_poll) for completion in super(StormPlane, self).poll()]
+        self._inner |= {MemoryTransport.revoke_writes(self, grant_id) for _, grant_id, _ in due}
+        ended = [completion for _ in range(self.slices_per_poll) for completion in super(StormTransport, self).poll()]
         ended = [completion for completion in ended if completion.handle not in self._inner]
         return [*ended, *(Completion(handle, None, 0, 0, 0.0, 0.0) for handle in told)]
 
@@ -81,7 +94,7 @@ class Prefill:
     """A request on P."""
 
     request: str
-    handover: str
+    match_id: str
     prompt: int
     num_tokens: int
     blocks: list[int] = field(default_factory=list)
@@ -96,7 +109,7 @@ class Load:
     """A request on D."""
 
     request: str
-    handover: str
+    match_id: str
     prompt: int
     num_tokens: int
     blocks: list[int] = field(default_factory=list)
@@ -126,7 +139,7 @@ class PushWorld:
         self.rng = np.random.default_rng(7)
         self.lives = 0
         self.p: list[Side] = []
-        self.planes: dict[int, StormPlane] = {}
+        self.transports: dict[int, StormTransport] = {}
         """By side."""
         self.d = [self._side("d", "f1", rank, d_size, 1001) for rank in range(d_size)]
         for side in self.d:
@@ -145,10 +158,10 @@ class PushWorld:
         self.replace_p()
 
     def _side(self, name: str, epoch: str, rank: int, size: int, port: int) -> Side:
-        plane = StormPlane(self.network, self.mode.fence_polls, self.mode.lies)
-        channels = MemoryControlPlane(self.network), MemoryControlPlane(self.network, port if rank == 0 else 0)
-        side = Side(name, epoch, self.network, self.clock, plane, Place(rank, size, HEADS), channels, self.mode.lends)
-        self.planes[id(side)] = plane
+        transport = StormTransport(self.network, self.mode.fence_polls, self.mode.lies)
+        channels = MemoryControlTransport(self.network), MemoryControlTransport(self.network, port if rank == 0 else 0)
+        side = Side(name, epoch, self.network, self.clock, transport, Place(rank, size, HEADS), channels, self.mode.lends)
+        self.transports[id(side)] = transport
         return side
 
     @property
@@ -188,8 +201,8 @@ class PushWorld:
 
     def _take(self, side: Side, event: Event) -> None:
         match event:
-            case PullFinished(request) | PullFailed(request):
-                self._load_ended(side, self.loads[request], isinstance(event, PullFinished))
+            case TransferFinished(request) | TransferFailed(request):
+                self._load_ended(side, self.loads[request], isinstance(event, TransferFinished))
             case LeaseEnded(request):
                 self._lease_ended(side, self.prefills[request])
             case BytesMoved(total_bytes=moved):
@@ -198,12 +211,12 @@ class PushWorld:
 
     # -- P -----------------------------------------------------------------------------------------------------------------
 
-    def tell(self, sides: list[Side], *commands: Command) -> None:
+    def tell(self, sides: list[Side], *commands: WorkerCommand) -> None:
         for side in sides:
             side.inbox += commands
 
     def replace_p(self) -> None:
-        """Another life of P, at the same address. All that the old one had is gone."""
+        """Another incarnation of P, at the same address. All that the old one had is gone."""
         for side in self.p:
             side.close()
         self.lives += 1
@@ -214,8 +227,8 @@ class PushWorld:
         self.prefills.clear()
         self.free["p"] = list(range(NUM_BLOCKS))
 
-    def begin(self, handover: str, prompt: int, num_tokens: int) -> Prefill:
-        prefill = Prefill(f"p{len(self.prefills)}-{handover}", handover, prompt, num_tokens)
+    def begin(self, match_id: str, prompt: int, num_tokens: int) -> Prefill:
+        prefill = Prefill(f"p{len(self.prefills)}-{match_id}", match_id, prompt, num_tokens)
         self.prefills[prefill.request] = prefill
         return prefill
 
@@ -237,10 +250,10 @@ class PushWorld:
         if not prefill.serial:
             self.serial += 1
             prefill.serial = self.serial
-            self.tell(self.p, Grant(request, prefill.serial) if is_over else Open(request, prefill.serial))
+            self.tell(self.p, GrantLease(request, prefill.serial) if is_over else OpenStream(request, prefill.serial))
         elif is_over:
-            self.tell(self.p, Close(request))
-        self.tell(self.p, Publish(request, prefill.handover, self._ticket(prefill), prefill.computed))
+            self.tell(self.p, CloseStream(request))
+        self.tell(self.p, PublishTicket(request, prefill.match_id, self._ticket(prefill), prefill.computed))
         if is_over:
             prefill.held_by = set(range(self.p_size))
 
@@ -254,14 +267,14 @@ class PushWorld:
         )
 
     def preempt(self, prefill: Prefill) -> None:
-        """Its blocks are somebody else's at once; it is computed anew."""
+        """Its blocks are somebody else's at once; it is computed again."""
         if prefill.serial:
-            self.tell(self.p, Withdraw(RequestId(prefill.request), prefill.serial))
+            self.tell(self.p, WithdrawStream(RequestId(prefill.request), prefill.serial))
         prefill.computed = prefill.serial = 0
         self._free_of_p(prefill)
 
-    def withhold(self, prefill: Prefill) -> None:
-        self.tell(self.p, Withhold(RequestId(prefill.request), prefill.handover, "aborted"))
+    def fail_prefill(self, prefill: Prefill) -> None:
+        self.tell(self.p, FailPush(RequestId(prefill.request), prefill.match_id, "aborted"))
         self._free_of_p(prefill)
         prefill.computed = prefill.num_tokens
 
@@ -280,11 +293,11 @@ class PushWorld:
 
     # -- D -----------------------------------------------------------------------------------------------------------------
 
-    def expect(self, handover: str, prompt: int, num_tokens: int) -> Load:
-        load = Load(f"d{len(self.loads)}-{handover}", handover, prompt, num_tokens)
+    def expect(self, match_id: str, prompt: int, num_tokens: int) -> Load:
+        load = Load(f"d{len(self.loads)}-{match_id}", match_id, prompt, num_tokens)
         self.loads[load.request] = load
-        ticket = PushTicketKey(SECRET).sign(PushTicket(handover, "p", self.p[0].epoch, "memory", 1000, self.p_size))
-        self.tell(self.d, Expect(RequestId(load.request), ticket, tokens_of(prompt, num_tokens), Address("memory", 1001)))
+        ticket = PushTicketKey(SECRET).sign(PushTicket(match_id, "p", self.p[0].epoch, "memory", 1000, self.p_size))
+        self.tell(self.d, RegisterForPush(RequestId(load.request), ticket, tokens_of(prompt, num_tokens), Address("memory", 1001)))
         return load
 
     def start(self, load: Load, prefix_blocks: int = 0) -> None:
@@ -298,13 +311,13 @@ class PushWorld:
             self._fill(side, load.blocks, load.prompt, range(load.first))
             self.shadow[rank][:] = np.where(self.is_lent[rank][None, :, None], self.shadow[rank], side.memory)
             self.is_lent[rank][load.filled] = True
-        self.tell(self.d, Start(RequestId(load.request), (tuple(load.blocks),), load.first, load.num_tokens))
+        self.tell(self.d, StartLoad(RequestId(load.request), (tuple(load.blocks),), load.first, load.num_tokens))
 
     def abort(self, load: Load) -> None:
-        self.tell(self.d, Abort(RequestId(load.request)))
+        self.tell(self.d, AbortLoad(RequestId(load.request)))
 
     def settle(self, load: Load) -> None:
-        self.tell(self.d, Settle(RequestId(load.request)))
+        self.tell(self.d, SkipLoad(RequestId(load.request)))
 
     def _load_ended(self, side: Side, load: Load, is_good: bool) -> None:
         rank = side.place.tp_rank
@@ -337,14 +350,14 @@ class PushWorld:
         for position in positions:
             side.view()[:, blocks[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = kv_of(prompt)[:, position, side.place.heads]
 
-    def plane(self, side: Side) -> StormPlane:
-        return self.planes[id(side)]
+    def transport(self, side: Side) -> StormTransport:
+        return self.transports[id(side)]
 
     # -- trouble -------------------------------------------------------------------------------------------------------------
 
     def drop_connections(self, side: Side) -> None:
         """All that this side has dialled: it learns of it, the others do not."""
-        assert isinstance(side.control, MemoryControlPlane)
+        assert isinstance(side.control, MemoryControlTransport)
         with self.network.lock:
             for connection in side.control.connections():
                 if connection.listener is not None:
@@ -354,7 +367,7 @@ class PushWorld:
     def cut(self, side: Side) -> None:
         """The data connections of one of P's ranks to D."""
         for other in self.d:
-            side.plane.disconnect(PeerId(other.served.engine, other.served.epoch, other.place.tp_rank))
+            side.transport.disconnect(PeerId(other.served.engine, other.served.epoch, other.place.tp_rank))
 
     def unended(self) -> Iterator[Load]:
         return (load for load in self.loads.values() if load.blocks and len(load.ended_on) < len(self.d))

@@ -1,4 +1,4 @@
-"""Two real ferries tell the stories: right bytes or a reason, and nothing left behind."""
+"""Two real transfer workers tell the stories: right bytes or a reason, and nothing left behind."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,11 +7,11 @@ import pytest
 from tests.ferry.world import BLOCK_BYTES, LAYERS, Side, World
 
 from kvferry.events import BytesMoved, HandshakeFailed, MessageDropped, PeerConnected
-from kvferry.ferry.commands import Abandon, Abort, Reject, Settle
+from kvferry.ferry.commands import AbandonLease, AbortLoad, RejectLoad, SkipLoad
 from kvferry.planes import copying
-from kvferry.planes.faulty import FaultyDataPlane, parse_faults
-from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
-from kvferry.ports.data import Handle, Pieces, PlaneOffer
+from kvferry.planes.faulty import FaultyTransport, parse_faults
+from kvferry.planes.memory import MemoryNetwork, MemoryTransport
+from kvferry.ports.data import Handle, Segments, TransportOffer
 from kvferry.protocol import codec
 from kvferry.protocol.messages import Confirmed, Release
 from kvferry.types import PeerId, Region, RequestId
@@ -37,9 +37,9 @@ def test_the_bytes_arrive_in_the_right_blocks_and_no_others(world: World) -> Non
     assert not others.any()
     assert world.p.freed() == [("a", "confirmed")]
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
-    assert (moved.plane, moved.total_bytes, moved.is_ok) == ("memory", 3 * LAYERS * BLOCK_BYTES, True)
-    assert (moved.planned_pieces, moved.pieces) == (3 * LAYERS, 3 * LAYERS)
-    assert [event.plane for event in world.d.events if isinstance(event, PeerConnected)] == ["memory"]
+    assert (moved.transport, moved.total_bytes, moved.is_ok) == ("memory", 3 * LAYERS * BLOCK_BYTES, True)
+    assert (moved.planned_segments, moved.segments) == (3 * LAYERS, 3 * LAYERS)
+    assert [event.transport for event in world.d.events if isinstance(event, PeerConnected)] == ["memory"]
     world.assert_quiescent()
 
 
@@ -50,7 +50,7 @@ def test_joined_neighbours_are_told_beside_what_was_asked_for(world: World) -> N
     world.d.start("r", [7, 8, 20], range(0, 12))
     world.run()
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
-    assert (moved.planned_pieces, moved.pieces) == (3 * LAYERS, 2 * LAYERS)
+    assert (moved.planned_segments, moved.segments) == (3 * LAYERS, 2 * LAYERS)
 
 
 def test_a_local_prefix_leaves_only_the_suffix_to_move(world: World) -> None:
@@ -68,7 +68,7 @@ def test_a_request_that_needs_nothing_frees_the_producer(world: World) -> None:
     ticket = world.p.issue("a", [3])
     world.p.grant("a")
     world.d.track("r", ticket)
-    world.d.inbox.append(Settle(RequestId("r")))
+    world.d.inbox.append(SkipLoad(RequestId("r")))
     world.run()
     assert world.p.freed() == [("a", "released")]
     assert world.d.events == [event for event in world.d.events if isinstance(event, PeerConnected)]
@@ -166,7 +166,7 @@ def test_an_abort_at_any_moment_frees_both_sides(world: World, turns: int) -> No
     world.d.start("r", [5], range(0, 4))
     world.run(turns - turns // 2)
     is_over = bool(world.d.finished())
-    world.d.inbox.append(Abort(RequestId("r")))
+    world.d.inbox.append(AbortLoad(RequestId("r")))
     world.run()
     assert len(world.d.finished()) + len(world.d.failed()) == 1
     assert world.d.finished() or not is_over
@@ -183,10 +183,10 @@ def test_an_abort_stops_a_read_that_is_under_way(world: World, monkeypatch: pyte
         # A slice for each layer.
         slow.setattr(copying, "SLICE_BYTES", 1)
         for _ in range(20):
-            if world.d.ferry.snapshot().reads:
+            if world.d.transfer_worker.snapshot().reads:
                 break
             world.run(1)
-        world.d.inbox.append(Abort(RequestId("r")))
+        world.d.inbox.append(AbortLoad(RequestId("r")))
         world.run()
     [moved] = [event for event in world.d.events if isinstance(event, BytesMoved)]
     assert not moved.is_ok
@@ -206,8 +206,8 @@ def test_the_death_of_the_producer_at_any_moment_is_a_failure_or_a_confirmed_rea
         world.clock.advance(1)
         world.d.step()
     assert len(world.d.finished()) + len(world.d.failed()) == 1
-    held = world.d.ferry.snapshot()
-    assert (held.pulls, held.reads, held.peers) == (0, 0, 0)
+    held = world.d.transfer_worker.snapshot()
+    assert (held.transfers, held.reads, held.peers) == (0, 0, 0)
 
 
 def test_a_restarted_producer_is_used_at_once_and_its_old_tickets_are_not(world: World) -> None:
@@ -254,14 +254,14 @@ def test_the_death_of_the_consumer_frees_the_blocks_when_the_lease_ends(world: W
 def test_a_ticket_handed_back_frees_the_blocks_at_once(world: World) -> None:
     world.p.issue("a", [3])
     world.p.grant("a")
-    world.p.inbox.append(Abandon(RequestId("a")))
+    world.p.inbox.append(AbandonLease(RequestId("a")))
     world.run()
     assert world.p.freed() == [("a", "released")]
     world.assert_quiescent()
 
 
 def test_refused_parameters_are_reported_as_a_failed_load(world: World) -> None:
-    world.d.inbox.append(Reject(RequestId("r"), "no ticket"))
+    world.d.inbox.append(RejectLoad(RequestId("r"), "no ticket"))
     world.run()
     assert world.d.failed() == ["no ticket"]
     world.assert_quiescent()
@@ -275,9 +275,9 @@ def test_what_does_not_belong_here_is_dropped_and_counted(world: World) -> None:
     test_the_bytes_arrive_in_the_right_blocks_and_no_others(world)
 
 
-def test_a_plane_that_fails_fails_the_request_only() -> None:
+def test_a_transport_that_fails_fails_the_request_only() -> None:
     network = MemoryNetwork()
-    world = World(FaultyDataPlane(MemoryDataPlane(network), parse_faults("fail:every=2")), network)
+    world = World(FaultyTransport(MemoryTransport(network), parse_faults("fail:every=2")), network)
     for number in range(4):
         ticket = world.p.issue(f"a{number}", [3])
         world.p.grant(f"a{number}")
@@ -291,17 +291,17 @@ def test_a_plane_that_fails_fails_the_request_only() -> None:
 
 
 @pytest.mark.parametrize("moment", ["connect", "read"])
-def test_whatever_a_plane_raises_fails_that_request_and_the_next_one_works(moment: str) -> None:
+def test_whatever_a_transport_raises_fails_that_request_and_the_next_one_works(moment: str) -> None:
     network = MemoryNetwork()
-    plane = RaisingPlane(network, moment)
-    world = World(plane, network)
+    transport = RaisingTransport(network, moment)
+    world = World(transport, network)
     for name in ("first", "second"):
         ticket = world.p.issue(name, [3])
         world.p.grant(name)
         world.d.track(name, ticket)
         world.d.start(name, [5], range(0, 4))
         world.run()
-        plane.is_broken = False
+        transport.is_broken = False
         world.clock.advance(1)
     assert ["OverflowError" in reason for reason in world.d.failed()] == [True]
     assert world.d.finished() == ["second"]
@@ -310,7 +310,7 @@ def test_whatever_a_plane_raises_fails_that_request_and_the_next_one_works(momen
     world.assert_quiescent()
 
 
-class RaisingPlane(MemoryDataPlane):
+class RaisingTransport(MemoryTransport):
     """Raises what no contract names, as libraries do."""
 
     def __init__(self, network: MemoryNetwork, moment: str) -> None:
@@ -318,15 +318,15 @@ class RaisingPlane(MemoryDataPlane):
         self.moment = moment
         self.is_broken = True
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         if self.is_broken and self.moment == "connect":
             raise OverflowError("a number that is too large")
         super().connect(peer, offer, regions)
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
         if self.is_broken and self.moment == "read":
             raise OverflowError("a number that is too large")
-        return super().read(peer, pieces)
+        return super().read(peer, segments)
 
 
 def test_an_unknown_producer_is_given_up_after_the_handshakes_deadline(world: World) -> None:
@@ -342,10 +342,10 @@ def test_an_unknown_producer_is_given_up_after_the_handshakes_deadline(world: Wo
 
 
 def test_an_idle_ferry_sleeps(world: World) -> None:
-    assert world.d.ferry.idle_s() >= 1.0
+    assert world.d.transfer_worker.idle_s() >= 1.0
     ticket = world.p.issue("a", [3])
     world.p.grant("a")
     world.d.track("r", ticket)
     world.run()
-    assert world.p.ferry.idle_s() >= 1.0
-    assert world.d.ferry.idle_s() >= 1.0
+    assert world.p.transfer_worker.idle_s() >= 1.0
+    assert world.d.transfer_worker.idle_s() >= 1.0

@@ -1,4 +1,4 @@
-"""A turn of a ferry, and a step of an engine, are the same work with ten live leases and with thousands."""
+"""A turn of a transfer worker, and a step of an engine, are the same work with ten live leases and with thousands."""
 
 import pytest
 from tests.connectors.pair import EngineRequest, EngineSide, step_until
@@ -32,7 +32,7 @@ class LeasedPair:
         """A turn in which nothing is due."""
 
         def turn() -> None:
-            side.ferry.idle_s()
+            side.transfer_worker.idle_s()
             side.step()
 
         return count_instructions(turn)
@@ -45,8 +45,8 @@ class LeasedPair:
 @pytest.mark.parametrize("whose", ["p", "d"])
 def test_a_turn_of_the_ferry_is_the_same_work_for_few_and_for_many(whose: str) -> None:
     few, many = LeasedPair(FEW), LeasedPair(MANY)
-    assert [pair.p.ferry.snapshot().leases for pair in (few, many)] == [FEW, MANY]
-    assert [pair.d.ferry.snapshot().pulls for pair in (few, many)] == [FEW, MANY]
+    assert [pair.p.transfer_worker.snapshot().leases for pair in (few, many)] == [FEW, MANY]
+    assert [pair.d.transfer_worker.snapshot().transfers for pair in (few, many)] == [FEW, MANY]
     assert few.turn_of(getattr(few, whose)) == many.turn_of(getattr(many, whose))
     for pair in (few, many):
         pair.clock.advance(6)
@@ -61,7 +61,7 @@ def test_beats_keep_many_leases_alive_and_silence_ends_them_all() -> None:
     for _ in range(20):
         pair.clock.advance(5)
         pair.run()
-    assert pair.p.ferry.snapshot().leases == MANY
+    assert pair.p.transfer_worker.snapshot().leases == MANY
     pair.clock.advance(31)
     pair.p.step()
     assert len(pair.p.freed()) == MANY

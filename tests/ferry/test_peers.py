@@ -13,8 +13,8 @@ import pytest
 from tests.ferry.world import NUM_BLOCKS, SECRET, Side
 
 from kvferry.planes.memory import MemoryNetwork
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
-from kvferry.ports.control import ControlEvent, ControlPlane, Route
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
+from kvferry.ports.control import ControlEvent, ControlTransport, Route
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 from kvferry.testing.clock import ManualClock
@@ -26,10 +26,10 @@ PEER_TTL_S = 3600
 """Of the sides that `world` makes; the clock is turned by hand."""
 
 
-class Counted:
-    """A control plane that counts what its owner sends and is told."""
+class PrefillCounts:
+    """A control transport that counts what its owner sends and is told."""
 
-    def __init__(self, inner: ControlPlane) -> None:
+    def __init__(self, inner: ControlTransport) -> None:
         self._inner = inner
         self.sent = self.received = 0
 
@@ -59,7 +59,7 @@ class Counted:
         self._inner.close()
 
 
-class Yard:
+class PeerWorld:
     """One consumer and as many producers as a test asks for, each with sockets of its own. `run` waits on the wall clock for real
     sockets; deadlines of the protocol pass only when a test turns its clock."""
 
@@ -67,7 +67,7 @@ class Yard:
         self.clock = ManualClock()
         self._network = MemoryNetwork()
         self._sides: list[Side] = []
-        self.wire = Counted(opened())
+        self.wire = PrefillCounts(opened())
         self.d = self._add(Side("d", "f1", self._network, self.clock, channels=(self.wire, opened())))
 
     def producer(self, name: str, epoch: str = "e1", port: int = 0) -> Side:
@@ -109,8 +109,8 @@ class Yard:
             side.close()
 
 
-def opened(port: int = 0) -> ZmqControlPlane:
-    return ZmqControlPlane("127.0.0.1", "127.0.0.1", port, KEYS)
+def opened(port: int = 0) -> ZmqTransport:
+    return ZmqTransport("127.0.0.1", "127.0.0.1", port, KEYS)
 
 
 def port_of(side: Side) -> int:
@@ -122,8 +122,8 @@ def num_files() -> int:
 
 
 @pytest.fixture
-def yard() -> Iterator[Yard]:
-    with contextlib.closing(Yard()) as made:
+def peer_world() -> Iterator[PeerWorld]:
+    with contextlib.closing(PeerWorld()) as made:
         yield made
 
 
@@ -131,24 +131,27 @@ def yard() -> Iterator[Yard]:
 
 
 @pytest.mark.slow
-def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each_as_one(yard: Yard) -> None:
-    alone = yard.producer("alone")
-    yard.hand_over(alone, "first", 0)
-    yard.finish("first")
-    sent, received = yard.wire.sent, yard.wire.received
-    crowd = [yard.producer(f"p{number}") for number in range(CROWD)]
+def test_two_hundred_producers_at_once_are_all_served_with_as_many_messages_each_as_one(peer_world: PeerWorld) -> None:
+    alone = peer_world.producer("alone")
+    peer_world.hand_over(alone, "first", 0)
+    peer_world.finish("first")
+    sent, received = peer_world.wire.sent, peer_world.wire.received
+    crowd = [peer_world.producer(f"p{number}") for number in range(CROWD)]
     for number, side in enumerate(crowd):
-        yard.announce(side, f"r{number}", number % NUM_BLOCKS)
-    yard.run(lambda: yard.d.ferry.snapshot().peers == CROWD + 1 and yard.wire.sent >= sent + 2 * CROWD, "all are greeted and attached to")
+        peer_world.announce(side, f"r{number}", number % NUM_BLOCKS)
+    peer_world.run(
+        lambda: peer_world.d.transfer_worker.snapshot().peers == CROWD + 1 and peer_world.wire.sent >= sent + 2 * CROWD,
+        "all are greeted and attached to",
+    )
     for first in range(0, CROWD, NUM_BLOCKS):
         wave = list(enumerate(crowd))[first : first + NUM_BLOCKS]
         for number, _ in wave:
-            yard.d.start(f"r{number}", [number % NUM_BLOCKS], range(0, 4))
-        yard.finish(*(f"r{number}" for number, _ in wave))
-        assert all((yard.d.memory[:, number % NUM_BLOCKS] == side.memory[:, number % NUM_BLOCKS]).all() for number, side in wave)
-    assert yard.d.failed() == []
-    assert (yard.wire.sent, yard.wire.received) == (sent * (CROWD + 1), received * (CROWD + 1))
-    yard.run(lambda: all(len(side.freed()) == 1 for side in crowd), "every lease has ended")
+            peer_world.d.start(f"r{number}", [number % NUM_BLOCKS], range(0, 4))
+        peer_world.finish(*(f"r{number}" for number, _ in wave))
+        assert all((peer_world.d.memory[:, number % NUM_BLOCKS] == side.memory[:, number % NUM_BLOCKS]).all() for number, side in wave)
+    assert peer_world.d.failed() == []
+    assert (peer_world.wire.sent, peer_world.wire.received) == (sent * (CROWD + 1), received * (CROWD + 1))
+    peer_world.run(lambda: all(len(side.freed()) == 1 for side in crowd), "every lease has ended")
 
 
 # -- dead ones ---------------------------------------------------------------------------------------------------------
@@ -182,96 +185,96 @@ def dead_ticket(port: int) -> str:
 
 
 @pytest.mark.parametrize("death", [refused, silent, black_hole])
-def test_one_dead_producer_delays_nobody(yard: Yard, death: Callable[[ExitStack], int]) -> None:
+def test_one_dead_producer_delays_nobody(peer_world: PeerWorld, death: Callable[[ExitStack], int]) -> None:
     with ExitStack() as stack:
         port = death(stack)
-        yard.d.track("lost", dead_ticket(port))
-        yard.d.start("lost", [31], range(0, 4))
-        yard.run(lambda: yard.wire.sent == 1, "the dead one is greeted")
-        living = [yard.producer(f"p{number}") for number in range(10)]
+        peer_world.d.track("lost", dead_ticket(port))
+        peer_world.d.start("lost", [31], range(0, 4))
+        peer_world.run(lambda: peer_world.wire.sent == 1, "the dead one is greeted")
+        living = [peer_world.producer(f"p{number}") for number in range(10)]
         for number, side in enumerate(living):
-            yard.hand_over(side, f"r{number}", number)
-        yard.finish(*(f"r{number}" for number in range(10)))
-        assert yard.d.failed() == [], "the dead one's handshake was over before the others' transfers"
+            peer_world.hand_over(side, f"r{number}", number)
+        peer_world.finish(*(f"r{number}" for number in range(10)))
+        assert peer_world.d.failed() == [], "the dead one's handshake was over before the others' transfers"
         for number, side in enumerate(living):
-            assert (yard.d.memory[:, number] == side.memory[:, number]).all()
-        yard.clock.advance(5)
-        yard.run(lambda: bool(yard.d.failed()), "the dead one's deadline")
-        assert f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})" in yard.d.failed()[0]
-        assert not yard.d.memory[:, 31].any()
+            assert (peer_world.d.memory[:, number] == side.memory[:, number]).all()
+        peer_world.clock.advance(5)
+        peer_world.run(lambda: bool(peer_world.d.failed()), "the dead one's deadline")
+        assert f"no answer to the handshake within 5 s (tcp://127.0.0.1:{port})" in peer_world.d.failed()[0]
+        assert not peer_world.d.memory[:, 31].any()
 
 
-def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(yard: Yard) -> None:
+def test_a_dead_producer_that_is_asked_for_again_and_again_leaves_no_file(peer_world: PeerWorld) -> None:
     with ExitStack() as stack:
         files, text = num_files(), dead_ticket(refused(stack))
         for turn in range(50):
-            yard.d.track(f"r{turn}", text)
-            yard.d.start(f"r{turn}", [31], range(0, 4))
-            yard.d.step()
-            yard.clock.advance(5)
-            yard.d.step()
-            assert len(yard.d.failed()) == turn + 1
-            yard.clock.advance(11)
-        assert yard.wire.sent == 50
-        yard.run(lambda: num_files() <= files, f"as few open files as before ({files})")
+            peer_world.d.track(f"r{turn}", text)
+            peer_world.d.start(f"r{turn}", [31], range(0, 4))
+            peer_world.d.step()
+            peer_world.clock.advance(5)
+            peer_world.d.step()
+            assert len(peer_world.d.failed()) == turn + 1
+            peer_world.clock.advance(11)
+        assert peer_world.wire.sent == 50
+        peer_world.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
 # -- those that come back ----------------------------------------------------------------------------------------------
 
 
-def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(yard: Yard) -> None:
+def test_a_producer_restarted_at_its_address_is_used_at_once_fifty_times_and_leaves_no_file(peer_world: PeerWorld) -> None:
     port = files = 0
-    for life in range(51):
-        p = yard.producer("p", f"life {life}", port)
+    for incarnation in range(51):
+        p = peer_world.producer("p", f"life {incarnation}", port)
         port = port_of(p)
-        yard.hand_over(p, f"r{life}", life % NUM_BLOCKS)
-        yard.finish(f"r{life}")
-        assert (yard.d.memory[:, life % NUM_BLOCKS] == p.memory[:, life % NUM_BLOCKS]).all()
-        yard.end(p)
-        yard.run(lambda: yard.d.ferry.snapshot().peers == 0, "the old life is forgotten")
+        peer_world.hand_over(p, f"r{incarnation}", incarnation % NUM_BLOCKS)
+        peer_world.finish(f"r{incarnation}")
+        assert (peer_world.d.memory[:, incarnation % NUM_BLOCKS] == p.memory[:, incarnation % NUM_BLOCKS]).all()
+        peer_world.end(p)
+        peer_world.run(lambda: peer_world.d.transfer_worker.snapshot().peers == 0, "the old life is forgotten")
         files = files or num_files()
-    yard.run(lambda: num_files() <= files, f"as many open files as after the first life ({files})")
+    peer_world.run(lambda: num_files() <= files, f"as many open files as after the first life ({files})")
 
 
-def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_is_used(yard: Yard) -> None:
-    old = yard.producer("old")
+def test_a_ticket_of_an_engine_that_was_replaced_fails_by_name_and_the_new_one_is_used(peer_world: PeerWorld) -> None:
+    old = peer_world.producer("old")
     ticket, port = old.issue("a", [3]), port_of(old)
-    yard.end(old)
-    new = yard.producer("new", port=port)
-    yard.d.track("late", ticket)
-    yard.d.start("late", [5], range(0, 4))
-    yard.hand_over(new, "r", 7)
-    yard.run(lambda: bool(yard.d.failed()) and bool(yard.d.finished()), "one fails, one is served")
-    assert yard.d.finished() == ["r"]
-    assert "old" in yard.d.failed()[0]
-    assert "new" in yard.d.failed()[0]
-    assert not yard.d.memory[:, 5].any()
+    peer_world.end(old)
+    new = peer_world.producer("new", port=port)
+    peer_world.d.track("late", ticket)
+    peer_world.d.start("late", [5], range(0, 4))
+    peer_world.hand_over(new, "r", 7)
+    peer_world.run(lambda: bool(peer_world.d.failed()) and bool(peer_world.d.finished()), "one fails, one is served")
+    assert peer_world.d.finished() == ["r"]
+    assert "old" in peer_world.d.failed()[0]
+    assert "new" in peer_world.d.failed()[0]
+    assert not peer_world.d.memory[:, 5].any()
 
 
 # -- idle ones ---------------------------------------------------------------------------------------------------------
 
 
-def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_times(yard: Yard) -> None:
-    p = yard.producer("p")
+def test_idle_producers_are_forgotten_with_their_sockets_and_come_back_fifty_times(peer_world: PeerWorld) -> None:
+    p = peer_world.producer("p")
     files = num_files()
     for turn in range(50):
-        yard.hand_over(p, f"r{turn}", 3)
-        yard.finish(f"r{turn}")
+        peer_world.hand_over(p, f"r{turn}", 3)
+        peer_world.finish(f"r{turn}")
         assert num_files() > files, "a connection is open, or closing it proves nothing"
-        yard.clock.advance(PEER_TTL_S - 1)
-        yard.d.step()
-        assert yard.d.ferry.snapshot().peers == 1, "it was used less than its time ago"
-        yard.clock.advance(1)
-        yard.d.step()
-        assert yard.d.ferry.snapshot().peers == 0
-        yard.run(lambda: num_files() <= files, f"as few open files as before ({files})")
+        peer_world.clock.advance(PEER_TTL_S - 1)
+        peer_world.d.step()
+        assert peer_world.d.transfer_worker.snapshot().peers == 1, "it was used less than its time ago"
+        peer_world.clock.advance(1)
+        peer_world.d.step()
+        assert peer_world.d.transfer_worker.snapshot().peers == 0
+        peer_world.run(lambda: num_files() <= files, f"as few open files as before ({files})")
 
 
 # -- both ways ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_engines_take_from_each_other_at_the_same_time(yard: Yard) -> None:
-    a, b = yard.d, yard.producer("b")
+def test_two_engines_take_from_each_other_at_the_same_time(peer_world: PeerWorld) -> None:
+    a, b = peer_world.d, peer_world.producer("b")
     a.memory[:] = np.random.default_rng(7).integers(1, 256, a.memory.shape, dtype=np.uint8)
     before_a, before_b = a.memory.copy(), b.memory.copy()
     theirs: dict[str, Any] = {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7]}
@@ -282,13 +285,13 @@ def test_two_engines_take_from_each_other_at_the_same_time(yard: Yard) -> None:
             source.grant(request)
             sink.track(request, ticket)
             sink.start(request, [block], range(0, 4))
-    yard.run(lambda: len(a.finished()) == len(b.finished()) == 4, "four transfers each way")
+    peer_world.run(lambda: len(a.finished()) == len(b.finished()) == 4, "four transfers each way")
     assert (b.memory[:, 0:4] == before_a[:, 0:4]).all()
     assert (a.memory[:, 4:8] == before_b[:, 4:8]).all()
     assert (a.memory[:, 0:4] == before_a[:, 0:4]).all()
     assert not (before_a[:, 0:8] == before_b[:, 0:8]).all(axis=(0, 2)).any(), "both held the same, so equality proves nothing"
     assert a.failed() == b.failed() == []
-    yard.run(lambda: len(a.freed()) == len(b.freed()) == 4, "every lease has ended")
+    peer_world.run(lambda: len(a.freed()) == len(b.freed()) == 4, "every lease has ended")
     for side in (a, b):
-        held = side.ferry.snapshot()
-        assert (held.leases, held.pulls, held.reads) == (0, 0, 0)
+        held = side.transfer_worker.snapshot()
+        assert (held.leases, held.transfers, held.reads) == (0, 0, 0)

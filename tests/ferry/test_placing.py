@@ -1,4 +1,4 @@
-"""Two real ferries whose caches are arranged differently: the engine gets its blocks in its own order, and never before."""
+"""Two real transfer workers whose caches are arranged differently: the engine gets its blocks in its own order, and never before."""
 
 from collections.abc import Iterator
 
@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 from tests.ferry.world import BLOCK_BYTES, LAYERS, World
 
-from kvferry.events import PullFailed, PullGivenUp
-from kvferry.ferry.commands import Abort
+from kvferry.events import TransferAbandoned, TransferFailed
+from kvferry.ferry.commands import AbortLoad
 from kvferry.planes import block_store
 from kvferry.protocol import read_plans
-from kvferry.protocol.placement import Placement
+from kvferry.protocol.placement import BlockPermutation
 from kvferry.types import RequestId
 
 SHAPE, ARRIVED, WANTED = (4, 16), (16, 1), (1, 4)
 """A block is four rows of 16 bytes on P, and 16 of four on D."""
 
 
-def placements(offsets: list[int], regions: int = LAYERS) -> list[Placement]:
-    return [Placement(region, BLOCK_BYTES, np.array(offsets) * BLOCK_BYTES, 1, SHAPE, ARRIVED, WANTED) for region in range(regions)]
+def permutations(offsets: list[int], regions: int = LAYERS) -> list[BlockPermutation]:
+    return [BlockPermutation(region, BLOCK_BYTES, np.array(offsets) * BLOCK_BYTES, 1, SHAPE, ARRIVED, WANTED) for region in range(regions)]
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(read_plans, "plan_placement", lambda local, remotes, blocks, *_: placements(list(blocks[0])))
+    monkeypatch.setattr(read_plans, "plan_permutations", lambda local, remotes, blocks, *_: permutations(list(blocks[0])))
     made = World()
     yield made
     for side in made.sides:
@@ -63,17 +63,17 @@ def test_a_request_that_is_aborted_while_its_blocks_are_rearranged_ends_after_th
     pull(world)
     run_until_confirmed(world)
     world.d.step()
-    assert world.d.ferry.idle_s() == 0, "its blocks are being rearranged, and that wants the next turn at once"
-    world.d.inbox.append(Abort(RequestId("r")))
+    assert world.d.transfer_worker.idle_s() == 0, "its blocks are being rearranged, and that wants the next turn at once"
+    world.d.inbox.append(AbortLoad(RequestId("r")))
     world.run()
-    kinds = [type(event) for event in world.d.events if isinstance(event, PullGivenUp | PullFailed)]
-    assert kinds == [PullGivenUp, PullFailed]
+    kinds = [type(event) for event in world.d.events if isinstance(event, TransferAbandoned | TransferFailed)]
+    assert kinds == [TransferAbandoned, TransferFailed]
     assert world.d.finished() == []
     world.assert_quiescent()
 
 
 def test_a_placement_that_leaves_our_memory_fails_the_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_plans, "plan_placement", lambda *_: placements([3], LAYERS + 1))
+    monkeypatch.setattr(read_plans, "plan_permutations", lambda *_: permutations([3], LAYERS + 1))
     pull(world)
     world.run()
     [reason] = world.d.failed()

@@ -1,4 +1,4 @@
-"""Push by writing under a storm: real ferries, real bytes, and whatever may happen between them in any order.
+"""Push by writing under a storm: real transfer workers, real bytes, and whatever may happen between them in any order.
 
 Transfers move one layer in a turn, so that every other event may come in the middle of them.
 """
@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from tests.ferry.push_world import Load, Mode, Prefill, PushWorld
 
 from kvferry.events import Event
-from kvferry.ferry.commands import Abandon, Command
-from kvferry.ferry.ferry import Ferry
+from kvferry.ferry.commands import AbandonLease, WorkerCommand
+from kvferry.ferry.ferry import TransferWorker
 from kvferry.types import RequestId
 
 FENCED, SLOWLY_FENCED, UNFENCED, READ = Mode(), Mode(fence_polls=4), Mode(fence_polls=None), Mode(lends=False)
@@ -65,14 +65,14 @@ class Storm(RuleBasedStateMachine):
     def arrive(self, pick: int, num_tokens: int, prefix: int, legs: str, turns: int) -> None:
         """Of a request, P's leg, D's or both. Sometimes they are not of the same prompt, or D wants less of it."""
         self.num_handovers += 1
-        handover = f"h{self.num_handovers}"
+        match_id = f"h{self.num_handovers}"
         if legs in "db":
             wanted = num_tokens // 2 if pick % 4 == 1 and num_tokens > 8 else num_tokens
-            load = self.world.expect(handover, self.num_handovers + (pick == 0), wanted // 4 * 4 or wanted)
+            load = self.world.expect(match_id, self.num_handovers + (pick == 0), wanted // 4 * 4 or wanted)
             if prefix >= 0:
                 self.world.start(load, prefix)
         if legs in "pb":
-            self.world.begin(handover, self.num_handovers, num_tokens)
+            self.world.begin(match_id, self.num_handovers, num_tokens)
         self.run_on(turns)
 
     @precondition(lambda self: self.world.loads)
@@ -80,7 +80,7 @@ class Storm(RuleBasedStateMachine):
     def share(self, pick: int, is_started: bool) -> None:
         """Another sample of a request, which shares its prefill."""
         first = [*self.world.loads.values()][pick % len(self.world.loads)]
-        load = self.world.expect(first.handover, first.prompt, first.num_tokens)
+        load = self.world.expect(first.match_id, first.prompt, first.num_tokens)
         if is_started:
             self.world.start(load)
 
@@ -88,8 +88,8 @@ class Storm(RuleBasedStateMachine):
     @rule(pick=PICK)
     def begin_late(self, pick: int) -> None:
         load = [*self.world.loads.values()][pick % len(self.world.loads)]
-        if all(prefill.handover != load.handover for prefill in self.world.prefills.values()):
-            self.world.begin(load.handover, load.prompt, load.num_tokens)
+        if all(prefill.match_id != load.match_id for prefill in self.world.prefills.values()):
+            self.world.begin(load.match_id, load.prompt, load.num_tokens)
 
     # -- P
 
@@ -115,21 +115,21 @@ class Storm(RuleBasedStateMachine):
     @rule(pick=PICK)
     def preempt_within_a_turn(self, pick: int) -> None:
         prefill = self.running()[pick % len(self.running())]
-        plane = self.world.plane(self.world.p[pick % len(self.world.p)])
-        plane.meanwhile = lambda: self.world.preempt(prefill) if prefill in self.running() else None
+        transport = self.world.transport(self.world.p[pick % len(self.world.p)])
+        transport.meanwhile = lambda: self.world.preempt(prefill) if prefill in self.running() else None
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK)
-    def withhold(self, pick: int) -> None:
+    def fail_prefill(self, pick: int) -> None:
         if pick % 3 == 0:
-            self.world.withhold(self.running()[pick % len(self.running())])
+            self.world.fail_prefill(self.running()[pick % len(self.running())])
 
     @precondition(lambda self: self.held())
     @rule(pick=PICK)
     def abandon(self, pick: int) -> None:
         prefill = self.held()[pick % len(self.held())]
         self.given_up.add(prefill.request)
-        self.world.tell(self.world.p, Abandon(RequestId(prefill.request)))
+        self.world.tell(self.world.p, AbandonLease(RequestId(prefill.request)))
 
     # -- D
 
@@ -221,17 +221,17 @@ class Storm(RuleBasedStateMachine):
 
     @rule(pick=PICK, num_slices=st.sampled_from([0, 0, 1, 1, 2, 20]))
     def be_fast(self, pick: int, num_slices: int) -> None:
-        self.world.plane(self.world.sides[pick % len(self.world.sides)]).slices_per_poll = num_slices
+        self.world.transport(self.world.sides[pick % len(self.world.sides)]).slices_per_poll = num_slices
 
     def teardown(self) -> None:
         world = self.world
         try:
             for prefill in self.running():
-                world.withhold(prefill)
+                world.fail_prefill(prefill)
             for load in self.waiting():
                 world.abort(load)
             for side in world.sides:
-                world.plane(side).slices_per_poll = 1
+                world.transport(side).slices_per_poll = 1
             for _ in range(50):
                 world.run(4)
                 world.wait(20.0)
@@ -242,7 +242,7 @@ class Storm(RuleBasedStateMachine):
                 world.wait(190.0)
             world.run(2)
             for side in world.sides:
-                held = side.ferry.snapshot()
+                held = side.transfer_worker.snapshot()
                 assert held == type(held)(), (side.name, side.place, held)
         finally:
             world.close()
@@ -313,11 +313,15 @@ def test_a_fence_that_lies_is_found_out(make_world: Callable[..., PushWorld]) ->
         write_after_the_consumer_has_given_up(make_world(Mode(fence_polls=20, lies=True)), 3)
 
 
-class HastyFerry(Ferry):
+class HastyWorker(TransferWorker):
     """Settles what was written, and whatever else there is to do, before it obeys what the engine said meanwhile."""
 
     def step(
-        self, commands: Sequence[Command], *, wait_s: float | None = None, late_commands: Callable[[], Sequence[Command]] = tuple
+        self,
+        commands: Sequence[WorkerCommand],
+        *,
+        wait_s: float | None = None,
+        late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
     ) -> list[Event]:
         return [*super().step((), wait_s=0), *super().step((*commands, *late_commands()), wait_s=0)]
 
@@ -326,8 +330,8 @@ def preempt_while_all_is_copied(world: PushWorld) -> None:
     """P's engine takes back the blocks, and uses them for something else, in the very turn that copies them."""
     _, prefill = filling(world, 8, 12)
     for side in world.p:
-        world.plane(side).slices_per_poll = 20
-    world.plane(world.p[0]).meanwhile = lambda: world.preempt(prefill)
+        world.transport(side).slices_per_poll = 20
+    world.transport(world.p[0]).meanwhile = lambda: world.preempt(prefill)
     steps(world, "p", 3)
     world.run()
     assert world.finished == []
@@ -365,7 +369,7 @@ def test_blocks_that_are_taken_back_at_any_moment_hand_over_nothing_wrong(make_w
 
 
 def test_a_ferry_that_settles_before_it_obeys_is_found_out(make_world: Callable[..., PushWorld], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.ferry.world.Ferry", HastyFerry)
+    monkeypatch.setattr("tests.ferry.world.TransferWorker", HastyWorker)
     with pytest.raises(AssertionError, match=r"token \d+ of d0-h is wrong"):
         preempt_while_all_is_copied(make_world(FENCED))
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.ferry.world import LAYERS, Place, World
 
-from kvferry.ferry.commands import Abort, Close, Command, Open, Publish, Withdraw, Withhold
-from kvferry.ferry.postponed import Postponed
+from kvferry.ferry.commands import AbortLoad, CloseStream, FailPush, OpenStream, PublishTicket, WithdrawStream, WorkerCommand
+from kvferry.ferry.postponed import PostponedCommands
 from kvferry.planes import mirror
 from kvferry.types import RequestId
 
@@ -23,7 +23,7 @@ def _slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(place_of_p=Place(is_staged=True))
+    made = World(place_of_p=Place(uses_host_buffer=True))
     yield made
     for side in made.sides:
         side.close()
@@ -32,7 +32,7 @@ def world() -> Iterator[World]:
 def copying(world: World) -> World:
     """P computes a prompt for others; its first two blocks are being copied."""
     ticket = world.p.issue("a", [*OURS, 5])
-    world.p.inbox += [Open(A, world.p.serial), Publish(A, "h1", ticket, 8, (tuple(OURS),))]
+    world.p.inbox += [OpenStream(A, world.p.serial), PublishTicket(A, "h1", ticket, 8, (tuple(OURS),))]
     world.p.step()
     assert copied_layers(world) < LAYERS
     return world
@@ -55,7 +55,7 @@ def known_to(world: World) -> np.ndarray:
 def preempt_and_load(world: World) -> None:
     """The engine has given the blocks to a request that is loaded; what it says of the preempted one comes after that."""
     world.p.start("load", OURS, range(0, 8))
-    world.p.inbox.append(Withdraw(A, world.p.serial))
+    world.p.inbox.append(WithdrawStream(A, world.p.serial))
 
 
 def test_a_load_into_blocks_that_are_still_copied_for_a_preempted_prefill_waits_for_the_copy(world: World) -> None:
@@ -70,7 +70,7 @@ def test_a_load_into_blocks_that_are_still_copied_for_a_preempted_prefill_waits_
 
 def test_without_the_wait_the_copy_would_overwrite_what_was_loaded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison above."""
-    monkeypatch.setattr(Postponed, "keeps", lambda postponed, command: False)
+    monkeypatch.setattr(PostponedCommands, "postpones", lambda postponed, command: False)
     content = known_to(world)
     copying(world)
     preempt_and_load(world)
@@ -83,7 +83,7 @@ def test_what_the_engine_says_of_a_load_that_waits_is_said_in_order(world: World
     known_to(world)
     copying(world)
     preempt_and_load(world)
-    world.p.inbox.append(Abort(RequestId("load")))
+    world.p.inbox.append(AbortLoad(RequestId("load")))
     world.run(40)
     assert (world.p.finished(), world.p.failed()) == ([], ["the request was aborted"]), "blocks that were given come back once"
     world.assert_quiescent()
@@ -91,10 +91,10 @@ def test_what_the_engine_says_of_a_load_that_waits_is_said_in_order(world: World
 
 @pytest.mark.parametrize("how", ["withdrawn", "withheld", "closed"])
 def test_only_blocks_that_the_engine_has_kept_are_reported(world: World, how: str) -> None:
-    commands: dict[str, list[Command]] = {
-        "withdrawn": [Withdraw(A, 1)],
-        "withheld": [Withhold(A, "h1", "aborted")],
-        "closed": [Close(A, ((5,),))],
+    commands: dict[str, list[WorkerCommand]] = {
+        "withdrawn": [WithdrawStream(A, 1)],
+        "withheld": [FailPush(A, "h1", "aborted")],
+        "closed": [CloseStream(A, ((5,),))],
     }
     copying(world).p.inbox += commands[how]
     world.run()
@@ -109,8 +109,8 @@ def test_a_block_that_is_exposed_again_at_once_holds_what_the_next_prefill_compu
     copying(world)
     world.p.memory[:, OURS] = 77
     ticket = world.p.issue("c", OURS)
-    world.p.inbox += [Withdraw(A, 1), Open(RequestId("c"), 2), Publish(RequestId("c"), "h2", ticket, 8, (tuple(OURS),))]
-    world.p.inbox.append(Close(RequestId("c")))
+    world.p.inbox += [WithdrawStream(A, 1), OpenStream(RequestId("c"), 2), PublishTicket(RequestId("c"), "h2", ticket, 8, (tuple(OURS),))]
+    world.p.inbox.append(CloseStream(RequestId("c")))
     world.d.track("r", ticket)
     world.d.start("r", [8, 9], range(0, 8))
     world.run(40)

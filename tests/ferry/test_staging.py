@@ -1,4 +1,6 @@
-"""Ferries whose planes see a mirror of the cache: right bytes on every side, no reader before they are there, no block freed early."""
+"""Transfer workers whose transports see a host buffer of the cache: right bytes on every side, no reader before they are there, no block
+freed early.
+"""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -9,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.ferry.world import NUM_BLOCKS, Place, Side, World
 
-from kvferry.events import BytesMoved, PullFailed, PullFinished
-from kvferry.ferry.commands import Abandon, Abort, Settle
+from kvferry.events import BytesMoved, TransferFailed, TransferFinished
+from kvferry.ferry.commands import AbandonLease, AbortLoad, SkipLoad
 from kvferry.planes import mirror
 from kvferry.protocol import codec
 from kvferry.types import RequestId
 
-STAGED, DIRECT = Place(is_staged=True), Place()
+STAGED, DIRECT = Place(uses_host_buffer=True), Place()
 MakeWorld = Callable[[Place, Place], World]
 
 
@@ -59,7 +61,7 @@ def test_the_engines_blocks_are_right_whoever_is_staged(make: MakeWorld, p: Plac
 
 
 def test_only_what_was_read_is_copied_to_a_staged_engine(make: MakeWorld) -> None:
-    """A local prefix is in the engine's memory alone: what the mirror holds in its place is old."""
+    """A local prefix is in the engine's memory alone: what the host buffer holds in its place is old."""
     world = make(DIRECT, STAGED)
     world.d.memory[:, [20, 7]] = 7
     ticket = world.p.issue("a", [3, 4, 9])
@@ -99,14 +101,14 @@ def test_one_that_does_not_wait_reads_old_bytes_and_is_not_confirmed(make: MakeW
     """The negative control: P does not say that it is staged, so D reads at once."""
     world = make(STAGED, DIRECT)
     layout = codec.decode_layout(world.p.layouts[0])
-    layout = type(layout)(**{name: getattr(layout, name) for name in layout.__struct_fields__} | {"is_staged": False})
+    layout = type(layout)(**{name: getattr(layout, name) for name in layout.__struct_fields__} | {"uses_host_buffer": False})
     world.p.layouts[0] = codec.encode_layout(layout)
     ticket = world.p.issue("a", [3])
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
     world.run()
     assert moved(world.d) > 0
-    assert not (world.d.memory[:, 5] == world.p.memory[:, 3]).any(axis=1).all(), "the mirror had the bytes already"
+    assert not (world.d.memory[:, 5] == world.p.memory[:, 3]).any(axis=1).all(), "the host buffer had the bytes already"
     assert world.d.finished() == []
     assert "not ready" in world.d.failed()[0]
 
@@ -115,7 +117,7 @@ def test_without_the_rule_old_bytes_would_be_used(make: MakeWorld) -> None:
     """The same with a P that confirms as if it were not staged: the comparison that all these tests rest on fails."""
     world = make(DIRECT, DIRECT)
     fresh = world.p.memory.copy()
-    world.p.memory[:] = 0  # stands for a mirror that the copy has not reached yet
+    world.p.memory[:] = 0  # stands for a host buffer that the copy has not reached yet
     ticket = world.p.issue("a", [3])
     world.d.track("r", ticket)
     world.d.start("r", [5], range(0, 4))
@@ -139,19 +141,19 @@ def test_a_grant_that_never_comes_fails_the_request(make: MakeWorld) -> None:
     world.assert_quiescent()
 
 
-@pytest.mark.parametrize("command", [Abandon, None], ids=["abandoned", "expired"])
-def test_blocks_are_not_freed_while_they_are_copied(make: MakeWorld, command: type[Abandon] | None) -> None:
+@pytest.mark.parametrize("command", [AbandonLease, None], ids=["abandoned", "expired"])
+def test_blocks_are_not_freed_while_they_are_copied(make: MakeWorld, command: type[AbandonLease] | None) -> None:
     world = make(STAGED, DIRECT)
     world.p.issue("a", [3])
     world.p.grant("a")
     world.p.step()
-    assert world.p.ferry.idle_s() == 0, "the copy wants its next turn"
+    assert world.p.transfer_worker.idle_s() == 0, "the copy wants its next turn"
     if command is None:
         world.clock.advance(31)
     else:
         world.p.inbox.append(command(RequestId("a")))
     world.p.step()
-    assert (world.p.freed(), world.p.ferry.snapshot().leases) == ([], 1)
+    assert (world.p.freed(), world.p.transfer_worker.snapshot().leases) == ([], 1)
     world.run()
     assert world.p.freed() == [("a", "expired" if command is None else "released")]
     assert (world.p.mirror[:, 3] == world.p.memory[:, 3]).all(), "it was copied to the end"
@@ -212,7 +214,7 @@ class Story:
         world.d.track(name, ticket)
         match self.rng.integers(4):
             case 0:
-                world.d.inbox.append(Settle(RequestId(name)))
+                world.d.inbox.append(SkipLoad(RequestId(name)))
                 self.free["d"] += ours
             case _:
                 self.loads[name] = ours, world.p.memory[:, theirs].copy()
@@ -221,7 +223,7 @@ class Story:
                     self.abort(name)
 
     def abort(self, name: str) -> None:
-        self.world.d.inbox.append(Abort(RequestId(name)))
+        self.world.d.inbox.append(AbortLoad(RequestId(name)))
 
     def turn(self) -> None:
         self.begin()
@@ -234,9 +236,9 @@ class Story:
             self.world.p.memory[:, self.held.get(name, [])] = 255
             self.free["p"] += self.held.pop(name, [])
         for event in self.world.d.events:
-            if isinstance(event, PullFinished | PullFailed) and event.request in self.loads:
+            if isinstance(event, TransferFinished | TransferFailed) and event.request in self.loads:
                 ours, content = self.loads.pop(event.request)
-                if isinstance(event, PullFinished):
+                if isinstance(event, TransferFinished):
                     assert (self.world.d.memory[:, ours] == content).all()
                 self.world.d.memory[:, ours] = 0
                 self.free["d"] += ours

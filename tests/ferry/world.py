@@ -1,4 +1,4 @@
-"""Ferries and side channels in one process, joined by memory planes and a clock turned by hand."""
+"""Transfer workers and side channels in one process, joined by memory transports and a clock turned by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.events import Event, LeaseEnded, PullFailed, PullFinished
-from kvferry.ferry.commands import Command, Grant, Start, Track
-from kvferry.ferry.ferry import Ferry, FerrySettings
+from kvferry.events import Event, LeaseEnded, TransferFailed, TransferFinished
+from kvferry.ferry.commands import GrantLease, PrepareLoad, StartLoad, WorkerCommand
+from kvferry.ferry.ferry import TransferWorker, TransferWorkerSettings
 from kvferry.planes.block_store import HostBlockStore
-from kvferry.planes.memory import MemoryControlPlane, MemoryDataPlane, MemoryNetwork
-from kvferry.planes.mirror import HostMirror
-from kvferry.ports.control import ControlPlane, Received
-from kvferry.ports.data import DataPlane
+from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
+from kvferry.planes.mirror import CpuHostBuffer
+from kvferry.ports.control import ControlTransport, Received
+from kvferry.ports.data import DataTransport
 from kvferry.protocol import codec
 from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.consumer_settings import ConsumerSettings
@@ -41,8 +41,8 @@ class Place:
     tp_size: int = 1
     total_heads: int = 1
     layout: KVLayout = KVLayout.HND
-    is_staged: bool = False
-    """Planes see a mirror of the cache."""
+    uses_host_buffer: bool = False
+    """Transports see a host buffer of the cache."""
 
     @property
     def heads(self) -> range:
@@ -53,7 +53,7 @@ DEFAULT_PLACE = Place()
 
 
 class Side:
-    """One engine's worker: memory, planes, ferry, and the scheduler's side channel."""
+    """One engine's worker: memory, transports, ferry, and the scheduler's side channel."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class Side:
         epoch: str,
         network: MemoryNetwork,
         clock: ManualClock,
-        plane: DataPlane | None = None,
+        transport: DataTransport | None = None,
         place: Place = DEFAULT_PLACE,
-        channels: tuple[ControlPlane, ControlPlane] | None = None,
+        channels: tuple[ControlTransport, ControlTransport] | None = None,
         lends: bool = False,
     ) -> None:
         """`channels`: the worker's control channel and the side channel, where they are to be real or known before. `lends`: producers
@@ -74,17 +74,17 @@ class Side:
         order = (by_head, by_token) if place.layout is KVLayout.HND else (by_token, by_head)
         axes = dense_axes(order, BLOCK_BYTES // BLOCK_SIZE)
         self.memory: npt.NDArray[np.uint8] = np.zeros((LAYERS, NUM_BLOCKS, size), dtype=np.uint8)
-        self.mirror: npt.NDArray[np.uint8] = np.zeros_like(self.memory) if place.is_staged else self.memory
-        """What planes see."""
+        self.mirror: npt.NDArray[np.uint8] = np.zeros_like(self.memory) if place.uses_host_buffer else self.memory
+        """What transports see."""
         own, regions = (
             tuple(Region(f"layer.{i}", int(memory[i].ctypes.data), size, size, NUM_BLOCKS, axes=axes) for i in range(LAYERS))
             for memory in (self.memory, self.mirror)
         )
-        self.plane = plane or MemoryDataPlane(network)
-        assert self.plane.register(regions)
-        self.control, self.side_channel = channels or (MemoryControlPlane(network), MemoryControlPlane(network))
-        made = self.plane.offer()
-        offers = (OfferInfo(made.plane, made.reach, made.blob),)
+        self.transport = transport or MemoryTransport(network)
+        assert self.transport.register(regions)
+        self.control, self.side_channel = channels or (MemoryControlTransport(network), MemoryControlTransport(network))
+        made = self.transport.offer()
+        offers = (OfferInfo(made.transport, made.reach, made.blob),)
         geometry = Geometry(
             place.tp_rank, place.tp_size, BLOCK_SIZE, NUM_BLOCKS, place.layout, len(place.heads), 8, regions, place.total_heads
         )
@@ -100,31 +100,33 @@ class Side:
             [region_info(region) for region in regions],
             list(offers),
             place.total_heads,
-            place.is_staged,
+            place.uses_host_buffer,
         )
         factors = {"model": "tiny"}
         self.layouts = {place.tp_rank: codec.encode_layout(layout)}
         """What the side channel serves: a test adds those of the other ranks."""
         self.served = ServedEngine(EngineId(name), Epoch(epoch), factors, self.layouts)
-        planes, none = frozenset({self.plane.name}), frozenset[str]()
-        settings = FerrySettings(
-            ProducerSettings(EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=place.is_staged),
+        transports, none = frozenset({self.transport.name}), frozenset[str]()
+        settings = TransferWorkerSettings(
+            ProducerSettings(
+                EngineId(name), Epoch(epoch), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, uses_host_buffer=place.uses_host_buffer
+            ),
             ConsumerSettings(
                 EngineId(name),
                 PeerSettings(factors, geometry, offers, (), 5, 3600),
                 read_timeout_s=30,
                 confirm_timeout_s=5,
                 receive_timeout_s=100,
-                is_staged=place.is_staged,
+                uses_host_buffer=place.uses_host_buffer,
                 epoch=Epoch(epoch),
-                lends_by=planes if lends else none,
-                fenced=planes if self.plane.fences_writes else none,
+                writable_transports=transports if lends else none,
+                fenced=transports if self.transport.supports_write_grants else none,
             ),
             SECRET,
         )
-        store = HostBlockStore(regions, HostMirror(own, regions) if place.is_staged else None)
-        self.ferry = Ferry(settings, [self.plane], self.control, store, clock)
-        self.inbox: list[Command] = []
+        store = HostBlockStore(regions, CpuHostBuffer(own, regions) if place.uses_host_buffer else None)
+        self.transfer_worker = TransferWorker(settings, [self.transport], self.control, store, clock)
+        self.inbox: list[WorkerCommand] = []
         self.events: list[Event] = []
         self.serial = 0
         self.issued: dict[str, list[int]] = {}
@@ -136,10 +138,10 @@ class Side:
                 if isinstance(request, HandshakeRequest):
                     self.side_channel.reply(news.route, codec.encode(answer(self.served, request)))
         commands, self.inbox = self.inbox, []
-        self.events += self.ferry.step(commands, wait_s=0)
+        self.events += self.transfer_worker.step(commands, wait_s=0)
 
     def close(self) -> None:
-        self.ferry.close()
+        self.transfer_worker.close()
         self.side_channel.close()
 
     # -- as a producer
@@ -168,8 +170,8 @@ class Side:
         )
 
     def grant(self, request: str) -> None:
-        copied = (tuple(self.issued[request]),) if self.place.is_staged else ()
-        self.inbox.append(Grant(RequestId(request), self.serial, copied))
+        copied = (tuple(self.issued[request]),) if self.place.uses_host_buffer else ()
+        self.inbox.append(GrantLease(RequestId(request), self.serial, copied))
 
     def freed(self) -> list[tuple[str, str]]:
         return [(event.request, str(event.end)) for event in self.events if isinstance(event, LeaseEnded)]
@@ -177,16 +179,16 @@ class Side:
     # -- as a consumer
 
     def track(self, request: str, ticket: str) -> None:
-        self.inbox.append(Track(RequestId(request), ticket))
+        self.inbox.append(PrepareLoad(RequestId(request), ticket))
 
     def start(self, request: str, blocks: list[int], tokens: range) -> None:
-        self.inbox.append(Start(RequestId(request), (tuple(blocks),), tokens.start, tokens.stop))
+        self.inbox.append(StartLoad(RequestId(request), (tuple(blocks),), tokens.start, tokens.stop))
 
     def finished(self) -> list[str]:
-        return [event.request for event in self.events if isinstance(event, PullFinished)]
+        return [event.request for event in self.events if isinstance(event, TransferFinished)]
 
     def failed(self) -> list[str]:
-        return [event.reason for event in self.events if isinstance(event, PullFailed)]
+        return [event.reason for event in self.events if isinstance(event, TransferFailed)]
 
     # -- content
 
@@ -221,14 +223,14 @@ class RankedWorld:
             for side in self.sides if sides is None else sides:
                 side.step()
 
-    def tell(self, sides: Sequence[Side], *commands: Command) -> None:
+    def tell(self, sides: Sequence[Side], *commands: WorkerCommand) -> None:
         for side in sides:
             side.inbox += commands
 
     def issue(self, request: str, blocks: list[int]) -> str:
         """A ticket, granted on every rank."""
         ticket = self.p[0].issue(request, blocks)
-        self.tell(self.p, Grant(RequestId(request), self.p[0].serial))
+        self.tell(self.p, GrantLease(RequestId(request), self.p[0].serial))
         return ticket
 
     def freed(self) -> list[list[tuple[str, str]]]:
@@ -241,8 +243,8 @@ class RankedWorld:
 
     def assert_quiescent(self) -> None:
         for side in self.sides:
-            held = side.ferry.snapshot()
-            assert (held.leases, held.pulls, held.reads) == (0, 0, 0), (side.name, side.place, held)
+            held = side.transfer_worker.snapshot()
+            assert (held.leases, held.transfers, held.reads) == (0, 0, 0), (side.name, side.place, held)
 
     def close(self) -> None:
         for side in self.sides:
@@ -254,7 +256,7 @@ class World:
 
     def __init__(
         self,
-        plane_of_d: DataPlane | None = None,
+        transport_of_d: DataTransport | None = None,
         network: MemoryNetwork | None = None,
         place_of_p: Place = DEFAULT_PLACE,
         place_of_d: Place = DEFAULT_PLACE,
@@ -262,7 +264,7 @@ class World:
         self.clock = ManualClock()
         self.network = network or MemoryNetwork()
         self.p = Side("p", "e1", self.network, self.clock, place=place_of_p)
-        self.d = Side("d", "f1", self.network, self.clock, plane_of_d, place_of_d)
+        self.d = Side("d", "f1", self.network, self.clock, transport_of_d, place_of_d)
         rng = np.random.default_rng(0)
         self.p.memory[:] = rng.integers(1, 256, self.p.memory.shape, dtype=np.uint8)
 
@@ -277,5 +279,5 @@ class World:
 
     def assert_quiescent(self) -> None:
         for side in self.sides:
-            held = side.ferry.snapshot()
-            assert (held.leases, held.pulls, held.reads) == (0, 0, 0), (side.name, held)
+            held = side.transfer_worker.snapshot()
+            assert (held.leases, held.transfers, held.reads) == (0, 0, 0), (side.name, held)

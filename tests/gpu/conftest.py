@@ -1,4 +1,4 @@
-"""One made model for all tests on a GPU."""
+"""One generated model for all tests on a GPU."""
 
 from pathlib import Path
 

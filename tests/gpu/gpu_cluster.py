@@ -1,18 +1,18 @@
-"""Engines on the GPU of this machine, as real processes. CUDA cannot be forked, so each is started anew."""
+"""Engines on the GPU of this machine, as real processes. CUDA cannot be forked, so each is spawned."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from tests.e2e.harness import Cluster, Starting
 
-from kvferry.cli.processes import Start, start_anew
+from kvferry.cli.processes import ProcessStarter, spawn_process
 
-__all__ = ["CONNECTORS", "DTYPES", "PLANES", "GpuCluster", "Shape"]
+__all__ = ["CONNECTORS", "DTYPES", "TRANSPORTS", "GpuCluster", "Shape"]
 
-PLANES = ("cuda_ipc", "nixl")
+TRANSPORTS = ("cuda_ipc", "nixl")
 CONNECTORS = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 DTYPES = {"cuda_ipc": "bfloat16", "nixl": "float16"}
-"""Of weights and cache: one with each plane."""
+"""Of weights and cache: one with each transport."""
 
 
 class Shape:
@@ -24,8 +24,8 @@ class Shape:
 
 
 class GpuCluster(Cluster):
-    def way_to_start(self, command: Sequence[str]) -> Start:
-        return start_anew
+    def way_to_start(self, command: Sequence[str]) -> ProcessStarter:
+        return spawn_process
 
     def plain_on_gpu(self, dtype: str) -> Starting:
         """A single engine that knows nothing of transfers: what it answers is right."""
@@ -34,7 +34,7 @@ class GpuCluster(Cluster):
     def serve_on_gpu(
         self,
         name: str,
-        plane: str,
+        transport: str,
         mode: str,
         *flags: str,
         shape: Shape | None = None,
@@ -43,12 +43,12 @@ class GpuCluster(Cluster):
         engine_id: str = "",
         **settings: Any,
     ) -> Starting:
-        """`settings`: the connector's, besides the plane that is pinned."""
+        """`settings`: the connector's, besides the transport that is pinned."""
         shape = shape or Shape(16, "HND")
         return self.serve(
-            f"{name} ({plane}, {mode})",
-            *("--device", "cuda", "--dtype", DTYPES[plane], *shape.flags, *flags),
-            extra={"planes": [plane], **settings},
+            f"{name} ({transport}, {mode})",
+            *("--device", "cuda", "--dtype", DTYPES[transport], *shape.flags, *flags),
+            extra={"transports": [transport], **settings},
             environment={**shape.variables, **({"KVFERRY_FAULTS": faults} if faults else {})},
             connector=CONNECTORS[mode],
             port=port,

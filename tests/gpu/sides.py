@@ -6,11 +6,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvferry.planes.cuda_ipc import CudaIpcDataPlane
-from kvferry.planes.nixl import NixlDataPlane
-from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
-from kvferry.ports.data import DataPlane
-from kvferry.testing.plane_sides import MEMORY_BYTES, Bytes, Side, layout
+from kvferry.planes.cuda_ipc import CudaIpcTransport
+from kvferry.planes.nixl import NixlTransport
+from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
+from kvferry.ports.data import DataTransport
+from kvferry.testing.plane_sides import MEMORY_BYTES, Bytes, TransportSide, layout
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "roomy_staged_nixl_side", "staged_nixl_side", "vram_regions"]
@@ -55,30 +55,30 @@ def vram_regions(address: int) -> tuple[Region, ...]:
     return tuple(replace(region, memory=MemoryKind.VRAM) for region in layout(address))
 
 
-def over_device(plane: DataPlane) -> Side:
+def over_device(transport: DataTransport) -> TransportSide:
     memory = DeviceBytes(MEMORY_BYTES)
     regions = vram_regions(memory.tensor.data_ptr())
-    assert plane.register(regions)
-    return Side(plane, cast(Bytes, memory), regions, lambda: None)
+    assert transport.register(regions)
+    return TransportSide(transport, cast(Bytes, memory), regions, lambda: None)
 
 
-def cuda_ipc_side() -> Side:
-    return over_device(CudaIpcDataPlane())
+def cuda_ipc_side() -> TransportSide:
+    return over_device(CudaIpcTransport())
 
 
-def nixl_side() -> Side:
-    return over_device(NixlDataPlane())
+def nixl_side() -> TransportSide:
+    return over_device(NixlTransport())
 
 
-def staged_nixl_side() -> Side:
+def staged_nixl_side() -> TransportSide:
     """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
-    return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2))
+    return _staged(BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2))
 
 
-def roomy_staged_nixl_side() -> Side:
+def roomy_staged_nixl_side() -> TransportSide:
     """Through a ring that holds half of the large region."""
-    return _staged(StagingSettings(piece_bytes=1 << 40, ring_bytes=64 << 20, chunk_bytes=4 << 20, min_runs=2))
+    return _staged(BounceSettings(segment_bytes=1 << 40, buffer_bytes=64 << 20, chunk_bytes=4 << 20, min_descriptors=2))
 
 
-def _staged(settings: StagingSettings) -> Side:
-    return over_device(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"))
+def _staged(settings: BounceSettings) -> TransportSide:
+    return over_device(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kvferry.cli.findings import Failed, Level
+from kvferry.cli.findings import ProbeFailed, Severity
 from kvferry.cli.gpu_findings import GpuSpeeds, gpu_speed_findings, gpu_speeds
 from kvferry.cli.probes import measure_gpu
 
@@ -17,19 +17,32 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEADLINE_S = 200.0
 
 
-def test_the_doctor_measures_every_plane() -> None:
+def test_the_doctor_measures_every_transport() -> None:
     report = measure_gpu(0, os.environ)
-    assert not isinstance(report, Failed), report.reason
+    assert not isinstance(report, ProbeFailed), report.reason
     speeds = gpu_speeds(report)
     assert isinstance(speeds, GpuSpeeds)
-    ways = (speeds.copy, speeds.cuda_ipc, speeds.nixl, speeds.nixl_staged, speeds.nixl_contiguous, speeds.descriptor_us)
+    ways = (speeds.copy, speeds.cuda_ipc, speeds.nixl, speeds.nixl_bounce, speeds.nixl_contiguous, speeds.descriptor_us)
     assert all(figure is not None and figure > 0 for figure in ways), speeds
-    assert gpu_speed_findings("cuda:0", report, 1)[0].level is Level.OK
+    assert gpu_speed_findings("cuda:0", report, 1)[0].level is Severity.OK
 
 
-@pytest.mark.parametrize("plane", ["cuda_ipc", "nixl staged"])
-def test_a_decode_stream_goes_on_beside_transfers(plane: str) -> None:
-    command = [sys.executable, "-m", "kvferry", "bench", "decode-beside", "--device", "cuda", "--json", "--seconds", "1", "--plane", plane]
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nixl bounce"])
+def test_a_decode_stream_goes_on_beside_transfers(transport: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvferry",
+        "bench",
+        "decode-interference",
+        "--device",
+        "cuda",
+        "--json",
+        "--seconds",
+        "1",
+        "--transport",
+        transport,
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(ran.stdout)["rows"]

@@ -1,4 +1,4 @@
-"""Pieces of any size and alignment are copied between device addresses, by the kernel and by plain torch alike."""
+"""Segments of any size and alignment are copied between device addresses, by the kernel and by plain torch alike."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.planes.address_copy import AddressCopies, CopyJob
-from kvferry.planes.copy_table import TABLE_ROWS, by_launch
+from kvferry.planes.copy_table import TABLE_ROWS, split_by_launch
 from kvferry.planes.cuda_copier import CudaAddressCopier, copy_by_torch
 from kvferry.planes.cuda_table import CudaTable
 
@@ -46,7 +46,7 @@ def scattered(size_bytes: int, count: int, odd: int, seed: int) -> tuple[np.ndar
 @pytest.mark.parametrize(
     ("size_bytes", "count"), [(1, 5), (16, 1000), (256, 20_000), (1000, 300), (4096, 1000), (16384, 200), (1 << 20, 9)]
 )
-def test_every_piece_arrives_and_nothing_else_is_touched(copier: CudaAddressCopier, size_bytes: int, count: int, odd: int) -> None:
+def test_every_segment_arrives_and_nothing_else_is_touched(copier: CudaAddressCopier, size_bytes: int, count: int, odd: int) -> None:
     source = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.randint(0, 256, (MEMORY_BYTES,), dtype=torch.uint8, device="cuda")
     bytes_there, expected = source.cpu().numpy(), target.cpu().numpy().copy()
@@ -96,7 +96,7 @@ def test_places_of_unequal_length_go_together(copier: CudaAddressCopier, odd: in
         for base in (first, first + quarter):
             for origin, to in zip((base + sources).tolist(), (base + targets).tolist(), strict=True):
                 expected[to : to + size] = here[origin : origin + size]
-    assert len(list(by_launch(copies))) == 1
+    assert len(list(split_by_launch(copies))) == 1
     copy(copier, copies)
     assert np.array_equal(target.cpu().numpy(), expected)
     copier.close()
@@ -132,20 +132,20 @@ def test_a_pause_ends_with_a_job_and_lasts_as_long_as_it_is_told_without_one(cop
 
 
 def test_triton_compiles_and_the_driver_starts() -> None:
-    from kvferry.planes.piece_kernel import PieceKernel  # needs triton, which machines without a GPU have not
+    from kvferry.planes.piece_kernel import SegmentKernel  # needs triton, which machines without a GPU have not
 
-    kernel = PieceKernel(CudaTable(torch.device("cuda", 0)), torch.empty(128 * 1024, dtype=torch.uint8, device="cuda"))
+    kernel = SegmentKernel(CudaTable(torch.device("cuda", 0)), torch.empty(128 * 1024, dtype=torch.uint8, device="cuda"))
     assert kernel.is_started_by_driver, "every transfer would cost what triton takes for a launch"
 
 
 def test_many_jobs_behind_a_busy_device_do_not_share_memory_too_early(copier: CudaAddressCopier) -> None:
     """More jobs than tables, each with offsets of its own; meanwhile the engine's stream lets go of memory that it will yet read."""
-    pieces, size, rounds, ones = 64, 4096, 300, 200_000
-    source = torch.randint(0, 256, (pieces * size,), dtype=torch.uint8, device="cuda").view(pieces, size)
-    target = torch.zeros(rounds, pieces, size, dtype=torch.uint8, device="cuda")
+    segments, size, rounds, ones = 64, 4096, 300, 200_000
+    source = torch.randint(0, 256, (segments * size,), dtype=torch.uint8, device="cuda").view(segments, size)
+    target = torch.zeros(rounds, segments, size, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    places = np.arange(pieces, dtype=np.int64) * size
-    orders = [np.random.default_rng(turn).permutation(pieces).astype(np.int64) for turn in range(rounds)]
+    places = np.arange(segments, dtype=np.int64) * size
+    orders = [np.random.default_rng(turn).permutation(segments).astype(np.int64) for turn in range(rounds)]
     sums, jobs = list[torch.Tensor](), list[CopyJob]()
     for turn, order in enumerate(orders):
         if turn % 20 == 0:

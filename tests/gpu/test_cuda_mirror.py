@@ -1,4 +1,4 @@
-"""The mirror of a cache on a CUDA device: the same promises as the one in host memory, kept by copies that nobody waits for."""
+"""The host buffer of a cache on a CUDA device: the same promises as the one in host memory, kept by copies that nobody waits for."""
 
 import time
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ import torch
 
 from kvferry.errors import LocalProtocolError
 from kvferry.planes.block_store import HostBlockStore
-from kvferry.planes.cuda_mirror import CudaMirror
+from kvferry.planes.cuda_mirror import CudaHostBuffer
 from kvferry.planes.shared_memory import SharedMemory
-from kvferry.ports.block_store import StoredBlocks, StoreHandle
+from kvferry.ports.block_store import StoreCompletion, StoreHandle
 from kvferry.types import MemoryKind, Region
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
@@ -26,8 +26,8 @@ class Staged:
         """`size`: bytes of a block."""
         self.engine = torch.randint(0, 256, (NUM_BLOCKS, LAYERS, size), dtype=torch.uint8, device="cuda")
         self.memory = SharedMemory.allocate(LAYERS * NUM_BLOCKS * size)
-        self.mirror = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(LAYERS, NUM_BLOCKS, size)
-        self.mirror.random_(0, 256)
+        self.host_buffer = torch.frombuffer(self.memory.buffer, dtype=torch.uint8).view(LAYERS, NUM_BLOCKS, size)
+        self.host_buffer.random_(0, 256)
         own, seen = (
             [Region(f"l{i}", start + i * step, size, stride, NUM_BLOCKS, kind, group=i % 2) for i in range(LAYERS)]
             for start, step, stride, kind in (
@@ -36,11 +36,11 @@ class Staged:
             )
         )
         self.regions = own, seen
-        self.store = HostBlockStore(seen, CudaMirror(own, seen, (self.memory.address, self.memory.size_bytes)))
+        self.store = HostBlockStore(seen, CudaHostBuffer(own, seen, (self.memory.address, self.memory.size_bytes)))
 
     def run(self, *handles: StoreHandle) -> int:
         """How many polls it took."""
-        ended: list[StoredBlocks] = []
+        ended: list[StoreCompletion] = []
         polls, deadline = 0, time.monotonic() + DEADLINE_S
         while len(ended) < len(handles):
             assert time.monotonic() < deadline
@@ -53,7 +53,7 @@ class Staged:
     def close(self) -> None:
         self.store.close()
         self.store.close()
-        del self.mirror
+        del self.host_buffer
         self.memory.close()
 
 
@@ -68,37 +68,37 @@ BLOCKS = ([1, 2, 3, 9, 40, 41], [0, 63, 7])
 
 
 def test_named_blocks_are_saved_and_nothing_else_is_touched(staged: Staged) -> None:
-    expected, engine = staged.mirror.clone(), staged.engine.cpu()
+    expected, engine = staged.host_buffer.clone(), staged.engine.cpu()
     for layer in range(LAYERS):
         expected[layer, BLOCKS[layer % 2]] = engine[BLOCKS[layer % 2], layer]
-    staged.run(staged.store.expose(BLOCKS))
-    assert torch.equal(staged.mirror, expected)
+    staged.run(staged.store.copy_to_host_buffer(BLOCKS))
+    assert torch.equal(staged.host_buffer, expected)
     assert torch.equal(staged.engine.cpu(), engine)
 
 
 def test_named_blocks_are_loaded_and_nothing_else_is_touched(staged: Staged) -> None:
-    expected, mirror = staged.engine.cpu(), staged.mirror.clone()
+    expected, host_buffer = staged.engine.cpu(), staged.host_buffer.clone()
     for layer in range(LAYERS):
-        expected[BLOCKS[layer % 2], layer] = mirror[layer, BLOCKS[layer % 2]]
+        expected[BLOCKS[layer % 2], layer] = host_buffer[layer, BLOCKS[layer % 2]]
     staged.run(staged.store.place((), BLOCKS))
     assert torch.equal(staged.engine.cpu(), expected)
-    assert torch.equal(staged.mirror, mirror)
+    assert torch.equal(staged.host_buffer, host_buffer)
 
 
 def test_a_handle_comes_back_when_the_device_is_through_and_polls_do_not_wait_for_it(staged: Staged) -> None:
     blocks = (list(range(NUM_BLOCKS)),) * 2
-    saving = staged.store.expose(blocks)
+    saving = staged.store.copy_to_host_buffer(blocks)
     loading = staged.store.place((), ([],) * 2)
     assert staged.run(saving, loading) > 1
-    assert torch.equal(staged.mirror, staged.engine.cpu().transpose(0, 1))
+    assert torch.equal(staged.host_buffer, staged.engine.cpu().transpose(0, 1))
 
 
 def test_a_block_that_is_not_there_is_refused(staged: Staged) -> None:
     with pytest.raises(LocalProtocolError):
-        staged.store.expose([[NUM_BLOCKS], []])
+        staged.store.copy_to_host_buffer([[NUM_BLOCKS], []])
 
 
 def test_a_mirror_of_host_memory_is_not_for_this_class(staged: Staged) -> None:
     _, seen = staged.regions
     with pytest.raises(LocalProtocolError):
-        CudaMirror(seen, seen, (staged.memory.address, staged.memory.size_bytes))
+        CudaHostBuffer(seen, seen, (staged.memory.address, staged.memory.size_bytes))

@@ -21,7 +21,7 @@ from kvferry.engine.rank_device import open_device
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SampledToken, SequenceSlice
 from kvferry.errors import ConfigError
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 from kvferry.types import KVLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
@@ -118,7 +118,7 @@ def test_tokens_do_not_depend_on_batch_or_chunks(options: EngineOptions, dtype: 
     assert len({tuple(tokens) for tokens in together}) > NUM_PROMPTS // 2
 
 
-def test_the_cache_is_on_the_gpu_in_the_format_asked_for_and_planes_get_no_host_memory(options: EngineOptions) -> None:
+def test_the_cache_is_on_the_gpu_in_the_format_asked_for_and_transports_get_no_host_memory(options: EngineOptions) -> None:
     with one_rank(replace(options, dtype="bfloat16", kv_cache_layout=KVLayout.NHD, block_size=32, num_blocks=7)) as runner:
         assert runner.cache_memory is None
         for cache in runner.kv_caches.values():
@@ -208,7 +208,7 @@ def test_device_memory_is_given_back(options: EngineOptions) -> None:
     for _ in range(3):
         runner = Runner(replace(options, num_blocks=0, kv_cache_memory_bytes=GIB))
         runner.load()
-        runner.allocate_cache(LocalKit())
+        runner.allocate_cache(LocalTransportKit())
         generate(runner.run, [(11, 12, 13)], [((0, 1),)])
         assert runner.device.used_bytes > runner.device.held_bytes > GIB
         runner.close()

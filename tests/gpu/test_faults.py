@@ -17,7 +17,7 @@ import pytest
 import torch
 from tests.e2e.handovers import FINISHED
 from tests.e2e.harness import Answer, Engine, Prompt, Starting, ask, ask_all, assert_quiescent, metrics, new_session, until
-from tests.gpu.gpu_cluster import DTYPES, PLANES, GpuCluster
+from tests.gpu.gpu_cluster import DTYPES, TRANSPORTS, GpuCluster
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,10 +42,10 @@ Hurt = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 @dataclass
 class Stage:
-    """P, D and the router in front of them; either may be replaced by another life of it, at the same address."""
+    """P, D and the router in front of them; either may be replaced by another incarnation of it, at the same address."""
 
     cluster: GpuCluster
-    plane: str
+    transport: str
     plain: Engine
     p: Engine = field(init=False)
     d: Engine = field(init=False)
@@ -60,11 +60,11 @@ class Stage:
         self.right = asyncio.run(ask_all(self.plain, PROMPTS))
 
     def start_p(self, port: int = 0) -> Starting:
-        return self.cluster.serve_on_gpu("prefill", self.plane, "pull", *CACHE, port=port, engine_id="p", **SHORT)
+        return self.cluster.serve_on_gpu("prefill", self.transport, "pull", *CACHE, port=port, engine_id="p", **SHORT)
 
     def start_d(self, port: int = 0) -> Starting:
         late = "delay:polls=1000"
-        return self.cluster.serve_on_gpu("decode", self.plane, "pull", *CACHE, faults=late, port=port, engine_id="d", **SHORT)
+        return self.cluster.serve_on_gpu("decode", self.transport, "pull", *CACHE, faults=late, port=port, engine_id="d", **SHORT)
 
     async def restart(self, starting: Starting) -> Engine:
         """Without standing in the way of the traffic."""
@@ -80,7 +80,7 @@ class Stage:
                 while not stop.is_set():
                     number = next(numbers)
                     # Another salt each time: nothing is found in a cache, all of it moves.
-                    answer = await ask(session, self.router, PROMPTS[number % len(PROMPTS)], cache_salt=f"{self.plane} {number}")
+                    answer = await ask(session, self.router, PROMPTS[number % len(PROMPTS)], cache_salt=f"{self.transport} {number}")
                     outcomes.append((number, answer))
                     if not answer.is_ok:
                         await asyncio.sleep(0.2)
@@ -98,7 +98,7 @@ class Stage:
             for number, answer in outcomes:
                 assert answer == self.right[number % len(PROMPTS)] if answer.is_ok else answer.status in (502, 503, 504), answer
             await assert_quiescent(session, self.p, self.d)
-            if self.plane == "cuda_ipc":  # UCX keeps what it has opened of a dead process until its own ends (docs/faults.md)
+            if self.transport == "cuda_ipc":  # UCX keeps what it has opened of a dead process until its own ends (docs/faults.md)
                 await until("the memory of the dead is given back", partial(has_no_more, before + SLACK_BYTES))
 
     async def assert_serves(self, session: aiohttp.ClientSession, survivor: Engine) -> None:
@@ -108,12 +108,12 @@ class Stage:
             assert answer == self.right[number]
 
     async def _until_moved(self, session: aiohttp.ClientSession) -> None:
-        """D has fetched so many more prompts, by this plane."""
+        """D has fetched so many more prompts, by this transport."""
         before = await metrics(session, self.d)
 
         async def has_moved() -> bool:
             now = await metrics(session, self.d)
-            name = f"kvferry:transfer_bytes_total/{self.plane}"
+            name = f"kvferry:transfer_bytes_total/{self.transport}"
             return now.get(FINISHED, 0) >= before.get(FINISHED, 0) + ENOUGH and now.get(name, 0) > before.get(name, 0)
 
         await until("KV comes over", has_moved, RESTART_S)
@@ -137,10 +137,10 @@ def kill(engine: Engine) -> None:
 @pytest.fixture(scope="module")
 def plains(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[dict[str, Starting]]:
     with GpuCluster(tmp_path_factory.mktemp("plain"), model) as cluster:
-        yield {plane: cluster.plain_on_gpu(DTYPES[plane]) for plane in PLANES}
+        yield {transport: cluster.plain_on_gpu(DTYPES[transport]) for transport in TRANSPORTS}
 
 
-@pytest.fixture(scope="module", params=PLANES)
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def stage(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path, plains: dict[str, Starting]
 ) -> Iterator[Stage]:

@@ -1,4 +1,4 @@
-"""The planes that carry device memory keep the promises of every plane. The far side is a process of its own on the same GPU."""
+"""The transports that carry device memory keep the promises of every transport. The far side is a process of its own on the same GPU."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ import torch
 from tests.gpu.sides import cuda_ipc_side, nixl_side, staged_nixl_side
 
 from kvferry.errors import KVFerryError
-from kvferry.ports.data import Pieces
-from kvferry.testing.plane_conformance import CASES, Case, PairSource, SpawnedFar
+from kvferry.ports.data import Segments
+from kvferry.testing.plane_conformance import CASES, Case, SpawnedFarSide, TransportPairSource
 from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
@@ -18,14 +18,14 @@ MAKERS = {"cuda_ipc": cuda_ipc_side, "nixl": nixl_side, "staged-nixl": staged_ni
 
 
 @pytest.fixture(scope="module", params=MAKERS)
-def source(request: pytest.FixtureRequest) -> Iterator[PairSource]:
-    made = PairSource(MAKERS[request.param], SpawnedFar)
+def source(request: pytest.FixtureRequest) -> Iterator[TransportPairSource]:
+    made = TransportPairSource(MAKERS[request.param], SpawnedFarSide)
     yield made
     made.close()
 
 
-def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(source: PairSource) -> None:
-    """Of so many, some planes look at each when its turn comes."""
+def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(source: TransportPairSource) -> None:
+    """Of so many, some transports look at each when its turn comes."""
     offsets = np.arange(LARGE_BLOCKS * LARGE_BLOCK_BYTES // 64, dtype=np.int64)[:10_000] * 64
     for wrong in (-64, LARGE_BLOCKS * LARGE_BLOCK_BYTES - 63):
         for side in range(2):
@@ -35,7 +35,7 @@ def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(s
                 sides = [offsets.copy(), offsets.copy()]
                 sides[side][-1] = wrong
                 try:
-                    handle = pair.near.plane.read(pair.peer, [Pieces(LARGE_REGION, LARGE_REGION, 64, *sides)])
+                    handle = pair.near.transport.read(pair.peer, [Segments(LARGE_REGION, LARGE_REGION, 64, *sides)])
                     assert not pair.wait(handle)[handle].ok
                 except KVFerryError:
                     pass
@@ -45,5 +45,5 @@ def test_one_impossible_offset_among_many_is_found_and_nothing_else_is_touched(s
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_plane_conforms(source: PairSource, case: Case) -> None:
+def test_the_transport_conforms(source: TransportPairSource, case: Case) -> None:
     case.run(source)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.e2e.conftest import random_prompts
 from tests.e2e.harness import Answer, Engine, Prompt, Starting, ask_all, assert_quiescent, metrics, new_session
-from tests.gpu.gpu_cluster import DTYPES, PLANES, GpuCluster, Shape
+from tests.gpu.gpu_cluster import DTYPES, TRANSPORTS, GpuCluster, Shape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ SMALL_HND, LARGE_NHD = Shape(16, "HND"), Shape(32, "NHD")
 CONCURRENCY = 48
 PATIENT: dict[str, Any] = {"kv_lease_duration": 600}
 """With such a lease, blocks that are free soon were released, not expired."""
-FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
+FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 
 
 @dataclass(frozen=True)
@@ -65,62 +65,66 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fleet]:
     with GpuCluster(tmp_path_factory.mktemp("fleet"), model) as cluster:
         starting = {f"plain {dtype}": cluster.plain_on_gpu(dtype) for dtype in DTYPES.values()}
-        for plane in PLANES:
+        for transport in TRANSPORTS:
             for mode in MODES:
-                of = f"{plane} {mode}"
+                of = f"{transport} {mode}"
                 # In push P writes into D's blocks where D lets it; else D reads them.
                 writing: dict[str, Any] = {"push_write": "always"} if mode == "push" else {}
                 settings = {**PATIENT, **writing}
-                starting[f"small {of}"] = cluster.serve_on_gpu("small", plane, mode, shape=SMALL_HND, **settings)
-                starting[f"large {of}"] = cluster.serve_on_gpu("large", plane, mode, shape=LARGE_NHD, **settings)
-                starting[f"spoilt {of}"] = cluster.serve_on_gpu("spoilt", plane, mode, shape=SMALL_HND, faults="corrupt:every=1", **PATIENT)
-            starting[f"two ranks {plane}"] = cluster.serve_on_gpu("two ranks", plane, "pull", "-tp", "2", shape=SMALL_HND, **PATIENT)
+                starting[f"small {of}"] = cluster.serve_on_gpu("small", transport, mode, shape=SMALL_HND, **settings)
+                starting[f"large {of}"] = cluster.serve_on_gpu("large", transport, mode, shape=LARGE_NHD, **settings)
+                starting[f"spoilt {of}"] = cluster.serve_on_gpu(
+                    "spoilt", transport, mode, shape=SMALL_HND, faults="corrupt:every=1", **PATIENT
+                )
+            starting[f"two ranks {transport}"] = cluster.serve_on_gpu(
+                "two ranks", transport, "pull", "-tp", "2", shape=SMALL_HND, **PATIENT
+            )
         yield Fleet(cluster, starting)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("small", "large"), ("large", "small")])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("plane", PLANES)
-def test_greedy_tokens_of_200_prompts_equal_a_single_engines(fleet: Fleet, plane: str, mode: str, prefill: str, decode: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_greedy_tokens_of_200_prompts_equal_a_single_engines(fleet: Fleet, transport: str, mode: str, prefill: str, decode: str) -> None:
     """Blocks of 16 tokens in layout HND on one side, of 32 in NHD on the other."""
-    p, d, router = fleet.pair(f"{prefill} {plane} {mode}", f"{decode} {plane} {mode}")
-    expected = fleet.expected(DTYPES[plane])["greedy"]
+    p, d, router = fleet.pair(f"{prefill} {transport} {mode}", f"{decode} {transport} {mode}")
+    expected = fleet.expected(DTYPES[transport])["greedy"]
 
     async def check() -> None:
         async with new_session() as session:
-            before = await moved(session, plane, p, d)
+            before = await moved(session, transport, p, d)
             # Nothing that these engines have computed or received in the other direction is used.
             answers = await ask_all(router, GREEDY, CONCURRENCY, cache_salt=prefill)
             assert [answer.status for answer in answers] == [200] * len(GREEDY), next(a.body for a in answers if not a.is_ok)
             assert answers == expected
-            moved_bytes, finished, failed = (now - then for now, then in zip(await moved(session, plane, p, d), before, strict=True))
+            moved_bytes, finished, failed = (now - then for now, then in zip(await moved(session, transport, p, d), before, strict=True))
             assert (moved_bytes > 0, finished > 100, failed) == (True, True, 0)
-            assert await all_moved(session, p, d) == await moved_by(session, plane, p, d), "another plane has carried some"
+            assert await all_moved(session, p, d) == await moved_by(session, transport, p, d), "another transport has carried some"
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("plane", PLANES)
-def test_ranks_that_share_the_gpu_fetch_their_heads_and_give_the_same_tokens(fleet: Fleet, plane: str) -> None:
-    p, d, router = fleet.pair(f"small {plane} pull", f"two ranks {plane}")
-    expected = fleet.expected(DTYPES[plane])["few"]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_share_the_gpu_fetch_their_heads_and_give_the_same_tokens(fleet: Fleet, transport: str) -> None:
+    p, d, router = fleet.pair(f"small {transport} pull", f"two ranks {transport}")
+    expected = fleet.expected(DTYPES[transport])["few"]
 
     async def check() -> None:
         async with new_session() as session:
             answers = await ask_all(router, FEW, CONCURRENCY, cache_salt="two ranks")
             assert answers == expected
-            assert await moved_by(session, plane, d) > 0
+            assert await moved_by(session, transport, d) > 0
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("plane", PLANES)
-def test_one_corrupted_block_in_transit_changes_the_tokens(fleet: Fleet, plane: str, mode: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_corrupted_block_in_transit_changes_the_tokens(fleet: Fleet, transport: str, mode: str) -> None:
     """The negative control of everything above: the same comparison must see a wrong byte."""
-    p, d, router = fleet.pair(f"small {plane} {mode}", f"spoilt {plane} {mode}")
+    p, d, router = fleet.pair(f"small {transport} {mode}", f"spoilt {transport} {mode}")
 
     async def check() -> None:
         async with new_session() as session:
@@ -128,20 +132,20 @@ def test_one_corrupted_block_in_transit_changes_the_tokens(fleet: Fleet, plane: 
             right = await ask_all(p, SPOILT)
             assert [answer.status for answer in spoilt] == [200] * len(SPOILT)
             assert all(a.token_ids != b.token_ids for a, b in zip(spoilt, right, strict=True))
-            assert await moved_by(session, plane, d) > 0
+            assert await moved_by(session, transport, d) > 0
             await assert_quiescent(session, p, d)
 
     asyncio.run(check())
 
 
-async def moved(session: aiohttp.ClientSession, plane: str, p: Engine, d: Engine) -> tuple[float, float, float]:
-    """Bytes by the plane, whoever moved them; transfers that ended well for D, and those that did not."""
+async def moved(session: aiohttp.ClientSession, transport: str, p: Engine, d: Engine) -> tuple[float, float, float]:
+    """Bytes by the transport, whoever moved them; transfers that ended well for D, and those that did not."""
     ended = await metrics(session, d)
-    return await moved_by(session, plane, p, d), ended.get(FINISHED, 0), ended.get(FAILED, 0)
+    return await moved_by(session, transport, p, d), ended.get(FINISHED, 0), ended.get(FAILED, 0)
 
 
-async def moved_by(session: aiohttp.ClientSession, plane: str, *engines: Engine) -> float:
-    return sum([(await metrics(session, engine)).get(f"kvferry:transfer_bytes_total/{plane}", 0) for engine in engines])
+async def moved_by(session: aiohttp.ClientSession, transport: str, *engines: Engine) -> float:
+    return sum([(await metrics(session, engine)).get(f"kvferry:transfer_bytes_total/{transport}", 0) for engine in engines])
 
 
 async def all_moved(session: aiohttp.ClientSession, *engines: Engine) -> float:

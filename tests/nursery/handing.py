@@ -9,19 +9,19 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["hand_over", "place", "set_environment", "take"]
+__all__ = ["install_fds", "receive_message", "send_message", "set_environment"]
 
 MAX_BYTES = 1 << 20
 MAX_FILES = 250
 
 
-def hand_over(link: socket.socket, words: Mapping[str, Any], files: Sequence[int]) -> None:
+def send_message(link: socket.socket, words: Mapping[str, Any], files: Sequence[int]) -> None:
     data = json.dumps(words).encode()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_BYTES)
     link.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else [])
 
 
-def take(link: socket.socket) -> tuple[Any, list[int]] | None:
+def receive_message(link: socket.socket) -> tuple[Any, list[int]] | None:
     """None: the other side is gone."""
     files = array.array("i")
     try:
@@ -33,7 +33,7 @@ def take(link: socket.socket) -> tuple[Any, list[int]] | None:
     return (json.loads(data), list(files)) if data else None
 
 
-def place(files: Mapping[int, int]) -> None:
+def install_fds(files: Mapping[int, int]) -> None:
     """Give each file (a value) its number (the key), and close all others but 0, 1 and 2."""
     beyond = max(*map(int, os.listdir("/proc/self/fd")), *files, 2) + 1
     parked = {number: fcntl.fcntl(file, fcntl.F_DUPFD, beyond) for number, file in files.items()}

@@ -2,7 +2,7 @@
 
 What starting an engine costs is importing torch, and for vLLM much more; a test run starts hundreds. A forked one is a process like any
 other, with its own files, variables, group and end; its command line, as the kernel shows it, is all that differs. README's commands,
-`kvferry up` and the benchmarks are tested with processes that are started anew, but for some of real vLLM's.
+`kvferry up` and the benchmarks are tested with processes that are spawned, but for some of real vLLM's.
 """
 
 import atexit
@@ -19,11 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from tests.nursery.handing import hand_over, take
+from tests.nursery.handing import receive_message, send_message
 
-from kvferry.cli.processes import Running
+from kvferry.cli.processes import ProcessHandle
 
-__all__ = ["Nursery"]
+__all__ = ["ForkServer"]
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0
@@ -31,7 +31,7 @@ END_S = 10.0
 INSIDE = ("ip", "netns", "exec")
 
 
-class Nursling:
+class ForkedProcess:
     """One of its processes; what `subprocess.Popen` is for others."""
 
     def __init__(self, pid: int, output: int, report: int) -> None:
@@ -39,10 +39,10 @@ class Nursling:
         self.stdout: IO[bytes] | None = open(output, "rb")  # noqa: SIM115
         self._report = report
         self._code: int | None = None
-        self._reading = threading.Lock()
+        self._read_lock = threading.Lock()
 
     def poll(self) -> int | None:
-        with self._reading:
+        with self._read_lock:
             if self._code is None and select.select([self._report], [], [], 0)[0]:
                 found = os.read(self._report, 4)
                 self._code = struct.unpack("i", found)[0] if found else -signal.SIGKILL
@@ -66,7 +66,7 @@ class Nursling:
         self.send_signal(signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The interpreter that has imported everything. One for a whole test run; it ends with us."""
 
     def __init__(self, python: Path, modules: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
@@ -76,18 +76,18 @@ class Nursery:
         self._variables = {**(variables or {}), "OMP_NUM_THREADS": "1"}
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._asking = threading.Lock()
+        self._request_lock = threading.Lock()
 
     def can_start(self, command: Sequence[str]) -> bool:
         """`python -m …`, maybe in a network namespace."""
         return _split(command)[1][:2] == [str(self._python), "-m"]
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> Running:
+    def start(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> ProcessHandle:
         """As `ChildProcess` wants it."""
         namespace, words = _split(command)
         output, theirs = os.pipe()
         report, reporting = os.pipe()
-        told = {
+        request = {
             "arguments": words[2:],
             "variables": dict(environment),
             "directory": os.getcwd(),
@@ -97,17 +97,17 @@ class Nursery:
             "files": [announcement],
         }
         try:
-            pid = self._ask(told, [reporting, theirs, announcement])
+            pid = self._request(request, [reporting, theirs, announcement])
         finally:
             os.close(theirs)
             os.close(reporting)
-        return Nursling(pid, output, report)
+        return ForkedProcess(pid, output, report)
 
-    def _ask(self, told: Mapping[str, object], files: Sequence[int]) -> int:
-        with self._asking:
+    def _request(self, request: Mapping[str, object], files: Sequence[int]) -> int:
+        with self._request_lock:
             link = self._open()
-            hand_over(link, told, files)
-            answer = take(link)
+            send_message(link, request, files)
+            answer = receive_message(link)
         assert answer is not None, "the nursery is gone"
         return int(answer[0]["pid"])
 

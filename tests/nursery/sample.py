@@ -41,9 +41,9 @@ def main() -> int:
     spawned = multiprocessing.get_context("spawn").Process(target=tell, args=(theirs, os.getpid()))
     spawned.start()
     theirs.close()
-    told = ours.recv()
+    request = ours.recv()
     spawned.join(30)
-    print(json.dumps({"own": found(), "spawned": told, "code": spawned.exitcode}), flush=True)
+    print(json.dumps({"own": found(), "spawned": request, "code": spawned.exitcode}), flush=True)
     return 3
 
 

@@ -1,6 +1,6 @@
 """A process that `multiprocessing` has "spawned", without its imports: it was forked earlier, when its parent had not begun to run.
 
-It is the spawning process's own child and gets the same files, variables and signal mask as one that is started anew, and from then on runs
+It is the spawning process's own child and gets the same files, variables and signal mask as one that is spawned, and from then on runs
 the same code (`multiprocessing.spawn.spawn_main`).
 """
 
@@ -15,15 +15,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.nursery.handing import hand_over, place, set_environment, take
+from tests.nursery.handing import install_fds, receive_message, send_message, set_environment
 
-__all__ = ["keep_spare"]
+__all__ = ["prefork"]
 
 CALL = re.compile(r"spawn_main\((.*)\)$")
 Work = Callable[[], None]
 
 
-def keep_spare(depth: int) -> Work | None:
+def prefork(depth: int) -> Work | None:
     """Fork one, to be used by the next spawn of this process; `depth - 1` generations of its own children are born likewise.
 
     None: this is the process that forked. In the new one it returns, when it is wanted, what it has to do.
@@ -40,37 +40,37 @@ def keep_spare(depth: int) -> Work | None:
         _spawn_by(ours, pid)
         return None
     ours.close()
-    wanted = take(theirs)
+    wanted = receive_message(theirs)
     if wanted is None:
         os._exit(0)
     theirs.detach()
-    return _become(*wanted, depth=depth)
+    return _run_as(*wanted, depth=depth)
 
 
 def _spawn_by(link: socket.socket, pid: int) -> None:
-    anew = multiprocessing.util.spawnv_passfds
+    spawn_normally = multiprocessing.util.spawnv_passfds
 
     def spawn(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
         call = CALL.search(words[-2]) if words[-1] == "--multiprocessing-fork" else None
         if call is None:
-            return int(anew(path, words, files))
-        multiprocessing.util.spawnv_passfds = anew
+            return int(spawn_normally(path, words, files))
+        multiprocessing.util.spawnv_passfds = spawn_normally
         mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
-        told = {"call": call[1], "files": sorted(files), "variables": dict(os.environ), "directory": os.getcwd(), "mask": mask}
+        request = {"call": call[1], "files": sorted(files), "variables": dict(os.environ), "directory": os.getcwd(), "mask": mask}
         with link:
-            hand_over(link, told, sorted(files))
+            send_message(link, request, sorted(files))
         return pid
 
     multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
 
 
-def _become(told: dict[str, Any], files: list[int], depth: int) -> Work | None:
-    place(dict(zip(told["files"], files, strict=True)))
-    set_environment(told["variables"])
-    os.chdir(told["directory"])
-    if (work := keep_spare(depth - 1)) is not None:
+def _run_as(request: dict[str, Any], files: list[int], depth: int) -> Work | None:
+    install_fds(dict(zip(request["files"], files, strict=True)))
+    set_environment(request["variables"])
+    os.chdir(request["directory"])
+    if (work := prefork(depth - 1)) is not None:
         return work
-    signal.pthread_sigmask(signal.SIG_SETMASK, told["mask"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
     sys.argv = ["-c", "--multiprocessing-fork"]
-    arguments = {word.partition("=")[0].strip(): ast.literal_eval(word.partition("=")[2]) for word in told["call"].split(",")}
+    arguments = {word.partition("=")[0].strip(): ast.literal_eval(word.partition("=")[2]) for word in request["call"].split(",")}
     return lambda: multiprocessing.spawn.spawn_main(**arguments)

@@ -1,4 +1,4 @@
-"""A process out of the nursery is like one that is started anew."""
+"""A process out of the nursery is like one that is spawned."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tests.e2e.harness import OURS
 
-from kvferry.cli.processes import ChildProcess, ProcessGroup, Start, start_anew
+from kvferry.cli.processes import ChildProcess, ProcessGroup, ProcessStarter, spawn_process
 from kvferry.errors import KVFerryError
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def group(tmp_path: Path) -> Iterator[int]:
         yield made.id
 
 
-def what_it_finds(start: Start, group: int, **variables: str) -> tuple[dict[str, Any], str]:
+def environment_seen(start: ProcessStarter, group: int, **variables: str) -> tuple[dict[str, Any], str]:
     child = ChildProcess("sample", COMMAND, {**os.environ, **variables}, start)
     child.start(group)
     try:
@@ -38,9 +38,9 @@ def what_it_finds(start: Start, group: int, **variables: str) -> tuple[dict[str,
 
 
 def test_it_finds_the_same_words_variables_files_and_signals_and_so_does_what_it_spawns(group: int) -> None:
-    forked = what_it_finds(OURS.start, group, COLOUR="green")
-    assert forked == what_it_finds(start_anew, group, COLOUR="green")
-    assert forked != what_it_finds(start_anew, group, COLOUR="red"), "the comparison sees a variable"
+    forked = environment_seen(OURS.start, group, COLOUR="green")
+    assert forked == environment_seen(spawn_process, group, COLOUR="green")
+    assert forked != environment_seen(spawn_process, group, COLOUR="red"), "the comparison sees a variable"
     assert forked[0]["code"] == 7
     assert forked[1].endswith("exit code 3")
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tests.nursery.handing import hand_over, place, set_environment, take
-from tests.nursery.spares import keep_spare
+from tests.nursery.handing import install_fds, receive_message, send_message, set_environment
+from tests.nursery.spares import prefork
 
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 MS_REC, MS_SLAVE, MNT_DETACH = 1 << 14, 1 << 19, 2
@@ -39,20 +39,20 @@ def serve(link: socket.socket) -> Work | None:
                 poll.unregister(ready)
                 _report(ready, *reports.pop(ready))
                 continue
-            asked = take(link)
-            if asked is None:
+            request = receive_message(link)
+            if request is None:
                 return None
-            words, files = asked
+            words, files = request
             pid = os.fork()
             if pid == 0:
                 link.detach()
-                return _become(words, files)
+                return _run_as(words, files)
             for file in files[1:]:
                 os.close(file)
             watched = os.pidfd_open(pid)
             reports[watched] = pid, files[0]
             poll.register(watched, select.POLLIN)
-            hand_over(link, {"pid": pid}, [])
+            send_message(link, {"pid": pid}, [])
 
 
 def _report(watched: int, pid: int, report: int) -> None:
@@ -63,17 +63,17 @@ def _report(watched: int, pid: int, report: int) -> None:
     os.close(watched)
 
 
-def _become(words: dict[str, Any], files: list[int]) -> Work | None:
+def _run_as(words: dict[str, Any], files: list[int]) -> Work | None:
     _, output, *others = files
     os.setpgid(0, words["group"])
     os.dup2(output, 1)
     os.dup2(output, 2)
-    place(dict(zip(words["files"], others, strict=True)))
+    install_fds(dict(zip(words["files"], others, strict=True)))
     set_environment(words["variables"])
     os.chdir(words["directory"])
     if words["namespace"]:
         _enter(words["namespace"])
-    if (work := keep_spare(words["spares"])) is not None:
+    if (work := prefork(words["spares"])) is not None:
         return work
     module, *sys.argv[1:] = words["arguments"]
     return lambda: void(runpy.run_module(module, run_name="__main__", alter_sys=True))

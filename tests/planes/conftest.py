@@ -1,4 +1,4 @@
-"""Two planes over TCP in this process: ours, and one that is filled with sevens."""
+"""Two transports over TCP in this process: ours, and one that is filled with sevens."""
 
 from collections.abc import Iterator
 

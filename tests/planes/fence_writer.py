@@ -10,7 +10,7 @@ import numpy as np
 from tests.planes.sides import tcp_side
 from tests.planes.tcp_peers import DEADLINE_S, PEER
 
-from kvferry.ports.data import Pieces, PlaneOffer
+from kvferry.ports.data import Segments, TransportOffer
 from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION
 from kvferry.types import Region
 
@@ -42,7 +42,7 @@ class WriterProcess:
         self.pipe.close()
 
 
-def start_writer(offer: PlaneOffer, regions: tuple[Region, ...]) -> WriterProcess:
+def start_writer(offer: TransportOffer, regions: tuple[Region, ...]) -> WriterProcess:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_write, args=(theirs, offer, regions), daemon=True)
     process.start()
@@ -50,14 +50,14 @@ def start_writer(offer: PlaneOffer, regions: tuple[Region, ...]) -> WriterProces
     return WriterProcess(process, ours)
 
 
-def _write(pipe: Connection, offer: PlaneOffer, regions: tuple[Region, ...]) -> None:
+def _write(pipe: Connection, offer: TransportOffer, regions: tuple[Region, ...]) -> None:
     side = tcp_side()
     side.memory[:] = 5
-    side.plane.connect(PEER, offer, regions)
+    side.transport.connect(PEER, offer, regions)
     offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
     while True:
         number, repeats = pipe.recv()
-        side.plane.write(PEER, [Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * repeats, number)
-        while not (ended := side.plane.poll()):
+        side.transport.write(PEER, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * repeats, number)
+        while not (ended := side.transport.poll()):
             time.sleep(0.001)
         pipe.send(ended[0].error)

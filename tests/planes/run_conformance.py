@@ -6,13 +6,13 @@ import traceback
 
 from tests.planes.sides import nixl_side, shm_side, staged_nixl_side
 
-from kvferry.testing.plane_conformance import CASES, PairSource, SpawnedFar
+from kvferry.testing.plane_conformance import CASES, SpawnedFarSide, TransportPairSource
 
 MAKERS = {"nixl": nixl_side, "shm": shm_side, "staged-nixl": staged_nixl_side}
 
 
-def main(plane: str) -> int:
-    source = PairSource(MAKERS[plane], SpawnedFar)
+def main(transport: str) -> int:
+    source = TransportPairSource(MAKERS[transport], SpawnedFarSide)
     failed = 0
     for case in CASES:
         try:
@@ -21,7 +21,7 @@ def main(plane: str) -> int:
             failed += 1
             print(f"FAILED {case.name}\n{traceback.format_exc()}")
     source.close()
-    print(f"{plane} over {os.environ.get('UCX_TLS', 'default transports')}: {len(CASES)} cases, {failed} failed")
+    print(f"{transport} over {os.environ.get('UCX_TLS', 'default transports')}: {len(CASES)} cases, {failed} failed")
     return 1 if failed else 0
 
 

@@ -1,17 +1,17 @@
-"""Sides for the conformance suite, one maker per plane; module functions, so that a spawned process can make them too."""
+"""Sides for the conformance suite, one maker per transport; module functions, so that a spawned process can make them too."""
 
 import numpy as np
 
 from kvferry.planes.copiers import copy_by_numpy
-from kvferry.planes.faulty import FaultyDataPlane, parse_faults
-from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
-from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.faulty import FaultyTransport, parse_faults
+from kvferry.planes.memory import MemoryNetwork, MemoryTransport
+from kvferry.planes.nixl import NixlTransport
 from kvferry.planes.shared_memory import SharedMemory
-from kvferry.planes.shm import ShmDataPlane
-from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
-from kvferry.planes.tcp import TcpDataPlane
-from kvferry.ports.data import DataPlane
-from kvferry.testing.plane_sides import MEMORY_BYTES, Side, layout
+from kvferry.planes.shm import ShmTransport
+from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
+from kvferry.planes.tcp import TcpTransport
+from kvferry.ports.data import DataTransport
+from kvferry.testing.plane_sides import MEMORY_BYTES, TransportSide, layout
 
 __all__ = [
     "corrupting_side",
@@ -30,67 +30,67 @@ __all__ = [
 NETWORK = MemoryNetwork()
 
 
-def memory_side() -> Side:
-    return _over_numpy(MemoryDataPlane(NETWORK))
+def memory_side() -> TransportSide:
+    return _over_numpy(MemoryTransport(NETWORK))
 
 
-def fenced_memory_side() -> Side:
-    return _over_numpy(MemoryDataPlane(NETWORK, fences_writes=True))
+def fenced_memory_side() -> TransportSide:
+    return _over_numpy(MemoryTransport(NETWORK, supports_write_grants=True))
 
 
-def delaying_side() -> Side:
-    return _over_numpy(FaultyDataPlane(MemoryDataPlane(NETWORK), parse_faults("delay:polls=3")))
+def delaying_side() -> TransportSide:
+    return _over_numpy(FaultyTransport(MemoryTransport(NETWORK), parse_faults("delay:polls=3")))
 
 
-def corrupting_side() -> Side:
-    return _over_numpy(FaultyDataPlane(MemoryDataPlane(NETWORK), parse_faults("corrupt:every=1")))
+def corrupting_side() -> TransportSide:
+    return _over_numpy(FaultyTransport(MemoryTransport(NETWORK), parse_faults("corrupt:every=1")))
 
 
-def failing_side() -> Side:
-    return _over_numpy(FaultyDataPlane(MemoryDataPlane(NETWORK), parse_faults("fail:every=1")))
+def failing_side() -> TransportSide:
+    return _over_numpy(FaultyTransport(MemoryTransport(NETWORK), parse_faults("fail:every=1")))
 
 
-def shm_side() -> Side:
+def shm_side() -> TransportSide:
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    return _registered(ShmDataPlane(memory), memory)
+    return _registered(ShmTransport(memory), memory)
 
 
-def shm_side_without_compiler() -> Side:
+def shm_side_without_compiler() -> TransportSide:
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    return _registered(ShmDataPlane(memory, copy_by_numpy), memory)
+    return _registered(ShmTransport(memory, copy_by_numpy), memory)
 
 
-def nixl_side() -> Side:
+def nixl_side() -> TransportSide:
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    return _registered(NixlDataPlane(), memory)
+    return _registered(NixlTransport(), memory)
 
 
-def staged_nixl_side() -> Side:
+def staged_nixl_side() -> TransportSide:
     """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2)
-    return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests"), memory)
+    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2)
+    return _registered(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"), memory)
 
 
-def slow_staged_side() -> Side:
+def slow_staged_side() -> TransportSide:
     """As above, in chunks so small that a long transfer can be met on its way; and who is silent is not waited for long."""
     memory = SharedMemory.allocate(MEMORY_BYTES)
-    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=256 << 10, chunk_bytes=8192, min_runs=2)
-    return _registered(StagedNixlDataPlane(NixlDataPlane(), settings, b"the secret of these tests", reclaim_s=5.0), memory)
+    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=256 << 10, chunk_bytes=8192, min_descriptors=2)
+    return _registered(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests", reclaim_s=5.0), memory)
 
 
-def tcp_side() -> Side:
-    return _over_numpy(TcpDataPlane("127.0.0.1", "127.0.0.1"))
+def tcp_side() -> TransportSide:
+    return _over_numpy(TcpTransport("127.0.0.1", "127.0.0.1"))
 
 
-def _registered(plane: DataPlane, memory: SharedMemory) -> Side:
+def _registered(transport: DataTransport, memory: SharedMemory) -> TransportSide:
     regions = layout(memory.address)
-    assert plane.register(regions)
-    return Side(plane, np.frombuffer(memory.buffer, np.uint8), regions, memory.close)
+    assert transport.register(regions)
+    return TransportSide(transport, np.frombuffer(memory.buffer, np.uint8), regions, memory.close)
 
 
-def _over_numpy(plane: DataPlane) -> Side:
+def _over_numpy(transport: DataTransport) -> TransportSide:
     memory = np.zeros(MEMORY_BYTES, np.uint8)
     regions = layout(memory.ctypes.data)
-    assert plane.register(regions)
-    return Side(plane, memory, regions, lambda: memory.resize(0, refcheck=False))
+    assert transport.register(regions)
+    return TransportSide(transport, memory, regions, lambda: memory.resize(0, refcheck=False))

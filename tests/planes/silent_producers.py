@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from tests.planes.stopped_producer import PEER, start_producer
 
-from kvferry.planes.nixl import NetworkReach, NixlDataPlane
-from kvferry.ports.data import Handle, Pieces
+from kvferry.planes.nixl import NetworkReach, NixlTransport
+from kvferry.ports.data import Handle, Segments
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 BLOCKS, BLOCK_BYTES = 16, 64 * 1024
@@ -30,32 +30,32 @@ class Producer:
     def __init__(self, name: str, number: int) -> None:
         self.peer = PeerId(EngineId(name), Epoch("e"), 0)
         self.memory, self.regions = _memory(number)
-        self.plane = NixlDataPlane(num_threads=1, reach=NetworkReach.THIS_HOST)
-        assert self.plane.register(self.regions)
+        self.transport = NixlTransport(num_threads=1, reach=NetworkReach.THIS_HOST)
+        assert self.transport.register(self.regions)
 
 
 class Reader:
     def __init__(self) -> None:
         self.memory, self.regions = _memory(0)
-        self.plane = NixlDataPlane(num_threads=1, reach=NetworkReach.THIS_HOST, cancel_patience_s=PATIENCE_S)
-        assert self.plane.register(self.regions)
+        self.transport = NixlTransport(num_threads=1, reach=NetworkReach.THIS_HOST, cancel_timeout_s=PATIENCE_S)
+        assert self.transport.register(self.regions)
         self.ended: dict[Handle, str | None] = {}
         """In the order in which they were told."""
 
     def connect(self, producer: Producer) -> None:
-        self.plane.connect(producer.peer, producer.plane.offer(), producer.regions)
+        self.transport.connect(producer.peer, producer.transport.offer(), producer.regions)
 
     def read(self, producer: Producer, block: int) -> Handle:
         """Of one block, posted when this returns."""
         offset = np.array([block * BLOCK_BYTES], np.int64)
-        handle = self.plane.read(producer.peer, [Pieces(0, 0, BLOCK_BYTES, offset, offset)])
+        handle = self.transport.read(producer.peer, [Segments(0, 0, BLOCK_BYTES, offset, offset)])
         self.turn()
         return handle
 
     def turn(self, *answering: Producer) -> None:
         for producer in answering:
-            producer.plane.poll()
-        for completion in self.plane.poll():
+            producer.transport.poll()
+        for completion in self.transport.poll():
             assert completion.handle not in self.ended
             self.ended[completion.handle] = completion.error
 
@@ -94,17 +94,17 @@ def many_disposals() -> dict[str, object]:
     reader = Reader()
     before, at_most = Held(10**6, 10**6), Held(0, 0)
     for number in range(DISPOSALS + 1):
-        reader.plane.connect(PEER, offer, regions)
+        reader.transport.connect(PEER, offer, regions)
         offset = np.zeros(1, np.int64)
-        handle = reader.plane.read(PEER, [Pieces(0, 0, BLOCK_BYTES, offset, offset)])
+        handle = reader.transport.read(PEER, [Segments(0, 0, BLOCK_BYTES, offset, offset)])
         reader.turn()
         at_most = max(at_most, Held.now())
-        reader.plane.cancel(handle)
+        reader.transport.cancel(handle)
         reader.turn_until(lambda: handle in reader.ended)  # noqa: B023
         # The kernel lists a thread a moment longer than it can be joined.
         reader.turn_until(lambda: Held.now().is_within(before))  # noqa: B023
         before = before if number else Held.now()  # now whatever is opened once is open
-    reader.plane.close()
+    reader.transport.close()
     process.kill()
     process.join(DEADLINE_S)
     pipe.close()
@@ -119,14 +119,14 @@ def others_go_on() -> dict[str, object]:
     reader.connect(silent)
     reader.connect(late)
     slow, lost = reader.read(late, 1), reader.read(silent, 0)
-    reader.plane.cancel(lost)
+    reader.transport.cancel(lost)
     reader.turn_for(LONGER_S)
     ended_early = len(reader.ended)
     new = reader.read(late, 2)
     reader.connect(silent)  # at once, without waiting for the end of the first connection
     reader.turn_until(lambda: {slow, lost, new} <= set(reader.ended), late)
     told = [{slow: "slow", lost: "lost"}[handle] for handle in reader.ended if handle != new]
-    reader.plane.close()
+    reader.transport.close()
     return {
         "ended_early": ended_early,
         "told": told,
@@ -146,12 +146,12 @@ def bounded_generations() -> dict[str, object]:
         reader.connect(silent[-1])
         slow.append(reader.read(late, number + 1))
         lost.append(reader.read(silent[-1], 0))
-        reader.plane.cancel(lost[-1])
+        reader.transport.cancel(lost[-1])
         reader.turn_for(LONGER_S)
         threads.append(Held.now().threads - before)
     early = len(reader.ended)
     reader.turn_until(lambda: len(reader.ended) == len(lost) + len(slow), late)
-    reader.plane.close()
+    reader.transport.close()
     errors = [sorted({str(reader.ended[each]) for each in group}) for group in (slow, lost)]
     return {"ended_early": early, "errors": errors, "more_threads": threads, "brought": reader.numbers(*range(9))}
 

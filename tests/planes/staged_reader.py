@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 from tests.planes.sides import slow_staged_side
 from tests.planes.staged_plans import shuffled
 
-from kvferry.ports.data import PlaneOffer
+from kvferry.ports.data import TransportOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 __all__ = ["read_for_ever"]
@@ -13,15 +13,15 @@ __all__ = ["read_for_ever"]
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
 
 
-def read_for_ever(pipe: Connection, offer: PlaneOffer, regions: tuple[Region, ...]) -> None:
+def read_for_ever(pipe: Connection, offer: TransportOffer, regions: tuple[Region, ...]) -> None:
     """After each read: its error, or None, and whether the bytes came."""
     side = slow_staged_side()
-    side.plane.connect(PEER, offer, regions)
+    side.transport.connect(PEER, offer, regions)
     plan = shuffled(4096, seed=5, count=4000)
     while True:
         side.memory[:] = 0
-        side.plane.read(PEER, plan)
+        side.transport.read(PEER, plan)
         pipe.send("begun")
-        while not (ended := side.plane.poll()):
+        while not (ended := side.transport.poll()):
             pass
         pipe.send((ended[0].error, bool(side.memory.any())))

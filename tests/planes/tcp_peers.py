@@ -1,4 +1,4 @@
-"""Planes over memory of their own, and whoever dials or answers them by hand: for the tests of the tcp plane."""
+"""Transports over memory of their own, and whoever dials or answers them by hand: for the tests of the tcp transport."""
 
 import contextlib
 import secrets
@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.tcp import TcpDataPlane
-from kvferry.ports.data import Completion, DataPlane, Handle, Pieces, PlaneOffer
+from kvferry.planes.tcp import TcpTransport
+from kvferry.ports.data import Completion, DataTransport, Handle, Segments, TransportOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 __all__ = [
@@ -44,15 +44,15 @@ BLOCKS = 64
 
 @dataclass
 class Memory:
-    """A plane over memory of its own, with some bytes on either side that nobody may touch."""
+    """A transport over memory of its own, with some bytes on either side that nobody may touch."""
 
-    plane: TcpDataPlane
+    transport: TcpTransport
     bytes: np.ndarray[tuple[int], np.dtype[np.uint8]]
     regions: list[Region]
 
     @property
-    def offer(self) -> wire.Offer:
-        return msgspec.msgpack.decode(self.plane.offer().blob, type=wire.Offer)
+    def offer(self) -> wire.TcpOffer:
+        return msgspec.msgpack.decode(self.transport.offer().blob, type=wire.TcpOffer)
 
     @property
     def first(self) -> int:
@@ -63,42 +63,42 @@ class Memory:
 def memory(fill: int = 0) -> Iterator[Memory]:
     content = np.full((BLOCKS + 2) * BLOCK, fill, np.uint8)
     regions = [Region("kv", content.ctypes.data + BLOCK, BLOCK, BLOCK, BLOCKS)]
-    plane = TcpDataPlane("127.0.0.1", "127.0.0.1")
-    assert plane.register(regions)
+    transport = TcpTransport("127.0.0.1", "127.0.0.1")
+    assert transport.register(regions)
     try:
-        yield Memory(plane, content, regions)
+        yield Memory(transport, content, regions)
     finally:
-        plane.close()
+        transport.close()
 
 
-def all_blocks() -> list[Pieces]:
+def all_blocks() -> list[Segments]:
     offsets = np.arange(BLOCKS, dtype=np.int64) * BLOCK
-    return [Pieces(0, 0, BLOCK, offsets, offsets[::-1].copy())]
+    return [Segments(0, 0, BLOCK, offsets, offsets[::-1].copy())]
 
 
-def wait(plane: DataPlane, handle: Handle) -> Completion:
+def wait(transport: DataTransport, handle: Handle) -> Completion:
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        for completion in plane.poll():
+        for completion in transport.poll():
             assert completion.handle == handle
             return completion
         assert time.monotonic() < deadline, "the transfer has not ended"
         time.sleep(0.001)
 
 
-def dial(offer: wire.Offer) -> socket.socket:
+def dial(offer: wire.TcpOffer) -> socket.socket:
     connection = socket.create_connection((offer.host, offer.port), DEADLINE_S)
     connection.settimeout(DEADLINE_S)
     return connection
 
 
-def introduce(offer: wire.Offer) -> socket.socket:
+def introduce(offer: wire.TcpOffer) -> socket.socket:
     """A connection of somebody who has seen the offer."""
     connection = dial(offer)
     ours = secrets.token_bytes(wire.NONCE_BYTES)
     nonces = wire.nonce_in(receive(connection, wire.GREETING_BYTES)) + ours
-    connection.sendall(ours + wire.prove(offer.token, wire.Role.DIALLER, nonces))
-    assert wire.is_proof(receive(connection, wire.PROOF_BYTES), offer.token, wire.Role.PRODUCER, nonces)
+    connection.sendall(ours + wire.prove(offer.token, wire.HandshakeRole.DIALLER, nonces))
+    assert wire.is_proof(receive(connection, wire.PROOF_BYTES), offer.token, wire.HandshakeRole.PRODUCER, nonces)
     return connection
 
 
@@ -118,16 +118,16 @@ def rest_of(connection: socket.socket) -> bytes:
     return received
 
 
-def request(operation: wire.Operation, *runs: tuple[int, int], number: int = 0) -> bytes:
+def request(operation: wire.Operation, *runs: tuple[int, int], grant_id: int = 0) -> bytes:
     rows = np.array(runs, np.int64)
-    return wire.pack_header(operation, rows, number) + rows.tobytes()
+    return wire.pack_header(operation, rows, grant_id) + rows.tobytes()
 
 
 def assert_still_serves(near: Memory, far: Memory) -> None:
-    near.plane.connect(PEER, far.plane.offer(), far.regions)
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
     near.bytes[:] = 0
-    handle = near.plane.read(PEER, all_blocks())
-    assert wait(near.plane, handle).ok
+    handle = near.transport.read(PEER, all_blocks())
+    assert wait(near.transport, handle).ok
     assert np.all(near.bytes[BLOCK:-BLOCK] == 7)
     assert not near.bytes[:BLOCK].any()
     assert not near.bytes[-BLOCK:].any()
@@ -145,12 +145,12 @@ class Liar:
     """Another than ours, and nothing after it."""
 
     @contextlib.contextmanager
-    def offered(self) -> Iterator[PlaneOffer]:
+    def offered(self) -> Iterator[TransportOffer]:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=self._serve, args=(listener,), daemon=True)
             thread.start()
-            offer = wire.Offer("127.0.0.1", listener.getsockname()[1], self.token)
-            yield PlaneOffer("tcp", "", msgspec.msgpack.encode(offer))
+            offer = wire.TcpOffer("127.0.0.1", listener.getsockname()[1], self.token)
+            yield TransportOffer("tcp", "", msgspec.msgpack.encode(offer))
             listener.shutdown(socket.SHUT_RDWR)
             thread.join(DEADLINE_S)
             assert not thread.is_alive()
@@ -170,7 +170,7 @@ class Liar:
 
 def take_request(connection: socket.socket) -> int:
     header = wire.unpack_header(receive(connection, wire.HEADER_BYTES))
-    receive(connection, header.num_runs * 16)
+    receive(connection, header.num_descriptors * 16)
     return header.total_bytes
 
 
@@ -178,5 +178,5 @@ def prove_to(connection: socket.socket, token: bytes) -> bool:
     nonce = b"n" * wire.NONCE_BYTES
     connection.sendall(wire.greeting(nonce))
     nonces = nonce + receive(connection, wire.NONCE_BYTES + wire.PROOF_BYTES)[: wire.NONCE_BYTES]
-    connection.sendall(wire.prove(token, wire.Role.PRODUCER, nonces))
+    connection.sendall(wire.prove(token, wire.HandshakeRole.PRODUCER, nonces))
     return len(nonces) == 2 * wire.NONCE_BYTES

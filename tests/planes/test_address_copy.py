@@ -10,7 +10,7 @@ SIZE = 64 * 1024
 
 
 @pytest.mark.parametrize("size_bytes", [1, 7, 16, 999, 4096])
-def test_every_piece_arrives_and_nothing_else_is_touched(size_bytes: int) -> None:
+def test_every_segment_arrives_and_nothing_else_is_touched(size_bytes: int) -> None:
     random = np.random.default_rng(size_bytes)
     source, target = (random.integers(0, 256, SIZE, dtype=np.uint8) for _ in range(2))
     before = target.copy()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.errors import LocalProtocolError
 from kvferry.planes import block_store, rearranging
 from kvferry.planes.block_store import HostBlockStore
-from kvferry.ports.block_store import Placement, StoredBlocks, StoreHandle
+from kvferry.ports.block_store import BlockPermutation, StoreCompletion, StoreHandle
 from kvferry.types import MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,8 +27,8 @@ def region_of(memory: Bytes, memory_kind: MemoryKind = MemoryKind.DRAM) -> Regio
     return Region("l0", int(memory.ctypes.data), len(memory), len(memory), 1, memory_kind)
 
 
-def run(store: HostBlockStore, *wanted: StoreHandle) -> list[StoredBlocks]:
-    ended: list[StoredBlocks] = []
+def run(store: HostBlockStore, *wanted: StoreHandle) -> list[StoreCompletion]:
+    ended: list[StoreCompletion] = []
     for _ in range(MANY_POLLS):
         ended += store.poll()
         if {each.handle for each in ended} >= set(wanted):
@@ -36,7 +36,7 @@ def run(store: HostBlockStore, *wanted: StoreHandle) -> list[StoredBlocks]:
     raise AssertionError(f"not over after {MANY_POLLS} polls: {ended}")
 
 
-def rearranged(memory: Bytes, placement: Placement) -> Bytes:
+def rearranged(memory: Bytes, placement: BlockPermutation) -> Bytes:
     """The slow reference: item after item, by the definition."""
     result = memory.copy()
     for start in placement.offsets.tolist():
@@ -57,7 +57,7 @@ def dense(shape: tuple[int, ...], order: tuple[int, ...], item_bytes: int) -> tu
 
 
 @st.composite
-def placements(draw: st.DrawFn, region: int = 0) -> tuple[int, Placement]:
+def permutations(draw: st.DrawFn, region: int = 0) -> tuple[int, BlockPermutation]:
     """The size of a region, and some of its blocks to be rearranged from one order of dimensions into another."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     item_bytes = draw(st.integers(1, 9))
@@ -70,33 +70,35 @@ def placements(draw: st.DrawFn, region: int = 0) -> tuple[int, Placement]:
     chosen = draw(st.lists(st.integers(0, num_blocks - 1), unique=True, max_size=num_blocks))
     offsets = np.array(chosen, np.int64) * stride + head
     arrived, wanted = (dense(shape, order, item_bytes) for order in orders)
-    return head + num_blocks * stride, Placement(region, block_bytes, offsets, item_bytes, shape, arrived, wanted)
+    return head + num_blocks * stride, BlockPermutation(region, block_bytes, offsets, item_bytes, shape, arrived, wanted)
 
 
 @settings(max_examples=300)
-@given(placements())
-def test_every_item_is_where_it_belongs_and_nothing_else_has_changed(case: tuple[int, Placement]) -> None:
+@given(permutations())
+def test_every_item_is_where_it_belongs_and_nothing_else_has_changed(case: tuple[int, BlockPermutation]) -> None:
     size, placement = case
     memory = filled(size)
     expected = rearranged(memory, placement)
     store = HostBlockStore([region_of(memory)])
     handle = store.place([placement])
-    assert run(store, handle) == [StoredBlocks(handle, None)]
+    assert run(store, handle) == [StoreCompletion(handle, None)]
     assert (memory == expected).all()
 
 
-TWO_LARGE = (8, Placement(0, 4, np.array([0, 4]), 1, (2, 2), (2, 1), (1, 2)))
+TWO_LARGE = (8, BlockPermutation(0, 4, np.array([0, 4]), 1, (2, 2), (2, 1), (1, 2)))
 
 
 @example(TWO_LARGE, 1, 8)
-@given(placements(), st.integers(1, 40), st.integers(1, 40))
-def test_blocks_of_many_slices_are_rearranged_like_small_ones(case: tuple[int, Placement], slice_bytes: int, aside_bytes: int) -> None:
+@given(permutations(), st.integers(1, 40), st.integers(1, 40))
+def test_blocks_of_many_slices_are_rearranged_like_small_ones(
+    case: tuple[int, BlockPermutation], slice_bytes: int, aside_bytes: int
+) -> None:
     size, placement = case
     memory = filled(size)
     expected = rearranged(memory, placement)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rearranging, "STEP_BYTES", slice_bytes)
-        patch.setattr(rearranging, "ASIDE_BYTES", aside_bytes)
+        patch.setattr(rearranging, "ASIDE_BUFFER_BYTES", aside_bytes)
         patch.setattr(block_store, "STEP_BYTES", slice_bytes)
         store = HostBlockStore([region_of(memory)])
         run(store, store.place([placement]))
@@ -105,14 +107,14 @@ def test_blocks_of_many_slices_are_rearranged_like_small_ones(case: tuple[int, P
 
 def test_the_reference_notices_a_wrong_order() -> None:
     memory = filled(64)
-    placement = Placement(0, 64, np.array([0]), 8, (2, 4), (32, 8), (8, 16))
+    placement = BlockPermutation(0, 64, np.array([0]), 8, (2, 4), (32, 8), (8, 16))
     assert not (rearranged(memory, placement) == memory).all()
 
 
-def swap(region: int, blocks: list[int], block_bytes: int) -> Placement:
+def swap(region: int, blocks: list[int], block_bytes: int) -> BlockPermutation:
     """The two middle quarters of each block change places."""
     half, quarter = block_bytes // 2, block_bytes // 4
-    return Placement(region, block_bytes, np.array(blocks) * block_bytes, quarter, (2, 2), (half, quarter), (quarter, half))
+    return BlockPermutation(region, block_bytes, np.array(blocks) * block_bytes, quarter, (2, 2), (half, quarter), (quarter, half))
 
 
 def test_several_regions_and_several_jobs_are_worked_on_in_turn() -> None:
@@ -136,7 +138,7 @@ def test_a_long_job_takes_many_polls_and_does_not_hold_up_a_short_one() -> None:
     store = HostBlockStore([region_of(memory)])
     long = store.place([swap(0, list(range(200)), block_bytes)])
     short = store.place([swap(0, [250], block_bytes)])
-    ended: list[StoredBlocks] = []
+    ended: list[StoreCompletion] = []
     polls = 0
     while len(ended) < 2:
         ended += store.poll()
@@ -146,14 +148,14 @@ def test_a_long_job_takes_many_polls_and_does_not_hold_up_a_short_one() -> None:
 
 
 def test_a_short_job_is_over_in_one_poll() -> None:
-    """However many regions it names: a model has dozens of layers, and each poll is a turn of the ferry."""
+    """However many regions it names: a model has dozens of layers, and each poll is a turn of the transfer worker."""
     memories = [filled(640) for _ in range(30)]
     store = HostBlockStore([region_of(memory) for memory in memories])
     handle = store.place([swap(region, [1, 2], 64) for region in range(len(memories))])
-    assert store.poll() == [StoredBlocks(handle, None)]
+    assert store.poll() == [StoreCompletion(handle, None)]
 
 
-GOOD = Placement(0, 64, np.array([0, 64]), 8, (2, 4), (32, 8), (8, 16))
+GOOD = BlockPermutation(0, 64, np.array([0, 64]), 8, (2, 4), (32, 8), (8, 16))
 BAD = {
     "a region that is not ours": (1, 64, [0], 8, (2, 4), (32, 8), (8, 16)),
     "a region before the first": (-1, 64, [0], 8, (2, 4), (32, 8), (8, 16)),
@@ -178,7 +180,7 @@ def test_what_would_leave_a_region_or_a_block_is_refused_and_nothing_is_begun(na
     before = memory.copy()
     store = HostBlockStore([region_of(memory)])
     with pytest.raises(LocalProtocolError):
-        store.place([GOOD, Placement(region, block_bytes, np.array(offsets), *rest)])  # type: ignore[arg-type]
+        store.place([GOOD, BlockPermutation(region, block_bytes, np.array(offsets), *rest)])  # type: ignore[arg-type]
     assert store.poll_interval_s() is None
     assert (memory == before).all()
 

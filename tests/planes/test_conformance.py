@@ -1,4 +1,4 @@
-"""Every data plane keeps the contract of `kvferry.ports.data`."""
+"""Every data transport keeps the contract of `kvferry.ports.data`."""
 
 import os
 import subprocess
@@ -20,20 +20,20 @@ from tests.planes.sides import (
     tcp_side,
 )
 
-from kvferry.testing.plane_conformance import CASES, Case, LocalFar, PairSource, SideMaker, SpawnedFar
+from kvferry.testing.plane_conformance import CASES, Case, InProcessFarSide, SpawnedFarSide, TransportPairSource, TransportSideMaker
 from kvferry.testing.plane_fence_conformance import FENCE_CASES
 
-SOURCES: dict[str, tuple[SideMaker, type[LocalFar] | type[SpawnedFar]]] = {
-    "memory": (memory_side, LocalFar),
-    "fenced-memory": (fenced_memory_side, LocalFar),
-    "faulty": (delaying_side, LocalFar),
-    "shm-one-process": (shm_side, LocalFar),
-    "shm": (shm_side, SpawnedFar),
-    "shm-without-compiler": (shm_side_without_compiler, SpawnedFar),
-    "tcp-one-process": (tcp_side, LocalFar),
-    "tcp": (tcp_side, SpawnedFar),
-    "nixl": (nixl_side, SpawnedFar),
-    "staged-nixl": (staged_nixl_side, SpawnedFar),
+SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[SpawnedFarSide]]] = {
+    "memory": (memory_side, InProcessFarSide),
+    "fenced-memory": (fenced_memory_side, InProcessFarSide),
+    "faulty": (delaying_side, InProcessFarSide),
+    "shm-one-process": (shm_side, InProcessFarSide),
+    "shm": (shm_side, SpawnedFarSide),
+    "shm-without-compiler": (shm_side_without_compiler, SpawnedFarSide),
+    "tcp-one-process": (tcp_side, InProcessFarSide),
+    "tcp": (tcp_side, SpawnedFarSide),
+    "nixl": (nixl_side, SpawnedFarSide),
+    "staged-nixl": (staged_nixl_side, SpawnedFarSide),
 }
 FENCED = ("fenced-memory", "tcp-one-process", "tcp")
 IMMORTAL = ("shm-one-process",)
@@ -46,35 +46,35 @@ def source_name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def source(source_name: str) -> Iterator[PairSource]:
-    made = PairSource(*SOURCES[source_name])
+def source(source_name: str) -> Iterator[TransportPairSource]:
+    made = TransportPairSource(*SOURCES[source_name])
     yield made
     made.close()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_plane_keeps_its_contract(source_name: str, source: PairSource, case: Case) -> None:
-    if case.needs_death and source_name in IMMORTAL:
+def test_the_transport_keeps_its_contract(source_name: str, source: TransportPairSource, case: Case) -> None:
+    if case.needs_peer_death and source_name in IMMORTAL:
         pytest.skip("the far side is this process")
     case.run(source)
 
 
 @pytest.mark.parametrize("name", FENCED)
 @pytest.mark.parametrize("case", FENCE_CASES, ids=lambda case: case.name)
-def test_the_plane_admits_only_what_was_lent(name: str, case: Case) -> None:
-    source = PairSource(*SOURCES[name])
+def test_the_transport_admits_only_what_was_lent(name: str, case: Case) -> None:
+    source = TransportPairSource(*SOURCES[name])
     try:
         case.run(source)
     finally:
         source.close()
 
 
-@pytest.mark.parametrize("plane", ["nixl", "staged-nixl"])
-def test_nixl_keeps_its_contract_over_an_emulated_transport(plane: str) -> None:
+@pytest.mark.parametrize("transport", ["nixl", "staged-nixl"])
+def test_nixl_keeps_its_contract_over_an_emulated_transport(transport: str) -> None:
     # UCX reads its settings once per process, so the whole suite runs in another one.
     root = Path(__file__).parents[2]
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.planes.run_conformance", plane],
+        [sys.executable, "-m", "tests.planes.run_conformance", transport],
         cwd=root,
         env=os.environ | {"UCX_TLS": "tcp"},
         capture_output=True,
@@ -87,8 +87,8 @@ def test_nixl_keeps_its_contract_over_an_emulated_transport(plane: str) -> None:
 
 
 @pytest.mark.parametrize("make", [corrupting_side, failing_side])
-def test_the_suite_can_fail(make: SideMaker) -> None:
-    source = PairSource(make, LocalFar)
+def test_the_suite_can_fail(make: TransportSideMaker) -> None:
+    source = TransportPairSource(make, InProcessFarSide)
     case = next(case for case in CASES if case.name == "scattered_reads_bring_exactly_the_named_bytes")
     with pytest.raises(AssertionError):
         case.run(source)

@@ -11,20 +11,20 @@ from kvferry.planes.copy_table import (
     FIRST_ROWS,
     TABLE_NUMBERS,
     TABLE_ROWS,
-    TURN_BYTES,
+    TICK_BYTES,
     TableLayout,
-    alike,
-    by_launch,
     flat_addresses,
-    in_turns,
-    together,
+    group_by_offsets,
+    merge_by_offsets,
+    split_by_launch,
+    split_by_tick,
     write_table,
 )
 from kvferry.planes.runs import Offsets
-from kvferry.ports.data import Pieces
+from kvferry.ports.data import Segments
 
 Moved = set[tuple[int, int, int]]
-"""Size, source and target of every piece."""
+"""Size, source and target of every segment."""
 
 
 def offsets(*numbers: int) -> Offsets:
@@ -41,7 +41,7 @@ def asked(copies: list[AddressCopies]) -> Moved:
 
 
 def joined(copies: list[AddressCopies]) -> list[AddressCopies]:
-    return together(
+    return merge_by_offsets(
         (part.size_bytes, part.sources, part.targets, source_base, target_base, part.source_last, part.target_last)
         for part in copies
         for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True)
@@ -82,7 +82,7 @@ parts = st.builds(
 @given(st.lists(parts, max_size=12))
 def test_launches_move_what_was_asked_for(copies: list[AddressCopies]) -> None:
     table, moved = np.zeros(TABLE_NUMBERS, np.int64), set[tuple[int, int, int]]()
-    for launch in by_launch(joined(copies)):
+    for launch in split_by_launch(joined(copies)):
         layout = write_table(table, launch)
         (size_bytes,) = {part.size_bytes for part in launch}
         moved |= read(table, layout, size_bytes)
@@ -99,7 +99,7 @@ def test_what_shares_its_offsets_is_written_down_once() -> None:
     found = joined([*layers, apart])
     assert [part.num_places for part in found] == [32, 1]
     assert (found[0].source_last, found[0].target_last) == (901, 768), "the smallest region counts"
-    (launch,) = by_launch(found)
+    (launch,) = split_by_launch(found)
     table = np.zeros(TABLE_NUMBERS, np.int64)
     layout = write_table(table, launch)
     assert layout.num_numbers == 33 * 5 + 2 * 4
@@ -108,37 +108,37 @@ def test_what_shares_its_offsets_is_written_down_once() -> None:
 
 def test_layers_that_move_the_same_blocks_are_found() -> None:
     near, far, none = offsets(0, 64), offsets(64, 0), offsets()
-    layers = [Pieces(n, n + 1, 64, near, far) for n in range(5)]
-    assert alike(layers) == [layers]
-    apart = [Pieces(0, 0, 64, near, far.copy()), Pieces(1, 1, 64, near.copy(), far), Pieces(2, 2, 32, near, far)]
-    empty = Pieces(3, 3, 16, none, none)
-    found = alike([layers[0], apart[0], empty, layers[1], apart[1], apart[2], layers[2]])
+    layers = [Segments(n, n + 1, 64, near, far) for n in range(5)]
+    assert group_by_offsets(layers) == [layers]
+    apart = [Segments(0, 0, 64, near, far.copy()), Segments(1, 1, 64, near.copy(), far), Segments(2, 2, 32, near, far)]
+    empty = Segments(3, 3, 16, none, none)
+    found = group_by_offsets([layers[0], apart[0], empty, layers[1], apart[1], apart[2], layers[2]])
     assert [[id(part) for part in group] for group in found] == [
         [id(apart[2])],
         [id(part) for part in layers[:3]],
         [id(apart[0])],
         [id(apart[1])],
     ]
-    assert alike([]) == alike([empty]) == []
-    assert [len(group) for group in alike(layers * 1000)] == [2048, 2048, 904]
+    assert group_by_offsets([]) == group_by_offsets([empty]) == []
+    assert [len(group) for group in group_by_offsets(layers * 1000)] == [2048, 2048, 904]
 
 
 def test_more_rows_than_a_table_has_and_other_sizes_are_other_launches() -> None:
     rows = np.arange(TABLE_ROWS + 10, dtype=np.int64) * 16
     copies = [AddressCopies(16, rows, rows, (0,), (1 << 40,)), AddressCopies(32, rows[:10], rows[:10], (0,), (1 << 41,))]
-    launches = list(by_launch(joined(copies)))
+    launches = list(split_by_launch(joined(copies)))
     assert sorted(sum(part.num_rows for part in launch) for launch in launches) == [10, 10, TABLE_ROWS]
 
 
 def test_a_place_with_many_rows_does_not_make_idle_programs_for_those_with_few() -> None:
     few = [AddressCopies(16, offsets(0), offsets(0), (n,), (1000 + n,)) for n in range(40)]
     many = AddressCopies(16, np.arange(5000, dtype=np.int64) * 16, np.arange(5000, dtype=np.int64) * 16, (1 << 40,), (1 << 41,))
-    assert [sum(part.num_places for part in launch) for launch in by_launch(joined([many, *few]))] == [40, 1]
+    assert [sum(part.num_places for part in launch) for launch in split_by_launch(joined([many, *few]))] == [40, 1]
 
 
 def test_many_parts_that_share_nothing_are_few_launches() -> None:
     copies = [AddressCopies(16, offsets(n), offsets(n), (0,), (1 << 40,)) for n in range(5000)]
-    launches = list(by_launch(joined(copies)))
+    launches = list(split_by_launch(joined(copies)))
     assert [len(launch) for launch in launches] == [2048, 2048, 904]
 
 
@@ -162,10 +162,10 @@ def test_what_leaves_its_region_is_refused(source: int, target: int) -> None:
 def test_a_transfer_is_handed_over_in_parts_that_together_are_all_of_it(size: int, rows: int, places: int, times: int) -> None:
     numbers = np.arange(rows, dtype=np.int64)
     part = AddressCopies(size, numbers, numbers[::-1].copy(), tuple(range(places)), tuple(range(100, 100 + places)))
-    turns = list(in_turns([part] * times))
+    turns = list(split_by_tick([part] * times))
     for turn in turns:
         assert sum(each.num_rows for each in turn) <= TABLE_ROWS
-        assert sum(each.total_bytes for each in turn) <= max(TURN_BYTES, size * places)
+        assert sum(each.total_bytes for each in turn) <= max(TICK_BYTES, size * places)
     assert sum(each.num_rows for each in turns[0]) <= FIRST_ROWS
     assert np.concatenate([each.sources for turn in turns for each in turn]).tolist() == [*numbers.tolist()] * times
     assert sum(each.total_bytes for turn in turns for each in turn) == times * size * rows * places

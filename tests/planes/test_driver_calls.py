@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.breath import breathe
-from kvferry.planes.driver_calls import Kernel, ask_by_breaths, ask_until, linger, start_by_ctypes, start_kernel
+from kvferry.breath import short_sleep
+from kvferry.planes.driver_calls import Kernel, poll_until, poll_with_short_sleeps, spin_wait, start_by_ctypes, start_kernel
 
 WAITING = 600
 NUMBER, POINTER, COUNT = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
@@ -28,7 +28,7 @@ def address_of(function: Any) -> int:
 
 @pytest.fixture(params=["as installed", "by breaths"])
 def ask(request: pytest.FixtureRequest) -> Asking:
-    return ask_until if request.param == "as installed" else ask_by_breaths
+    return poll_until if request.param == "as installed" else poll_with_short_sleeps
 
 
 @pytest.fixture(params=["as installed", "by ctypes"])
@@ -57,10 +57,10 @@ def test_it_asks_once_at_least_and_not_for_ever(ask: Asking) -> None:
 def waits() -> dict[str, Callable[[], object]]:
     getpid = address_of(ctypes.CDLL(None).getpid)
     return {
-        "asking": lambda: ask_until(getpid, 0, os.getpid(), 0.05),
-        "asking by breaths": lambda: ask_by_breaths(getpid, 0, os.getpid(), 0.05),
-        "lingering": lambda: linger(0.05),
-        "lingering by breaths": lambda: breathe(0.05),
+        "asking": lambda: poll_until(getpid, 0, os.getpid(), 0.05),
+        "asking by breaths": lambda: poll_with_short_sleeps(getpid, 0, os.getpid(), 0.05),
+        "spinning": lambda: spin_wait(0.05),
+        "sleeping": lambda: short_sleep(0.05),
     }
 
 
@@ -71,7 +71,7 @@ def test_it_waits_no_less_than_it_is_told(way: str) -> None:
     assert time.monotonic() - began >= 0.05
 
 
-@pytest.mark.usefixtures("nobody_is_interrupted")
+@pytest.mark.usefixtures("no_thread_switches")
 @pytest.mark.parametrize("way", waits())
 def test_other_threads_go_on_meanwhile(way: str) -> None:
     has_begun, is_over, counted = threading.Event(), threading.Event(), 0

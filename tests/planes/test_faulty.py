@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.planes.faulty import Faults, FaultyDataPlane, parse_faults
-from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
-from kvferry.ports.data import Completion, DataPlane, Pieces
+from kvferry.planes.faulty import Faults, FaultyTransport, parse_faults
+from kvferry.planes.memory import MemoryNetwork, MemoryTransport
+from kvferry.ports.data import Completion, DataTransport, Segments
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
@@ -34,24 +34,24 @@ def test_other_specs_are_refused_with_those_there_are(text: str) -> None:
 
 
 def read_twelve(faults: Faults, fill: int | None = None) -> tuple[list[bool], list[bool]]:
-    """Twelve reads of 2 x 3 pieces: which ended well, and which arrived right."""
+    """Twelve reads of 2 x 3 segments: which ended well, and which arrived right."""
     network = MemoryNetwork()
     memories = [np.zeros(4096, np.uint8), np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)]
     if fill is not None:
         memories[1][:] = fill
-    planes: list[DataPlane] = [FaultyDataPlane(MemoryDataPlane(network), faults), MemoryDataPlane(network)]
+    transports: list[DataTransport] = [FaultyTransport(MemoryTransport(network), faults), MemoryTransport(network)]
     regions = [[Region("kv", memory.ctypes.data, 64, 64, 64)] for memory in memories]
-    for plane, region in zip(planes, regions, strict=True):
-        assert plane.register(region)
-    planes[0].connect(PEER, planes[1].offer(), regions[1])
+    for transport, region in zip(transports, regions, strict=True):
+        assert transport.register(region)
+    transports[0].connect(PEER, transports[1].offer(), regions[1])
     offsets = np.array([64, 256, 512], np.int64)
     ended_well, arrived = [], []
     for _ in range(12):
-        handle = planes[0].read(PEER, [Pieces(0, 0, 64, offsets, offsets), Pieces(0, 0, 64, offsets + 2048, offsets + 2048)])
+        handle = transports[0].read(PEER, [Segments(0, 0, 64, offsets, offsets), Segments(0, 0, 64, offsets + 2048, offsets + 2048)])
         completions: list[Completion] = []
         polls = 0
         while not completions and polls < 100:
-            completions = planes[0].poll()
+            completions = transports[0].poll()
             polls += 1
         assert polls > faults.delay_polls
         assert [completion.handle for completion in completions] == [handle]
@@ -68,7 +68,7 @@ def test_without_faults_all_is_well() -> None:
     assert read_twelve(Faults()) == ([True] * 12, [True] * 12)
 
 
-def test_every_third_read_has_the_first_piece_of_each_region_wrong() -> None:
+def test_every_third_read_has_the_first_segment_of_each_region_wrong() -> None:
     assert read_twelve(Faults(corrupt_every=3)) == ([True] * 12, [True, True, False] * 4)
 
 

@@ -20,11 +20,11 @@ from tests.planes.tcp_peers import BLOCK, BLOCKS, DEADLINE_S, PEER, Memory, all_
 from kvferry.errors import LocalProtocolError
 from kvferry.planes import tcp_server
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.faulty import FaultyDataPlane, parse_faults
-from kvferry.planes.lending import MAX_NUMBER, LentBlocks, LentTable
-from kvferry.planes.memory import MemoryDataPlane, MemoryNetwork
-from kvferry.ports.data import Completion, DataPlane, Pieces
-from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION, SMALL_BLOCKS, Side
+from kvferry.planes.faulty import FaultyTransport, parse_faults
+from kvferry.planes.lending import MAX_GRANT_ID, GrantedBlocks, WriteGrantTable
+from kvferry.planes.memory import MemoryNetwork, MemoryTransport
+from kvferry.ports.data import Completion, DataTransport, Segments
+from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION, SMALL_BLOCKS, TransportSide
 from kvferry.types import Region
 
 CANARY = 77
@@ -40,11 +40,11 @@ def until(is_reached: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def collect(plane: DataPlane, count: int) -> list[Completion]:
+def collect(transport: DataTransport, count: int) -> list[Completion]:
     ended: list[Completion] = []
 
     def is_all() -> bool:
-        ended.extend(plane.poll())
+        ended.extend(transport.poll())
         return len(ended) >= count
 
     until(is_all)
@@ -52,7 +52,7 @@ def collect(plane: DataPlane, count: int) -> list[Completion]:
 
 
 @contextlib.contextmanager
-def owner() -> Iterator[Side]:
+def owner() -> Iterator[TransportSide]:
     side = tcp_side()
     try:
         yield side
@@ -63,15 +63,15 @@ def owner() -> Iterator[Side]:
 @pytest.mark.parametrize("is_fenced", [True, False])
 def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenced: bool) -> None:
     """SIGSTOP amid its bytes, and on with it when the blocks have another owner. Without the fence they are overwritten."""
-    with owner() as side, contextlib.closing(start_writer(side.plane.offer(), side.regions)) as writer:
-        side.plane.lend(1, ALL)
-        side.plane.lend(2, ALL)
+    with owner() as side, contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer:
+        side.transport.grant_writes(1, ALL)
+        side.transport.grant_writes(2, ALL)
         writer.write(1, ENDLESS)
         until(side.memory.any)
         os.kill(writer.pid, signal.SIGSTOP)
         try:
             if is_fenced:
-                assert wait(side.plane, side.plane.take_back(1)).ok
+                assert wait(side.transport, side.transport.revoke_writes(1)).ok
             side.memory[:] = CANARY
         finally:
             os.kill(writer.pid, signal.SIGCONT)
@@ -86,16 +86,16 @@ def test_a_writer_that_was_stopped_writes_nothing_into_blocks_of_another(is_fenc
 
 
 def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with owner() as side, contextlib.closing(start_writer(side.plane.offer(), side.regions)) as writer:
+    with owner() as side, contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer:
         files = len(os.listdir("/proc/self/fd"))
-        side.plane.lend(1, ALL)
-        side.plane.lend(2, ALL)
+        side.transport.grant_writes(1, ALL)
+        side.transport.grant_writes(2, ALL)
         writer.write(1, ENDLESS)
         until(side.memory.any)
         assert len(os.listdir("/proc/self/fd")) > files
         os.kill(writer.pid, signal.SIGSTOP)
         try:
-            assert wait(side.plane, side.plane.take_back(1)).ok
+            assert wait(side.transport, side.transport.revoke_writes(1)).ok
             monkeypatch.setattr(tcp_server, "STALL_TIMEOUT_S", 0.2)
             until(lambda: len(os.listdir("/proc/self/fd")) <= files)
             monkeypatch.undo()
@@ -107,12 +107,12 @@ def test_a_writer_that_was_stopped_for_longer_than_it_is_listened_to_learns_why(
 
 
 def test_a_writer_that_is_killed_amid_its_bytes_leaves_a_number_that_can_be_taken_back() -> None:
-    with owner() as side, contextlib.closing(start_writer(side.plane.offer(), side.regions)) as writer:
-        side.plane.lend(1, ALL)
+    with owner() as side, contextlib.closing(start_writer(side.transport.offer(), side.regions)) as writer:
+        side.transport.grant_writes(1, ALL)
         writer.write(1, ENDLESS)
         until(side.memory.any)
         os.kill(writer.pid, signal.SIGKILL)
-        assert wait(side.plane, side.plane.take_back(1)).ok
+        assert wait(side.transport, side.transport.revoke_writes(1)).ok
         side.memory[:] = CANARY
         writer.process.join(DEADLINE_S)
         assert np.all(side.memory == CANARY)
@@ -121,41 +121,41 @@ def test_a_writer_that_is_killed_amid_its_bytes_leaves_a_number_that_can_be_take
 @pytest.mark.parametrize("sent_before", [0, 1, BLOCK, 3 * BLOCK - 1])
 def test_bytes_that_come_after_the_fence_land_nowhere(far: Memory, sent_before: int) -> None:
     """The header has been read, and so much of the body."""
-    far.plane.lend(LENT, [range(BLOCKS)])
+    far.transport.grant_writes(LENT, [range(BLOCKS)])
     body = b"\x05" * (3 * BLOCK)
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.WRITE, (far.first, 3 * BLOCK), number=LENT) + body[:sent_before])
+        connection.sendall(request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT) + body[:sent_before])
         until(lambda: np.count_nonzero(far.bytes == 5) == sent_before)
-        assert wait(far.plane, far.plane.take_back(LENT)).ok
+        assert wait(far.transport, far.transport.revoke_writes(LENT)).ok
         far.bytes[:] = CANARY
         connection.sendall(body[sent_before:])
-        connection.sendall(request(wire.Operation.WRITE, (far.first, 3 * BLOCK), number=LENT) + body)
+        connection.sendall(request(wire.Operation.WRITE, (far.first, 3 * BLOCK), grant_id=LENT) + body)
         assert_not_lent(receive_reply(connection))
-        far.plane.lend(LENT + 1, [range(BLOCKS)])
+        far.transport.grant_writes(LENT + 1, [range(BLOCKS)])
         with contextlib.suppress(OSError):
-            connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), number=LENT + 1) + body[:BLOCK])
+            connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT + 1) + body[:BLOCK])
             connection.shutdown(socket.SHUT_WR)
         assert rest_of(connection) == b"", "a connection that was turned away was served again"
     assert np.all(far.bytes == CANARY)
 
 
 def test_several_who_receive_are_taken_back_together_and_whoever_asks_twice_is_told_twice(far: Memory) -> None:
-    far.plane.lend(LENT, [range(BLOCKS)])
+    far.transport.grant_writes(LENT, [range(BLOCKS)])
     with introduce(far.offer) as first, introduce(far.offer) as second:
         for nth, connection in enumerate((first, second)):
-            connection.sendall(request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), number=LENT) + b"\x05" * 100)
+            connection.sendall(request(wire.Operation.WRITE, (far.first + nth * BLOCK, BLOCK), grant_id=LENT) + b"\x05" * 100)
         until(lambda: np.count_nonzero(far.bytes == 5) == 200)
-        handles = [far.plane.take_back(LENT) for _ in range(2)]
-        assert [each.handle for each in collect(far.plane, 2)] == handles
+        handles = [far.transport.revoke_writes(LENT) for _ in range(2)]
+        assert [each.handle for each in collect(far.transport, 2)] == handles
         for connection in (first, second):
             assert_not_lent(receive_reply(connection))
-    assert far.plane.poll_interval_s() is None
+    assert far.transport.poll_interval_s() is None
 
 
 def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(far: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_server, "MAX_SINKS", 3)
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), number=LENT))
+        connection.sendall(request(wire.Operation.WRITE, (far.first, BLOCK), grant_id=LENT))
         sent = 0
         with contextlib.suppress(ConnectionError):
             while sent < 1000:
@@ -166,33 +166,33 @@ def test_a_writer_that_was_turned_away_and_goes_on_is_hung_up_on(far: Memory, mo
 
 
 def test_a_refused_write_costs_the_other_transfers_of_its_peer_nothing(near: Memory, far: Memory) -> None:
-    near.plane.connect(PEER, far.plane.offer(), far.regions)
-    refused = {near.plane.write(PEER, all_blocks(), number) for number in range(1, 9)}
-    reads = {near.plane.read(PEER, all_blocks()) for _ in range(8)}
-    errors = {each.handle: each.error for each in collect(near.plane, 16)}
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
+    refused = {near.transport.write(PEER, all_blocks(), grant_id) for grant_id in range(1, 9)}
+    reads = {near.transport.read(PEER, all_blocks()) for _ in range(8)}
+    errors = {each.handle: each.error for each in collect(near.transport, 16)}
     assert all("not lent" in str(errors[handle]) for handle in refused)
     assert {errors[handle] for handle in reads} == {None}
-    assert wait(near.plane, near.plane.read(PEER, all_blocks())).ok, "the peer was given up"
+    assert wait(near.transport, near.transport.read(PEER, all_blocks())).ok, "the peer was given up"
 
 
-numbers = st.sampled_from([LENT, LENT, 0, LENT + 1, LENT << 8, MAX_NUMBER])
+numbers = st.sampled_from([LENT, LENT, 0, LENT + 1, LENT << 8, MAX_GRANT_ID])
 places = st.tuples(st.integers(-BLOCK, (BLOCKS + 1) * BLOCK), st.integers(0, 3 * BLOCK))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(number=numbers, runs=st.lists(st.one_of(places, st.just((3 * BLOCK + 5, BLOCK))), min_size=1, max_size=3))
+@given(grant_id=numbers, runs=st.lists(st.one_of(places, st.just((3 * BLOCK + 5, BLOCK))), min_size=1, max_size=3))
 def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_blocks(
-    far: Memory, number: int, runs: list[tuple[int, int]]
+    far: Memory, grant_id: int, runs: list[tuple[int, int]]
 ) -> None:
-    far.plane.take_back(LENT)
-    far.plane.poll()
-    far.plane.lend(LENT, [LENT_BLOCKS])
+    far.transport.revoke_writes(LENT)
+    far.transport.poll()
+    far.transport.grant_writes(LENT, [LENT_BLOCKS])
     far.bytes[:] = 7
     touched = {place for offset, size in runs for place in range(offset, offset + size)}
-    is_allowed = number == LENT and all(size for _, size in runs) and {place // BLOCK for place in touched} <= {*LENT_BLOCKS}
+    is_allowed = grant_id == LENT and all(size for _, size in runs) and {place // BLOCK for place in touched} <= {*LENT_BLOCKS}
     with introduce(far.offer) as connection:
         with contextlib.suppress(ConnectionError):
-            sent = request(wire.Operation.WRITE, *((far.first + offset, size) for offset, size in runs), number=number)
+            sent = request(wire.Operation.WRITE, *((far.first + offset, size) for offset, size in runs), grant_id=grant_id)
             connection.sendall(sent + b"\x05" * sum(size for _, size in runs))
         if is_allowed:
             assert receive_reply(connection) == (0, "")
@@ -203,42 +203,42 @@ def test_a_write_lands_exactly_when_its_number_is_lent_and_every_byte_is_in_its_
 
 
 def test_a_read_that_names_a_number_is_refused(far: Memory) -> None:
-    far.plane.lend(LENT, [LENT_BLOCKS])
+    far.transport.grant_writes(LENT, [LENT_BLOCKS])
     with introduce(far.offer) as connection:
-        connection.sendall(request(wire.Operation.READ, (far.first + 3 * BLOCK, 64), number=LENT))
+        connection.sendall(request(wire.Operation.READ, (far.first + 3 * BLOCK, 64), grant_id=LENT))
         assert "only writes" in receive_reply(connection)[1]
 
 
 @pytest.mark.parametrize("make", [fenced_memory_side, tcp_side])
-def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(make: Callable[[], Side]) -> None:
+def test_a_hundred_thousand_numbers_come_and_go_and_leave_nothing(make: Callable[[], TransportSide]) -> None:
     side = make()
 
     def lend_and_take_back(count: int) -> None:
-        for number in range(1, count + 1):
-            side.plane.lend(number, [[number % SMALL_BLOCKS]])
-            handle = side.plane.take_back(number)
-            assert [each.handle for each in side.plane.poll()] == [handle]
+        for grant_id in range(1, count + 1):
+            side.transport.grant_writes(grant_id, [[grant_id % SMALL_BLOCKS]])
+            handle = side.transport.revoke_writes(grant_id)
+            assert [each.handle for each in side.transport.poll()] == [handle]
 
     try:
         lend_and_take_back(1000)
         before = sys.getallocatedblocks()
         lend_and_take_back(100_000)
         assert sys.getallocatedblocks() < before + 5000
-        assert side.plane.poll_interval_s() is None
+        assert side.transport.poll_interval_s() is None
     finally:
         side.close()
 
 
 def test_numbers_and_blocks_that_cannot_be_lent_are_a_bug_of_ours() -> None:
-    table = LentTable((Region("a", 1000, 10, 10, 4), Region("b", 5000, 10, 10, 8, group=1)))
-    table.lend(1, [[0, 3], [7]])
-    for number, blocks in ((1, []), (0, []), (-1, []), (MAX_NUMBER + 1, []), (2, [[4]]), (2, [[-1]]), (2, [[], [8]])):
+    table = WriteGrantTable((Region("a", 1000, 10, 10, 4), Region("b", 5000, 10, 10, 8, group=1)))
+    table.grant_writes(1, [[0, 3], [7]])
+    for grant_id, blocks in ((1, []), (0, []), (-1, []), (MAX_GRANT_ID + 1, []), (2, [[4]]), (2, [[-1]]), (2, [[], [8]])):
         with pytest.raises(LocalProtocolError):
-            table.lend(number, blocks)
+            table.grant_writes(grant_id, blocks)
     assert table.get(2) is None
-    table.lend(MAX_NUMBER, [[], [], [99]])  # a group of which nothing is here
+    table.grant_writes(MAX_GRANT_ID, [[], [], [99]])  # a group of which nothing is here
     table.remove(1)
-    table.lend(1, [])
+    table.grant_writes(1, [])
 
 
 @given(
@@ -252,7 +252,7 @@ def test_runs_are_covered_exactly_when_every_byte_is_in_a_lent_block(
     regions = tuple(
         Region(str(nth), nth * 25 + 7, size, size + gap, 5, group=group) for nth, (size, gap, group) in enumerate(shapes)
     )  # they overlap and interleave
-    lent = LentBlocks(regions, (tuple(ids),))
+    lent = GrantedBlocks(regions, (tuple(ids),))
     allowed = {
         place
         for region in regions
@@ -269,19 +269,19 @@ def test_a_number_is_taken_back_while_another_thread_writes_under_it() -> None:
     offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
     errors: list[str | None] = []
     near.memory[:] = 5
-    near.plane.connect(PEER, far.plane.offer(), far.regions)
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
 
     def write() -> None:
-        near.plane.write(PEER, [Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * ENDLESS, 1)
+        near.transport.write(PEER, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)] * ENDLESS, 1)
         while not errors:
-            errors.extend(each.error for each in near.plane.poll())
+            errors.extend(each.error for each in near.transport.poll())
 
-    far.plane.lend(1, ALL)
+    far.transport.grant_writes(1, ALL)
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     until(lambda: np.any(far.memory[::LARGE_BLOCK_BYTES]))
-    handle = far.plane.take_back(1)
-    assert [each.handle for each in far.plane.poll()] == [handle]
+    handle = far.transport.revoke_writes(1)
+    assert [each.handle for each in far.transport.poll()] == [handle]
     far.memory[:] = CANARY
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
@@ -295,22 +295,22 @@ def test_faults_pass_a_fence_on_and_may_only_delay_it() -> None:
     network = MemoryNetwork()
     content = np.zeros(4096, np.uint8)
     regions = [Region("kv", content.ctypes.data, 64, 64, 64)]
-    plane = FaultyDataPlane(MemoryDataPlane(network, fences_writes=True), parse_faults("fail:every=1;delay:polls=2"))
-    writer = MemoryDataPlane(network)
-    assert plane.fences_writes
-    assert not writer.fences_writes
-    assert plane.register(regions)
+    transport = FaultyTransport(MemoryTransport(network, supports_write_grants=True), parse_faults("fail:every=1;delay:polls=2"))
+    writer = MemoryTransport(network)
+    assert transport.supports_write_grants
+    assert not writer.supports_write_grants
+    assert transport.register(regions)
     assert writer.register(regions)
-    writer.connect(PEER, plane.offer(), regions)
+    writer.connect(PEER, transport.offer(), regions)
     zero = np.zeros(1, np.int64)
-    plane.lend(1, [[0]])
-    assert wait(writer, writer.write(PEER, [Pieces(0, 0, 64, zero, zero)], 1)).ok
-    handle = plane.take_back(1)
-    told = [plane.poll() for _ in range(3)]
+    transport.grant_writes(1, [[0]])
+    assert wait(writer, writer.write(PEER, [Segments(0, 0, 64, zero, zero)], 1)).ok
+    handle = transport.revoke_writes(1)
+    told = [transport.poll() for _ in range(3)]
     assert told[:2] == [[], []]
     assert [(each.handle, each.error) for each in told[2]] == [(handle, None)]
-    assert not wait(writer, writer.write(PEER, [Pieces(0, 0, 64, zero, zero)], 1)).ok
-    plane.close()
+    assert not wait(writer, writer.write(PEER, [Segments(0, 0, 64, zero, zero)], 1)).ok
+    transport.close()
     writer.close()
 
 
@@ -322,5 +322,5 @@ def receive_reply(connection: socket.socket) -> tuple[int, str]:
 
 def assert_not_lent(reply: tuple[int, str]) -> None:
     status, text = reply
-    assert status == wire.Status.NOT_LENT
+    assert status == wire.ReplyStatus.NOT_GRANTED
     assert f"number {LENT} is not lent" in text

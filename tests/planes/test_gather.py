@@ -1,4 +1,4 @@
-"""Whatever the offsets look like, exactly the named bytes are copied, in bounded slices, with and without the compiled loop."""
+"""Whatever the offsets look like, exactly the named bytes are copied, in bounded slices, with and without the native function."""
 
 import numpy as np
 import pytest
@@ -6,64 +6,66 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.planes.copiers import Copier, copy_by_numpy, fastest_copier
-from kvferry.planes.gather import SLICE_BYTES, Direction, RegionCopy, copy_in_slices
-from kvferry.ports.data import Pieces
+from kvferry.planes.gather import SLICE_BYTES, CopyDirection, RegionCopy, copy_in_slices
+from kvferry.ports.data import Segments
 
 COPIERS = {"numpy": copy_by_numpy, "fastest": fastest_copier()}
 copiers = pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
 
 
-def expected_after(part: Pieces, local: np.ndarray, remote: np.ndarray, direction: Direction) -> np.ndarray:
-    target, source = (local.copy(), remote) if direction is Direction.READ else (remote.copy(), local)
+def expected_after(part: Segments, local: np.ndarray, remote: np.ndarray, direction: CopyDirection) -> np.ndarray:
+    target, source = (local.copy(), remote) if direction is CopyDirection.READ else (remote.copy(), local)
     for near, far in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
-        to, origin = (near, far) if direction is Direction.READ else (far, near)
-        target[to : to + part.piece_bytes] = source[origin : origin + part.piece_bytes]
+        to, origin = (near, far) if direction is CopyDirection.READ else (far, near)
+        target[to : to + part.segment_bytes] = source[origin : origin + part.segment_bytes]
     return target
 
 
 @copiers
 @settings(deadline=None)
-@given(st.data(), st.sampled_from(Direction), st.sampled_from([1, 3, 64, 200, 4096]), st.integers(0, 3))
-def test_exactly_the_named_bytes_are_copied(copier: Copier, data: st.DataObject, direction: Direction, piece_bytes: int, skew: int) -> None:
+@given(st.data(), st.sampled_from(CopyDirection), st.sampled_from([1, 3, 64, 200, 4096]), st.integers(0, 3))
+def test_exactly_the_named_bytes_are_copied(
+    copier: Copier, data: st.DataObject, direction: CopyDirection, segment_bytes: int, skew: int
+) -> None:
     slots = 60
-    size = (slots + 1) * piece_bytes + 3
+    size = (slots + 1) * segment_bytes + 3
     local, remote = (np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8) for seed in (1, 2))
     count = data.draw(st.integers(0, slots))
-    near = np.array(data.draw(st.permutations(range(slots)))[:count], np.int64) * piece_bytes + skew
-    far = np.array(data.draw(st.permutations(range(slots)))[:count], np.int64) * piece_bytes
+    near = np.array(data.draw(st.permutations(range(slots)))[:count], np.int64) * segment_bytes + skew
+    far = np.array(data.draw(st.permutations(range(slots)))[:count], np.int64) * segment_bytes
     if data.draw(st.booleans()):
         near, far = np.sort(near), np.sort(far)
-    part = Pieces(0, 0, piece_bytes, near, far)
+    part = Segments(0, 0, segment_bytes, near, far)
     expected = expected_after(part, local, remote, direction)
     moved = list(copy_in_slices([RegionCopy(part, local, remote, direction)], copier))
-    assert np.array_equal(local if direction is Direction.READ else remote, expected)
+    assert np.array_equal(local if direction is CopyDirection.READ else remote, expected)
     assert sum(size for size, _ in moved) == part.total_bytes
     assert sum(copies for _, copies in moved) <= count
 
 
 @copiers
-@pytest.mark.parametrize("piece_bytes", [4096, 16384, 65536, 8 * 1024 * 1024])
+@pytest.mark.parametrize("segment_bytes", [4096, 16384, 65536, 8 * 1024 * 1024])
 @pytest.mark.parametrize("shape", ["scattered", "to runs", "neighbours"])
-def test_every_slice_is_bounded(copier: Copier, piece_bytes: int, shape: str) -> None:
-    slots = 3 * SLICE_BYTES // min(piece_bytes, SLICE_BYTES)
+def test_every_slice_is_bounded(copier: Copier, segment_bytes: int, shape: str) -> None:
+    slots = 3 * SLICE_BYTES // min(segment_bytes, SLICE_BYTES)
     random = np.random.default_rng(0)
-    near = np.arange(slots, dtype=np.int64) * piece_bytes
+    near = np.arange(slots, dtype=np.int64) * segment_bytes
     far = near if shape == "neighbours" else random.permutation(near)
     near = random.permutation(near) if shape == "scattered" else near
-    local, remote = np.zeros(slots * piece_bytes, np.uint8), random.integers(0, 256, slots * piece_bytes, dtype=np.uint8)
-    part = Pieces(0, 0, piece_bytes, near, far)
-    sizes = [size for size, _ in copy_in_slices([RegionCopy(part, local, remote, Direction.READ)], copier)]
+    local, remote = np.zeros(slots * segment_bytes, np.uint8), random.integers(0, 256, slots * segment_bytes, dtype=np.uint8)
+    part = Segments(0, 0, segment_bytes, near, far)
+    sizes = [size for size, _ in copy_in_slices([RegionCopy(part, local, remote, CopyDirection.READ)], copier)]
     assert max(sizes) <= SLICE_BYTES
     assert len(sizes) >= 3
-    rows = local.reshape(slots, piece_bytes)
-    assert np.array_equal(rows[near // piece_bytes], remote.reshape(slots, piece_bytes)[far // piece_bytes])
+    rows = local.reshape(slots, segment_bytes)
+    assert np.array_equal(rows[near // segment_bytes], remote.reshape(slots, segment_bytes)[far // segment_bytes])
 
 
 @copiers
 def test_neighbours_are_one_copy_whichever_side_is_sorted(copier: Copier) -> None:
     offsets = np.array([30, 10, 20, 0], np.int64)
     local, remote = np.zeros(40, np.uint8), np.arange(50, dtype=np.uint8)
-    moved = list(copy_in_slices([RegionCopy(Pieces(0, 0, 10, offsets, offsets + 5), local, remote, Direction.READ)], copier))
+    moved = list(copy_in_slices([RegionCopy(Segments(0, 0, 10, offsets, offsets + 5), local, remote, CopyDirection.READ)], copier))
     assert moved == [(40, 1)]
     assert np.array_equal(local, remote[5:45])
 
@@ -74,8 +76,8 @@ def test_regions_with_the_same_and_other_blocks_are_each_copied_as_asked(copier:
     here, there = (random.integers(0, 256, (4, 100), dtype=np.uint8) for _ in range(2))
     first, second = np.array([30, 0], np.int64), np.array([50, 80], np.int64)
     plan = [(first, second), (first, second), (second, first), (first, first)]
-    copies = [RegionCopy(Pieces(n, n, 10, *sides), here[n], there[n], Direction.READ) for n, sides in enumerate(plan)]
-    expected = [expected_after(copy.pieces, copy.local, copy.remote, Direction.READ) for copy in copies]
+    copies = [RegionCopy(Segments(n, n, 10, *sides), here[n], there[n], CopyDirection.READ) for n, sides in enumerate(plan)]
+    expected = [expected_after(copy.segments, copy.local, copy.remote, CopyDirection.READ) for copy in copies]
     assert [moved for moved, _ in copy_in_slices(copies, copier)] == [20] * 4
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(here, expected, strict=True))
 
@@ -96,10 +98,10 @@ def test_the_compiled_loop_copies_all_runs_or_none() -> None:
     ):
         target = np.zeros(256, np.uint8)
         with pytest.raises(ValueError, match=r"run leaves|equally many"):
-            compiled.copy_runs(target, source, *(np.array(each, np.int64) for each in wrong))
+            compiled.copy_segments(target, source, *(np.array(each, np.int64) for each in wrong))
         assert not target.any()
     target = np.zeros(256, np.uint8)
-    compiled.copy_runs(target, source, *(np.array(each, np.int64) for each in good))
+    compiled.copy_segments(target, source, *(np.array(each, np.int64) for each in good))
     assert np.array_equal(target[:20], source[50:70])
     assert np.array_equal(target[100:200], source[10:110])
     assert not target[20:100].any()
@@ -109,4 +111,4 @@ def test_the_compiled_loop_copies_all_runs_or_none() -> None:
 def test_the_compiled_loop_refuses_memory_that_may_not_be_written() -> None:
     compiled = pytest.importorskip("kvferry.planes._copy", reason="kvferry was installed without a compiler")
     with pytest.raises(TypeError):
-        compiled.copy_runs(b"read only", b"something", *(np.zeros(1, np.int64),) * 3)
+        compiled.copy_segments(b"read only", b"something", *(np.zeros(1, np.int64),) * 3)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.findings import Level, NixlReport, nixl_findings
-from kvferry.cli.probes import ask_nixl
+from kvferry.cli.findings import NixlReport, Severity, nixl_findings
+from kvferry.cli.probes import probe_nixl
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_a_bare_agent_of_nixl_crashes_at_exit_where_a_second_libnl_is_loaded(sec
         ("pass", 0),
         ("raise SystemExit(7)", 7),
         ("raise ValueError", 1),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+        ("import os, signal; signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), 2)", -signal.SIGINT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
@@ -85,15 +85,15 @@ def test_a_process_of_ours_ends_with_the_exit_code_that_it_means(ending: str, co
 
 
 def test_the_doctor_warns_of_a_second_libnl(second_netlink: dict[str, str]) -> None:
-    report, _ = ask_nixl(second_netlink, ["UCX"])
+    report, _ = probe_nixl(second_netlink, ["UCX"])
     assert isinstance(report, NixlReport)
     assert (report.started, report.exit_signals, report.netlink_copies) == (["UCX"], {}, 2)
     exits = [finding for finding in nixl_findings(report) if finding.topic == "NIXL exit"]
-    assert [finding.level for finding in exits] == [Level.ADVICE]
+    assert [finding.level for finding in exits] == [Severity.ADVICE]
     assert "other users of NIXL end with SIGSEGV" in exits[0].text
 
 
 def test_a_crash_at_exit_is_a_problem_to_the_doctor() -> None:
     finding = nixl_findings(NixlReport("1.5", ["UCX"], ["UCX"], {"UCX": 11}, 2))[1]
-    assert (finding.level, finding.topic) == (Level.PROBLEM, "NIXL exit")
+    assert (finding.level, finding.topic) == (Severity.PROBLEM, "NIXL exit")
     assert "signal 11" in finding.text

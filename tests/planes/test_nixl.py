@@ -1,4 +1,4 @@
-"""The NIXL plane refuses what it cannot do with a sentence, and ends without a crash."""
+"""The NIXL transport refuses what it cannot do with a sentence, and ends without a crash."""
 
 import json
 import os
@@ -15,9 +15,9 @@ import pytest
 from tests.planes.sides import nixl_side
 
 from kvferry.errors import ConfigError, LocalProtocolError, MissingDependency, TransportError
-from kvferry.planes.nixl import NixlDataPlane
-from kvferry.ports.data import Completion, Pieces, PlaneOffer
-from kvferry.testing.plane_sides import Side
+from kvferry.planes.nixl import NixlTransport
+from kvferry.ports.data import Completion, Segments, TransportOffer
+from kvferry.testing.plane_sides import TransportSide
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def side() -> Iterator[Side]:
+def side() -> Iterator[TransportSide]:
     made = nixl_side()
     yield made
     made.close()
@@ -35,70 +35,70 @@ def side() -> Iterator[Side]:
 def test_without_nixl_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(MissingDependency, match="pip install nixl"):
-        NixlDataPlane().register([Region("kv", 4096, 64, 64, 1)])
+        NixlTransport().register([Region("kv", 4096, 64, 64, 1)])
 
 
 def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
     memory = np.zeros(4096, np.uint8)
     with pytest.raises(ConfigError, match="NOSUCH"):
-        NixlDataPlane(backends=("UCX", "NOSUCH")).register([Region("kv", memory.ctypes.data, 64, 64, 64)])
+        NixlTransport(backends=("UCX", "NOSUCH")).register([Region("kv", memory.ctypes.data, 64, 64, 64)])
 
 
 def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
     memory = np.zeros(4096, np.uint8)
     here = Region("k", memory.ctypes.data, 64, 64, 32)
     there = Region("v", memory.ctypes.data + 2048, 64, 64, 32, MemoryKind.VRAM)
-    plane = NixlDataPlane()
-    assert not plane.register([here, there])
-    assert not plane.register([there])
+    transport = NixlTransport()
+    assert not transport.register([here, there])
+    assert not transport.register([there])
     with pytest.raises(LocalProtocolError):
-        plane.offer()
-    plane.close()
+        transport.offer()
+    transport.close()
 
 
-def test_offers_that_lie_are_refused_and_a_good_one_still_works(side: Side) -> None:
+def test_offers_that_lie_are_refused_and_a_good_one_still_works(side: TransportSide) -> None:
     far = nixl_side()
-    name, metadata = msgspec.msgpack.decode(far.plane.offer().blob)
+    name, metadata = msgspec.msgpack.decode(far.transport.offer().blob)
     for blob in ((name, b"garbage"), (name, b""), ("another", metadata), (name,), (name, "text"), 5):
         with pytest.raises(TransportError):
-            side.plane.connect(PEER, PlaneOffer("nixl", "", msgspec.msgpack.encode(blob)), far.regions)
+            side.transport.connect(PEER, TransportOffer("nixl", "", msgspec.msgpack.encode(blob)), far.regions)
     with pytest.raises(TransportError, match="this very engine"):
-        side.plane.connect(PEER, side.plane.offer(), side.regions)
+        side.transport.connect(PEER, side.transport.offer(), side.regions)
     with pytest.raises(TransportError):
-        side.plane.connect(PEER, far.plane.offer(), [Region("kv", 2**63, 64, 64, 1)])
-    side.plane.connect(PEER, far.plane.offer(), far.regions)
+        side.transport.connect(PEER, far.transport.offer(), [Region("kv", 2**63, 64, 64, 1)])
+    side.transport.connect(PEER, far.transport.offer(), far.regions)
     far.memory[:] = 5
     zero = np.array([0], np.int64)
-    side.plane.read(PEER, [Pieces(0, 0, 4096, zero, zero)])
+    side.transport.read(PEER, [Segments(0, 0, 4096, zero, zero)])
     ended: list[Completion] = []
     deadline = time.monotonic() + DEADLINE_S
     while not ended:
         assert time.monotonic() < deadline
-        far.plane.poll()
-        ended = side.plane.poll()
+        far.transport.poll()
+        ended = side.transport.poll()
     assert ended[0].ok
     assert side.memory.max() == 5
-    side.plane.disconnect(PEER)
+    side.transport.disconnect(PEER)
     far.close()
 
 
-def test_memory_that_the_peer_did_not_register_is_refused_by_a_failed_transfer(side: Side) -> None:
+def test_memory_that_the_peer_did_not_register_is_refused_by_a_failed_transfer(side: TransportSide) -> None:
     far = nixl_side()
     elsewhere = [Region("kv", 4096, 64, 64, 100)]
-    side.plane.connect(PEER, far.plane.offer(), elsewhere)
+    side.transport.connect(PEER, far.transport.offer(), elsewhere)
     zero = np.array([0], np.int64)
-    handle = side.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])
-    ended = [completion for _ in range(3) for completion in side.plane.poll()]
+    handle = side.transport.read(PEER, [Segments(0, 0, 64, zero, zero)])
+    ended = [completion for _ in range(3) for completion in side.transport.poll()]
     assert [completion.handle for completion in ended] == [handle]
     assert ended[0].error is not None
     with pytest.raises(TransportError):
-        side.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])
+        side.transport.read(PEER, [Segments(0, 0, 64, zero, zero)])
     far.close()
 
 
-def test_settings_are_made_unless_the_user_has_and_an_unclosed_plane_ends_well() -> None:
+def test_settings_are_made_unless_the_user_has_and_an_unclosed_transport_ends_well() -> None:
     program = (
-        "import os; from tests.planes.sides import nixl_side; side = nixl_side(); side.plane.poll();"
+        "import os; from tests.planes.sides import nixl_side; side = nixl_side(); side.transport.poll();"
         "print(os.environ['UCX_RCACHE_MAX_UNRELEASED'], os.environ['NIXL_LOG_LEVEL'], 'UCX_CUDA_IPC_ENABLE_GET_ZCOPY' in os.environ)"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))} | {"NIXL_LOG_LEVEL": "ERROR"}

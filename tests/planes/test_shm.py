@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.planes.fabric import host_reach
-from kvferry.planes.process import ProcessLife, start_ticks
+from kvferry.planes.fabric import host_identity
+from kvferry.planes.process import ProcessIncarnation, start_ticks
 from kvferry.planes.shared_memory import SharedMemory, SharedMemoryAllocator, available_bytes, check_fits
-from kvferry.planes.shm import ShmDataPlane
-from kvferry.ports.data import Pieces, PlaneOffer
+from kvferry.planes.shm import ShmTransport
+from kvferry.ports.data import Segments, TransportOffer
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 PEER = PeerId(EngineId("far"), Epoch("1"), 0)
@@ -33,24 +33,24 @@ def region_of(memory: SharedMemory) -> Region:
 
 
 @contextlib.contextmanager
-def side() -> Iterator[tuple[ShmDataPlane, SharedMemory]]:
+def side() -> Iterator[tuple[ShmTransport, SharedMemory]]:
     memory = SharedMemoryAllocator().allocate(SIZE)
-    plane = ShmDataPlane(memory)
-    assert plane.register([region_of(memory)])
-    yield plane, memory
-    plane.close()
+    transport = ShmTransport(memory)
+    assert transport.register([region_of(memory)])
+    yield transport, memory
+    transport.close()
     memory.close()
 
 
 def serve(pipe: Connection) -> None:
-    with side() as (plane, memory):
+    with side() as (transport, memory):
         memory.buffer[:5] = b"hello"
-        pipe.send((plane.offer(), region_of(memory)))
+        pipe.send((transport.offer(), region_of(memory)))
         pipe.recv()
 
 
 @contextlib.contextmanager
-def far_process() -> Iterator[tuple[PlaneOffer, Region, BaseProcess]]:
+def far_process() -> Iterator[tuple[TransportOffer, Region, BaseProcess]]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -136,49 +136,49 @@ def test_what_is_available_is_bounded_by_the_container(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_shared_is_not_carried() -> None:
-    with side() as (plane, memory):
+    with side() as (transport, memory):
         outside = Region("kv", memory.address + SIZE - 4096, 4096, 4096, 2)
         on_gpu = Region("kv", memory.address, 4096, 4096, 1, MemoryKind.VRAM)
-        assert not ShmDataPlane(memory).register([outside])
-        assert not ShmDataPlane(memory).register([on_gpu])
-        assert plane.register([region_of(memory)])
+        assert not ShmTransport(memory).register([outside])
+        assert not ShmTransport(memory).register([on_gpu])
+        assert transport.register([region_of(memory)])
 
 
 def test_an_idle_peer_that_dies_is_unmapped() -> None:
-    with side() as (plane, _), far_process() as (offer, region, process):
-        plane.connect(PEER, offer, [region])
+    with side() as (transport, _), far_process() as (offer, region, process):
+        transport.connect(PEER, offer, [region])
         before = shared_mappings()
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + DEADLINE_S
         while shared_mappings() == before:
             assert time.monotonic() < deadline
-            interval_s = plane.poll_interval_s()
+            interval_s = transport.poll_interval_s()
             assert interval_s is not None
             time.sleep(min(interval_s, 0.05))
-            plane.poll()
-        assert plane.poll_interval_s() is None
+            transport.poll()
+        assert transport.poll_interval_s() is None
 
 
 def test_reads_do_not_map_a_peer_for_writing() -> None:
-    with side() as (plane, memory), far_process() as (offer, region, process):
-        plane.connect(PEER, offer, [region])
+    with side() as (transport, memory), far_process() as (offer, region, process):
+        transport.connect(PEER, offer, [region])
         inode = os.stat(f"/proc/{process.pid}/fd/{msgspec.msgpack.decode(offer.blob)[2]}").st_ino
 
         def ways() -> list[str]:
             with open("/proc/self/maps") as maps:
                 return sorted(line.split()[1] for line in maps if line.split()[4] == str(inode))
 
-        plane.read(PEER, [Pieces(0, 0, 4096, OFFSETS, OFFSETS)])
-        assert any(plane.poll() for _ in range(10))
+        transport.read(PEER, [Segments(0, 0, 4096, OFFSETS, OFFSETS)])
+        assert any(transport.poll() for _ in range(10))
         assert bytes(memory.buffer[:5]) == b"hello"
         assert ways() == ["r--s"]
-        plane.write(PEER, [Pieces(0, 0, 4096, OFFSETS, OFFSETS)])
+        transport.write(PEER, [Segments(0, 0, 4096, OFFSETS, OFFSETS)])
         assert ways() == ["r--s", "rw-s"]
 
 
 def test_an_offer_of_another_life_file_host_or_shape_is_refused() -> None:
-    with side() as (plane, _), side() as (far, memory):
+    with side() as (transport, _), side() as (far, memory):
         offer, region = far.offer(), region_of(memory)
         pid, ticks, fd, device, inode, address, size = msgspec.msgpack.decode(offer.blob)
         with open("/proc/self/stat", "rb") as other:
@@ -195,20 +195,20 @@ def test_an_offer_of_another_life_file_host_or_shape_is_refused() -> None:
             ]
             for fields in wrong:
                 with pytest.raises(TransportError):
-                    plane.connect(PEER, PlaneOffer("shm", offer.reach, msgspec.msgpack.encode(fields)), [region])
+                    transport.connect(PEER, TransportOffer("shm", offer.reach, msgspec.msgpack.encode(fields)), [region])
         with pytest.raises(TransportError, match="another host"):
-            plane.connect(PEER, PlaneOffer("shm", "elsewhere", offer.blob), [region])
-        plane.connect(PEER, offer, [region])
+            transport.connect(PEER, TransportOffer("shm", "elsewhere", offer.blob), [region])
+        transport.connect(PEER, offer, [region])
 
 
 def test_a_file_that_could_shrink_is_refused() -> None:
-    with side() as (plane, _):
+    with side() as (transport, _):
         fd = os.memfd_create("unsealed")
         os.ftruncate(fd, SIZE)
         file, ticks = os.fstat(fd), start_ticks(os.getpid())
         blob = msgspec.msgpack.encode((os.getpid(), ticks, fd, file.st_dev, file.st_ino, 4096, SIZE))
         with pytest.raises(TransportError):
-            plane.connect(PEER, PlaneOffer("shm", host_reach(), blob), [Region("kv", 4096, 4096, 4096, 1)])
+            transport.connect(PEER, TransportOffer("shm", host_identity(), blob), [Region("kv", 4096, 4096, 4096, 1)])
         os.close(fd)
 
 
@@ -217,15 +217,15 @@ def test_a_process_life_ends_with_the_process_and_not_before() -> None:
         assert process.pid is not None
         ticks = start_ticks(process.pid)
         assert ticks is not None
-        assert ProcessLife.watch(process.pid, ticks - 1) is None
-        life = ProcessLife.watch(process.pid, ticks)
-        unaided = ProcessLife(process.pid, ticks, None)
-        assert life is not None
-        assert not life.has_ended()
+        assert ProcessIncarnation.watch(process.pid, ticks - 1) is None
+        incarnation = ProcessIncarnation.watch(process.pid, ticks)
+        unaided = ProcessIncarnation(process.pid, ticks, None)
+        assert incarnation is not None
+        assert not incarnation.has_ended()
         assert not unaided.has_ended()
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert life.has_ended()
+        assert incarnation.has_ended()
         assert unaided.has_ended(), "a corpse is taken for a living process"
-        life.close()
-        life.close()
+        incarnation.close()
+        incarnation.close()

@@ -1,4 +1,4 @@
-"""Staged transfers over real NIXL, between processes: exact bytes, back-pressure, and peers that die, stop or talk nonsense."""
+"""Bounce-buffer transfers over real NIXL, between processes: exact bytes, back-pressure, and peers that die, stop or talk nonsense."""
 
 import multiprocessing
 import os
@@ -18,10 +18,18 @@ from tests.planes.staged_reader import read_for_ever
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes import staged_nixl
-from kvferry.planes.nixl import NixlDataPlane
-from kvferry.planes.staged_nixl import WAITING_INTERVAL_S, StagedNixlDataPlane, StagingSettings
-from kvferry.ports.data import Pieces, PlaneOffer
-from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_REGION, Far, Pair, PairSource, Side, SpawnedFar
+from kvferry.planes.nixl import NixlTransport
+from kvferry.planes.staged_nixl import WAITING_INTERVAL_S, BounceNixlTransport, BounceSettings
+from kvferry.ports.data import Segments, TransportOffer
+from kvferry.testing.plane_sides import (
+    LARGE_BLOCK_BYTES,
+    LARGE_REGION,
+    FarSide,
+    SpawnedFarSide,
+    TransportPair,
+    TransportPairSource,
+    TransportSide,
+)
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 SECRET = b"the secret of these tests"
@@ -29,104 +37,107 @@ DEADLINE_S = 40.0
 
 
 @pytest.fixture(scope="module")
-def source() -> Iterator[PairSource]:
-    made = PairSource(staged_nixl_side, SpawnedFar)
+def source() -> Iterator[TransportPairSource]:
+    made = TransportPairSource(staged_nixl_side, SpawnedFarSide)
     yield made
     made.close()
 
 
 @pytest.fixture
-def pair(source: PairSource) -> Iterator[Pair]:
+def pair(source: TransportPairSource) -> Iterator[TransportPair]:
     with source.pair() as made:
         made.connect()
         yield made
 
 
-@pytest.mark.parametrize("piece_bytes", [256, 1000, 4096, 65536, 1 << 20])
-def test_reads_and_writes_bring_exactly_the_named_bytes(pair: Pair, piece_bytes: int) -> None:
-    count = min(20_000, LARGE_BLOCK_BYTES * 640 // piece_bytes)
-    check_read(pair, shuffled(piece_bytes, seed=piece_bytes, count=count))
-    check_write(pair, shuffled(piece_bytes, seed=piece_bytes + 1, count=count))
+@pytest.mark.parametrize("segment_bytes", [256, 1000, 4096, 65536, 1 << 20])
+def test_reads_and_writes_bring_exactly_the_named_bytes(pair: TransportPair, segment_bytes: int) -> None:
+    count = min(20_000, LARGE_BLOCK_BYTES * 640 // segment_bytes)
+    check_read(pair, shuffled(segment_bytes, seed=segment_bytes, count=count))
+    check_write(pair, shuffled(segment_bytes, seed=segment_bytes + 1, count=count))
 
 
-def test_pieces_of_several_sizes_move_in_one_transfer(pair: Pair) -> None:
+def test_segments_of_several_sizes_move_in_one_transfer(pair: TransportPair) -> None:
     check_read(pair, mixed(seed=1))
     check_write(pair, mixed(seed=2))
 
 
-def test_another_plan_gives_other_bytes(pair: Pair) -> None:
+def test_another_plan_gives_other_bytes(pair: TransportPair) -> None:
     """The control of the tests above."""
     (plan,) = shuffled(4096, seed=3)
     remote = plan.remote_offsets.copy()
     remote[[5, 6]] = remote[[6, 5]]
-    other = read_as_planned(pair, [Pieces(plan.local_region, plan.remote_region, 4096, plan.local_offsets, remote)])
+    other = read_as_planned(pair, [Segments(plan.local_region, plan.remote_region, 4096, plan.local_offsets, remote)])
     check_read(pair, [plan])
     assert not np.array_equal(pair.near.memory, other)
 
 
-def test_many_transfers_at_once_pass_a_ring_that_holds_two(pair: Pair) -> None:
+def test_many_transfers_at_once_pass_a_ring_that_holds_two(pair: TransportPair) -> None:
     blocks = shuffled(LARGE_BLOCK_BYTES, seed=4)[0]
     plans = [
-        Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, blocks.local_offsets[n::20], blocks.remote_offsets[n::20]) for n in range(20)
+        Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, blocks.local_offsets[n::20], blocks.remote_offsets[n::20])
+        for n in range(20)
     ]
     expected = read_as_planned(pair, plans)
-    handles = [pair.near.plane.read(pair.peer, [plan]) for plan in plans]
+    handles = [pair.near.transport.read(pair.peer, [plan]) for plan in plans]
     for completion in pair.wait(*handles).values():
         assert completion.ok, completion.error
-        assert completion.pieces < len(plans[0].local_offsets)
+        assert completion.segments < len(plans[0].local_offsets)
     assert np.array_equal(pair.near.memory, expected)
 
 
-def test_transfers_of_both_directions_go_on_side_by_side(pair: Pair) -> None:
+def test_transfers_of_both_directions_go_on_side_by_side(pair: TransportPair) -> None:
     (read,), (written,) = shuffled(4096, seed=5), shuffled(4096, seed=6)
     half = len(read.local_offsets) // 2
-    reading = Pieces(LARGE_REGION, LARGE_REGION, 4096, np.sort(read.local_offsets)[:half], read.remote_offsets[:half])
-    writing = Pieces(LARGE_REGION, LARGE_REGION, 4096, np.sort(written.local_offsets)[half:], read.remote_offsets[half:])
-    handles = [pair.near.plane.read(pair.peer, [reading]), pair.near.plane.write(pair.peer, [writing])]
+    reading = Segments(LARGE_REGION, LARGE_REGION, 4096, np.sort(read.local_offsets)[:half], read.remote_offsets[:half])
+    writing = Segments(LARGE_REGION, LARGE_REGION, 4096, np.sort(written.local_offsets)[half:], read.remote_offsets[half:])
+    handles = [pair.near.transport.read(pair.peer, [reading]), pair.near.transport.write(pair.peer, [writing])]
     assert all(completion.ok for completion in pair.wait(*handles).values())
 
 
-def test_pieces_without_bytes_are_refused(pair: Pair) -> None:
+def test_segments_without_bytes_are_refused(pair: TransportPair) -> None:
     offsets = np.zeros(20, np.int64)
-    for start in (pair.near.plane.read, pair.near.plane.write):
+    for start in (pair.near.transport.read, pair.near.transport.write):
         with pytest.raises(LocalProtocolError):
-            start(pair.peer, [Pieces(0, 0, 0, offsets, offsets)])
+            start(pair.peer, [Segments(0, 0, 0, offsets, offsets)])
 
 
-def test_a_ring_is_no_region_that_a_plan_may_name(pair: Pair) -> None:
+def test_a_ring_is_no_region_that_a_plan_may_name(pair: TransportPair) -> None:
     offsets = np.arange(20, dtype=np.int64) * 64
-    ring = len(pair.near.regions)
+    bounce_buffer = len(pair.near.regions)
     with pytest.raises(LocalProtocolError):
-        pair.near.plane.read(pair.peer, [Pieces(ring, 0, 64, offsets, offsets)])
+        pair.near.transport.read(pair.peer, [Segments(bounce_buffer, 0, 64, offsets, offsets)])
     with pytest.raises(TransportError):
-        pair.near.plane.read(pair.peer, [Pieces(0, ring, 64, offsets, offsets)])
+        pair.near.transport.read(pair.peer, [Segments(0, bounce_buffer, 64, offsets, offsets)])
 
 
 def test_peers_without_a_ring_are_read_plainly_either_way() -> None:
     for ours, theirs in ((nixl_side, staged_nixl_side), (staged_nixl_side, nixl_side)):
-        near, far = ours(), SpawnedFar(theirs)
+        near, far = ours(), SpawnedFarSide(theirs)
         try:
             far.fill(0)
-            near.plane.connect(PeerId(EngineId("far"), Epoch("1"), 0), far.offer, far.regions)
-            pair = Pair(near, far, PeerId(EngineId("far"), Epoch("1"), 0), 0)
+            near.transport.connect(PeerId(EngineId("far"), Epoch("1"), 0), far.offer, far.regions)
+            pair = TransportPair(near, far, PeerId(EngineId("far"), Epoch("1"), 0), 0)
             (plan,) = shuffled(4096, seed=8, count=500)
             expected = read_as_planned(pair, [plan])
-            handle = near.plane.read(pair.peer, [plan])
+            handle = near.transport.read(pair.peer, [plan])
             completion = pair.wait(handle)[handle]
-            assert (completion.error, completion.pieces) == (None, 500)
+            assert (completion.error, completion.segments) == (None, 500)
             assert np.array_equal(near.memory, expected)
         finally:
             near.close()
             far.close()
 
 
-def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: PairSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: TransportPairSource, monkeypatch: pytest.MonkeyPatch) -> None:
     with source.pair() as pair:
         stranger = _over(pair.near, b"another secret")
         stranger.connect(pair.peer, pair.far.offer, pair.far.regions)
         (plan,) = shuffled(4096, seed=9, count=400)
         expected = read_as_planned(pair, [plan])
-        other = Pair(Side(stranger, pair.near.memory, pair.near.regions, lambda: None), pair.far, pair.peer, pair.far_seed)
+        other = TransportPair(
+            TransportSide(stranger, pair.near.memory, pair.near.regions, lambda: None), pair.far, pair.peer, pair.far_seed
+        )
         assert stranger.poll_interval_s() not in (0.0, WAITING_INTERVAL_S), "nothing is expected yet"
         monkeypatch.setattr(staged_nixl, "BUSY_S", DEADLINE_S)
         handle = stranger.read(pair.peer, [plan])
@@ -135,15 +146,15 @@ def test_another_secret_is_not_answered_and_the_transfer_goes_plainly(source: Pa
         monkeypatch.setattr(staged_nixl, "BUSY_S", 0.0)
         assert stranger.poll_interval_s() == WAITING_INTERVAL_S, "nobody answers: there is no hurry any more"
         completion = other.wait(handle)[handle]
-        assert (completion.error, completion.pieces) == (None, 400)
+        assert (completion.error, completion.segments) == (None, 400)
         assert np.array_equal(pair.near.memory, expected)
         stranger.close()
 
 
-def test_what_anybody_sends_is_dropped_and_others_are_served(pair: Pair) -> None:
-    chaos = NixlDataPlane()
+def test_what_anybody_sends_is_dropped_and_others_are_served(pair: TransportPair) -> None:
+    chaos = NixlTransport()
     assert chaos.register(pair.near.regions)
-    chaos.connect(pair.peer, PlaneOffer(pair.far.offer.plane, "", pair.far.offer.blob), pair.far.regions)
+    chaos.connect(pair.peer, TransportOffer(pair.far.offer.transport, "", pair.far.offer.blob), pair.far.regions)
     dice = random.Random(7)
     for number in range(400):
         chaos.notify(pair.peer, dice.randbytes(dice.choice((0, 1, 31, 32, 33, 200, 70_000))))
@@ -155,17 +166,17 @@ def test_what_anybody_sends_is_dropped_and_others_are_served(pair: Pair) -> None
 
 def test_notifications_that_mean_nothing_are_counted() -> None:
     near, far = staged_nixl_side(), nixl_side()
-    assert isinstance(near.plane, StagedNixlDataPlane)
-    assert isinstance(far.plane, NixlDataPlane)
+    assert isinstance(near.transport, BounceNixlTransport)
+    assert isinstance(far.transport, NixlTransport)
     peer = PeerId(EngineId("near"), Epoch("1"), 0)
-    far.plane.connect(peer, near.plane.offer(), near.regions)
+    far.transport.connect(peer, near.transport.offer(), near.regions)
     for note in (b"", b"junk", bytes(300_000), bytes(64)):
-        far.plane.notify(peer, note)
+        far.transport.notify(peer, note)
     deadline = time.monotonic() + DEADLINE_S
-    while near.plane.num_dropped_notes < 3:  # one is too long even to be looked at
+    while near.transport.num_dropped_notifications < 3:  # one is too long even to be looked at
         assert time.monotonic() < deadline
-        far.plane.poll()
-        assert near.plane.poll() == []
+        far.transport.poll()
+        assert near.transport.poll() == []
     near.close()
     far.close()
 
@@ -205,8 +216,8 @@ def test_a_stopped_reader_fails_what_it_was_reading_and_reads_on() -> None:
 @pytest.mark.timeout(120)
 def test_a_stopped_owner_fails_the_read_and_serves_again_when_it_wakes() -> None:
     with _owner() as far, PairSourceOf(far).pair() as pair:
-        handle = pair.near.plane.read(pair.peer, shuffled(4096, seed=1))
-        assert pair.turn() == []
+        handle = pair.near.transport.read(pair.peer, shuffled(4096, seed=1))
+        assert pair.tick() == []
         os.kill(far.pid, signal.SIGSTOP)
         assert pair.wait(handle)[handle].error is not None
         os.kill(far.pid, signal.SIGCONT)
@@ -217,7 +228,7 @@ def test_a_stopped_owner_fails_the_read_and_serves_again_when_it_wakes() -> None
                 break
             except TransportError:
                 assert time.monotonic() < deadline
-                pair.turn()
+                pair.tick()
         check_read(pair, shuffled(4096, seed=2, count=2000))
 
 
@@ -226,33 +237,33 @@ def test_memory_of_several_kinds_or_of_no_device_is_not_carried() -> None:
     here = Region("k", memory.ctypes.data, 64, 64, 32)
     there = Region("v", memory.ctypes.data + 2048, 64, 64, 32, MemoryKind.VRAM)
     for regions in ([], [here, there], [there]):
-        plane = StagedNixlDataPlane(NixlDataPlane(), StagingSettings(), SECRET)
-        assert not plane.register(regions)
+        transport = BounceNixlTransport(NixlTransport(), BounceSettings(), SECRET)
+        assert not transport.register(regions)
         with pytest.raises(LocalProtocolError):
-            plane.offer()
-        plane.close()
+            transport.offer()
+        transport.close()
 
 
 def test_a_backend_that_is_not_there_is_a_mistake_of_the_operator() -> None:
     memory = np.zeros(4096, np.uint8)
-    plane = StagedNixlDataPlane(NixlDataPlane(backends=("UCX", "NOSUCH")), StagingSettings(piece_bytes=1, ring_bytes=4096), SECRET)
+    transport = BounceNixlTransport(NixlTransport(backends=("UCX", "NOSUCH")), BounceSettings(segment_bytes=1, buffer_bytes=4096), SECRET)
     with pytest.raises(ConfigError, match="NOSUCH"):
-        plane.register([Region("kv", memory.ctypes.data, 64, 64, 64)])
-    plane.close()
+        transport.register([Region("kv", memory.ctypes.data, 64, 64, 64)])
+    transport.close()
 
 
 class PairSourceOf:
     """Pairs with a far side that somebody else keeps."""
 
-    def __init__(self, far: Far) -> None:
+    def __init__(self, far: FarSide) -> None:
         self._far = far
 
     @contextmanager
-    def pair(self) -> Iterator[Pair]:
+    def pair(self) -> Iterator[TransportPair]:
         near = slow_staged_side()
         self._far.fill(1)
         near.memory[:] = 0
-        made = Pair(near, self._far, PeerId(EngineId("far"), Epoch("2"), 0), 1)
+        made = TransportPair(near, self._far, PeerId(EngineId("far"), Epoch("2"), 0), 1)
         made.connect()
         try:
             yield made
@@ -261,8 +272,8 @@ class PairSourceOf:
 
 
 @contextmanager
-def _owner() -> Iterator[SpawnedFar]:
-    far = SpawnedFar(slow_staged_side)
+def _owner() -> Iterator[SpawnedFarSide]:
+    far = SpawnedFarSide(slow_staged_side)
     far.fill(1)
     try:
         yield far
@@ -271,7 +282,7 @@ def _owner() -> Iterator[SpawnedFar]:
 
 
 @contextmanager
-def _reader(far: Far) -> Iterator[tuple[BaseProcess, Connection]]:
+def _reader(far: FarSide) -> Iterator[tuple[BaseProcess, Connection]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=read_for_ever, args=(theirs, far.offer, far.regions), daemon=True)
@@ -293,8 +304,8 @@ def _told(pipe: Connection) -> tuple[str | None, bool]:
             return error, has_bytes
 
 
-def _over(side: Side, secret: bytes) -> StagedNixlDataPlane:
-    settings = StagingSettings(piece_bytes=1 << 40, ring_bytes=2 << 20, chunk_bytes=96 * 1024, min_runs=2)
-    plane = StagedNixlDataPlane(NixlDataPlane(), settings, secret)
-    assert plane.register(side.regions)
-    return plane
+def _over(side: TransportSide, secret: bytes) -> BounceNixlTransport:
+    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2)
+    transport = BounceNixlTransport(NixlTransport(), settings, secret)
+    assert transport.register(side.regions)
+    return transport

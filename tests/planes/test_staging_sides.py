@@ -1,4 +1,6 @@
-"""Both sides of staged transfers: every byte arrives, windows come back, and no byte of somebody else's window is ever taken for ours."""
+"""Both sides of bounce-buffer transfers: every byte arrives, windows come back, and no byte of somebody else's window is ever taken for
+ours.
+"""
 
 from collections.abc import Sequence
 
@@ -9,8 +11,19 @@ from hypothesis import strategies as st
 from tests.planes.staging_world import RECLAIM_S, Bytes, Party, World, scattered
 
 from kvferry.planes.staging_lender import ToOwner
-from kvferry.planes.staging_wire import Advanced, Ask, Ended, Granted, Group, Message, OffsetTable, Part, Reached, Stopped
-from kvferry.ports.data import Pieces
+from kvferry.planes.staging_wire import (
+    BounceMessage,
+    InitiatorProgress,
+    OffsetTable,
+    OwnerProgress,
+    SegmentGroup,
+    SegmentPart,
+    SlotGranted,
+    SlotRequest,
+    TransferEnded,
+    TransferStopped,
+)
+from kvferry.ports.data import Segments
 
 SIZES = (40_000, 60_000)
 
@@ -20,13 +33,13 @@ def pair(ring_pages: int = 4, chunk_bytes: int = 3000) -> tuple[World, Party, Pa
     return World.of(near, far), near, far
 
 
-def expected(target: Party, source: Party, plans: Sequence[Pieces], *, is_read: bool) -> list[Bytes]:
+def expected(target: Party, source: Party, plans: Sequence[Segments], *, is_read: bool) -> list[Bytes]:
     """What the target's memories are after these transfers."""
     memories = [memory.copy() for memory in target.memories]
     for part in plans:
         for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
             (to, at), (origin, start) = ((part.local_region, local), (part.remote_region, remote))[:: 1 if is_read else -1]
-            memories[to][at : at + part.piece_bytes] = source.memories[origin][start : start + part.piece_bytes]
+            memories[to][at : at + part.segment_bytes] = source.memories[origin][start : start + part.segment_bytes]
     return memories
 
 
@@ -45,10 +58,10 @@ def test_exactly_the_named_bytes_move(is_read: bool, sizes: list[tuple[int, int]
     world, near, far = pair(ring_pages, chunk_bytes)
     # Each part has a place of its own in the target: what is written twice has no order.
     plan = []
-    for number, (piece_bytes, count) in enumerate(sizes):
-        part = scattered(0, 0, piece_bytes, min(40, 9000 // piece_bytes), min(count, 9000 // piece_bytes), seed=number)
+    for number, (segment_bytes, count) in enumerate(sizes):
+        part = scattered(0, 0, segment_bytes, min(40, 9000 // segment_bytes), min(count, 9000 // segment_bytes), seed=number)
         shifts = (number * 9000, 0) if is_read else (0, number * 9000)
-        plan.append(Pieces(0, 0, piece_bytes, part.local_offsets + shifts[0], part.remote_offsets + shifts[1]))
+        plan.append(Segments(0, 0, segment_bytes, part.local_offsets + shifts[0], part.remote_offsets + shifts[1]))
     target, source = (near, far) if is_read else (far, near)
     wanted, untouched = expected(target, source, plan, is_read=is_read), [memory.copy() for memory in source.memories]
     handle = near.start(far, plan, is_read=is_read)
@@ -66,7 +79,7 @@ def test_a_plan_that_differs_in_one_offset_gives_other_bytes() -> None:
     plan = scattered(0, 0, 256, 100, 50, seed=1)
     other = plan.remote_offsets.copy()
     other[7] += 256 * 101
-    wanted = expected(near, far, [Pieces(0, 0, 256, plan.local_offsets, other)], is_read=True)
+    wanted = expected(near, far, [Segments(0, 0, 256, plan.local_offsets, other)], is_read=True)
     near.start(far, [plan], is_read=True)
     world.run()
     assert not same(near, wanted)
@@ -76,13 +89,13 @@ def test_a_plan_that_differs_in_one_offset_gives_other_bytes() -> None:
 def test_many_transfers_pass_a_ring_that_holds_one_each_in_turn(is_read: bool) -> None:
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
     plans = [scattered(0, 1, 500, 4, 4, seed=number) for number in range(12)]
-    shifted = [Pieces(0, 1, 500, part.local_offsets + 2000 * n, part.remote_offsets + 2000 * n) for n, part in enumerate(plans)]
+    shifted = [Segments(0, 1, 500, part.local_offsets + 2000 * n, part.remote_offsets + 2000 * n) for n, part in enumerate(plans)]
     target, source = (near, far) if is_read else (far, near)
     wanted = expected(target, source, shifted, is_read=is_read)
     handles = [near.start(far, [part], is_read=is_read) for part in shifted]
     world.run()
     assert near.ended == dict.fromkeys(handles)
-    assert near.unstaged == []
+    assert near.fallbacks == []
     assert same(target, wanted)
     assert near.is_quiet
     assert far.is_quiet
@@ -97,8 +110,10 @@ def test_of_a_transfer_that_fits_its_windows_is_said_only_what_is_waited_for(is_
         world.turn()
         said += [type(message) for _, _, message in world.mail]
         world.deliver()
-    told = [each for each in said if each is not Reached] if is_read else [each for each in said if each is not Advanced]
-    assert told == ([Ask, Part, Granted, Advanced] if is_read else [Ask, Part, Granted, Reached])
+    told = [each for each in said if each is not OwnerProgress] if is_read else [each for each in said if each is not InitiatorProgress]
+    assert told == (
+        [SlotRequest, SegmentPart, SlotGranted, InitiatorProgress] if is_read else [SlotRequest, SegmentPart, SlotGranted, OwnerProgress]
+    )
     assert near.is_quiet
     assert far.is_quiet
 
@@ -118,7 +133,7 @@ def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None
     reader, we, stopped, healthy = (Party(name, [slots * 4096] * 2, ring_pages, 16384, seed) for seed, name in enumerate("abcd"))
     world = World.of(reader, we, stopped, healthy)
     long, short = [scattered(0, 0, 4096, slots, slots, seed=1)], [scattered(1, 1, 4096, slots, 8, seed=2)]
-    reader.wire.is_broken = True  # slow, but it lives and says so
+    reader.mover.is_broken = True  # slow, but it lives and says so
     reader.start(we, long, is_read=True)
     for _ in range(3):
         world.turn()
@@ -128,7 +143,7 @@ def test_a_short_transfer_does_not_wait_for_long_ones_that_stand_still() -> None
         world.turn()
         world.deliver()
     assert not we.own.is_free
-    assert not we.lent.is_free
+    assert not we.served_slots.is_free
     handle = we.start(healthy, short, is_read=True)
     wanted = expected(we, healthy, short, is_read=True)
     for _ in range(60):
@@ -169,7 +184,7 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
         world.turn()
         world.deliver()
     # From here on it does not run; what was sent to it waits.
-    waiting: list[tuple[str, str, Message]] = []
+    waiting: list[tuple[str, str, BounceMessage]] = []
     other = None
     for _ in range(8 * (int(RECLAIM_S) + 20)):
         world.now += 0.125
@@ -193,13 +208,13 @@ def test_a_reader_that_stood_still_does_not_take_what_is_now_in_its_window() -> 
 def test_a_read_that_lands_when_its_window_may_be_anothers_has_failed() -> None:
     world, near, far = pair()
     late = near.start(far, [scattered(0, 1, 500, 60, 4, seed=3)], is_read=True)
-    near.wire.is_broken = True
+    near.mover.is_broken = True
     for _ in range(4):
         world.turn()
         world.deliver()
-    assert near.wire.posted
+    assert near.mover.posted
     world.now += RECLAIM_S / 2 + 1
-    near.wire.is_broken = False
+    near.mover.is_broken = False
     world.run()
     assert near.ended[late] is not None
 
@@ -211,12 +226,12 @@ def test_a_silent_reader_costs_its_window_for_a_while_and_a_silent_writer_for_ev
         for _ in range(3):
             world.turn()
             world.deliver()
-        assert not far.lent.is_free
+        assert not far.served_slots.is_free
         for _ in range(int(2 * RECLAIM_S)):
             world.now += 1.0
             world.turn("far")
             world.mail.clear()
-        assert far.lent.is_free == is_read
+        assert far.served_slots.is_free == is_read
 
 
 def test_the_window_of_a_writer_whose_link_has_failed_comes_back_after_a_while() -> None:
@@ -225,10 +240,10 @@ def test_the_window_of_a_writer_whose_link_has_failed_comes_back_after_a_while()
     for _ in range(3):
         world.turn()
         world.deliver()
-    far.lender.lost("near", world.now)
+    far.slot_server.lost("near", world.now)
     world.now += RECLAIM_S - 1
     world.turn("far")
-    assert not far.lent.is_free
+    assert not far.served_slots.is_free
     world.now += 2
     world.turn("far")
     assert far.is_quiet
@@ -257,17 +272,17 @@ def test_without_a_window_for_a_while_a_transfer_goes_without() -> None:
     world, near, far = pair(ring_pages=1)
     slow = Party("slow", SIZES, 1, 1000, seed=3)
     world.parties["slow"] = slow
-    slow.wire.is_broken = True
+    slow.mover.is_broken = True
     slow.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
     world.wait(3)
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=True)
     world.wait(4)
-    assert near.unstaged == []
+    assert near.fallbacks == []
     world.wait(4)
-    assert near.unstaged == [handle]
+    assert near.fallbacks == [handle]
     assert near.is_quiet
-    assert far.lender.senders() == {"slow"}
-    assert near.transfers.can_ask("far", world.now)
+    assert far.slot_server.senders() == {"slow"}
+    assert near.transfers.can_request("far", world.now)
 
 
 def test_a_peer_that_does_not_answer_at_all_is_not_asked_again_for_a_while() -> None:
@@ -277,10 +292,10 @@ def test_a_peer_that_does_not_answer_at_all_is_not_asked_again_for_a_while() -> 
     for _ in range(8):
         world.now += 1.0
         world.turn()
-    assert near.unstaged == [handle]
-    assert not near.transfers.can_ask("far", world.now)
-    assert near.transfers.can_ask("another", world.now)
-    assert near.transfers.can_ask("far", world.now + 100)
+    assert near.fallbacks == [handle]
+    assert not near.transfers.can_request("far", world.now)
+    assert near.transfers.can_request("another", world.now)
+    assert near.transfers.can_request("far", world.now + 100)
 
 
 def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:
@@ -301,7 +316,7 @@ def test_a_ring_that_is_held_by_the_silent_is_not_waited_for() -> None:
         world.turn()
         world.mail = [each for each in world.mail if each[1] != "silent"]
         world.deliver()
-    assert near.unstaged == [handle]
+    assert near.fallbacks == [handle]
 
 
 def test_a_second_transfer_begins_in_what_the_first_has_left() -> None:
@@ -311,7 +326,7 @@ def test_a_second_transfer_begins_in_what_the_first_has_left() -> None:
     for _ in range(2):
         world.turn()
         world.deliver()
-    assert far.lent.take(4096) is None
+    assert far.served_slots.take(4096) is None
     world.run()
     assert list(near.ended.values()) == [None, None]
 
@@ -333,24 +348,24 @@ def test_an_owner_that_says_nothing_at_all_fails_what_moves() -> None:
 NUMBERS = st.integers(0, 3) | st.integers(0, 5000) | st.integers(0, (1 << 62) - 1)
 CLOCKS = st.floats()
 TABLES = st.builds(OffsetTable, st.integers(2, 8), st.integers(0, 31), st.binary(max_size=64))
-GROUPS = st.builds(Group, st.integers(0, 3), st.integers(1, 5000) | st.integers(1, (1 << 62) - 1), st.integers(0, 3))
+GROUPS = st.builds(SegmentGroup, st.integers(0, 3), st.integers(1, 5000) | st.integers(1, (1 << 62) - 1), st.integers(0, 3))
 COUNTS = NUMBERS.map(lambda number: number + 1)
 TO_OWNER = st.one_of(
-    st.builds(Ask, NUMBERS, CLOCKS, st.booleans(), COUNTS, COUNTS, COUNTS, st.binary(max_size=9)),
-    st.builds(Part, NUMBERS, NUMBERS, st.lists(TABLES, max_size=3).map(tuple), st.lists(GROUPS, max_size=4).map(tuple)),
-    st.builds(Advanced, NUMBERS, NUMBERS, CLOCKS),
-    st.builds(Stopped, NUMBERS, st.booleans()),
+    st.builds(SlotRequest, NUMBERS, CLOCKS, st.booleans(), COUNTS, COUNTS, COUNTS, st.binary(max_size=9)),
+    st.builds(SegmentPart, NUMBERS, NUMBERS, st.lists(TABLES, max_size=3).map(tuple), st.lists(GROUPS, max_size=4).map(tuple)),
+    st.builds(InitiatorProgress, NUMBERS, NUMBERS, CLOCKS),
+    st.builds(TransferStopped, NUMBERS, st.booleans()),
 )
 TO_INITIATOR = st.one_of(
-    st.builds(Granted, NUMBERS, NUMBERS, COUNTS, CLOCKS),
-    st.builds(Reached, NUMBERS, NUMBERS, CLOCKS),
-    st.builds(Ended, NUMBERS, st.text(max_size=20)),
+    st.builds(SlotGranted, NUMBERS, NUMBERS, COUNTS, CLOCKS),
+    st.builds(OwnerProgress, NUMBERS, NUMBERS, CLOCKS),
+    st.builds(TransferEnded, NUMBERS, st.text(max_size=20)),
 )
 
 
 @given(st.lists(st.tuples(TO_OWNER | TO_INITIATOR, st.booleans()), max_size=30))
 @settings(deadline=None)
-def test_whatever_a_member_says_nothing_breaks_and_others_are_served(said: list[tuple[Message, bool]]) -> None:
+def test_whatever_a_member_says_nothing_breaks_and_others_are_served(said: list[tuple[BounceMessage, bool]]) -> None:
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
     liar = Party("liar", SIZES, 1, 1000, seed=3)
     world.parties["liar"] = liar
@@ -366,12 +381,12 @@ def test_whatever_a_member_says_nothing_breaks_and_others_are_served(said: list[
         world.turn()
         world.deliver()
         world.now += 0.1
-    assert (near.ended.get(handle, "not ended") is None and same(near, wanted)) or near.unstaged == [handle]
+    assert (near.ended.get(handle, "not ended") is None and same(near, wanted)) or near.fallbacks == [handle]
 
 
 @given(st.lists(TO_INITIATOR, max_size=12), st.booleans())
 @settings(deadline=None)
-def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[Message], is_read: bool) -> None:
+def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[BounceMessage], is_read: bool) -> None:
     world, near, far = pair(ring_pages=2, chunk_bytes=1000)
     plan = scattered(0, 1, 500, 60, 60, seed=3)
     outside = near.memories[1].copy()
@@ -380,7 +395,7 @@ def test_an_owner_that_lies_fails_its_own_transfers_only(said: list[Message], is
     world.mail.clear()
     for message in said:
         world.hand_over("far", "near", message)
-        near.wire.posted.clear()
+        near.mover.posted.clear()
         world.turn("near")
         world.mail.clear()
     assert np.array_equal(near.memories[1], outside)
@@ -406,7 +421,7 @@ def test_a_lost_peer_ends_whatever_was_asked_of_it_however_far_it_is(is_read: bo
 def test_a_write_ends_with_its_link_only_when_its_owner_has_had_time_to_put_it_into_place() -> None:
     world, near, far = pair()
     handle = near.start(far, [scattered(0, 1, 500, 60, 60, seed=3)], is_read=False)
-    while not any(isinstance(message, Advanced) for _, _, message in world.mail):
+    while not any(isinstance(message, InitiatorProgress) for _, _, message in world.mail):
         world.deliver()
         world.turn()
     near.transfers.fail_peer(far.peer, "the link has failed", world.now)
@@ -423,16 +438,16 @@ def test_a_write_ends_with_its_link_only_when_its_owner_has_had_time_to_put_it_i
     assert near.ended[handle] is not None
 
 
-def test_what_a_writer_has_moved_may_be_ahead_of_its_pieces() -> None:
+def test_what_a_writer_has_moved_may_be_ahead_of_its_segments() -> None:
     world, near, far = pair()
     plan = scattered(0, 1, 100, 200, 200, seed=3)
     wanted = expected(far, near, [plan], is_read=False)
     handle = near.start(far, [plan], is_read=False)
-    late: list[tuple[str, str, Message]] = []
+    late: list[tuple[str, str, BounceMessage]] = []
     for _ in range(6):
         world.turn()
-        late += [each for each in world.mail if isinstance(each[2], Part)]
-        world.mail = [each for each in world.mail if not isinstance(each[2], Part)]
+        late += [each for each in world.mail if isinstance(each[2], SegmentPart)]
+        world.mail = [each for each in world.mail if not isinstance(each[2], SegmentPart)]
         world.deliver()
     assert late
     world.mail = late + world.mail
@@ -447,19 +462,19 @@ def test_a_write_that_its_owner_has_ended_is_spoken_of_until_its_writer_has_stop
     for _ in range(3):
         world.turn()
         world.deliver()
-    world.now += 20  # the owner stood still
+    world.now += 20  # the owner stalled
     words = 0
     for _ in range(60):
         world.now += 1
         world.turn("far")
-        words += sum(isinstance(message, Ended) for _, _, message in world.mail)
+        words += sum(isinstance(message, TransferEnded) for _, _, message in world.mail)
         world.mail.clear()
     assert words > 2
-    assert not far.lent.is_free
+    assert not far.served_slots.is_free
 
 
 def test_a_writer_that_does_not_know_its_transfer_any_more_says_so() -> None:
     world, _, _ = pair()
-    world.hand_over("far", "near", Reached(77, 0, world.now))
+    world.hand_over("far", "near", OwnerProgress(77, 0, world.now))
     world.turn("near")
-    assert [(to, message) for _, to, message in world.mail] == [("far", Stopped(77, is_certain=False))]
+    assert [(to, message) for _, to, message in world.mail] == [("far", TransferStopped(77, is_certain=False))]

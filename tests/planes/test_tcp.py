@@ -1,4 +1,4 @@
-"""The tcp plane among strangers and peers that dial it: nobody reads or writes what was not offered, and nothing is left behind."""
+"""The tcp transport among strangers and peers that dial it: nobody reads or writes what was not offered, and nothing is left behind."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ from tests.planes.tcp_peers import (
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.planes import tcp_server
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.tcp import TcpDataPlane
+from kvferry.planes.tcp import TcpTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 
@@ -50,7 +50,7 @@ def test_a_stranger_reads_nothing_and_is_sent_away(near: Memory, far: Memory, mo
 
 def test_only_so_many_strangers_are_listened_to_and_peers_come_through(near: Memory, far: Memory) -> None:
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(dial(far.offer)) for _ in range(tcp_server.MAX_STRANGERS + 40)]
+        strangers = [stack.enter_context(dial(far.offer)) for _ in range(tcp_server.MAX_UNAUTHENTICATED + 40)]
         assert_still_serves(near, far)
         assert sum(has_been_closed(each) for each in strangers) >= 40
 
@@ -78,7 +78,7 @@ def test_a_peer_touches_only_what_was_offered(near: Memory, far: Memory, operati
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(said=st.binary(min_size=1, max_size=400))
-def test_whatever_a_peer_says_the_plane_goes_on(near: Memory, far: Memory, said: bytes) -> None:
+def test_whatever_a_peer_says_the_transport_goes_on(near: Memory, far: Memory, said: bytes) -> None:
     with introduce(far.offer) as connection:
         with contextlib.suppress(OSError):  # it may have hung up already
             connection.sendall(said)
@@ -104,10 +104,10 @@ def test_a_peer_that_takes_nothing_of_what_it_asked_for_is_sent_away(near: Memor
 def test_closing_with_transfers_in_the_queue_leaves_no_socket(far: Memory) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with memory() as near:
-        near.plane.connect(PEER, far.plane.offer(), far.regions)
+        near.transport.connect(PEER, far.transport.offer(), far.regions)
         for _ in range(50):
-            near.plane.read(PEER, all_blocks())
-        near.plane.poll()
+            near.transport.read(PEER, all_blocks())
+        near.transport.poll()
     deadline = time.monotonic() + DEADLINE_S
     while len(os.listdir("/proc/self/fd")) > before:  # those of the far side close when it has noticed
         assert time.monotonic() < deadline, "sockets were left open"
@@ -115,31 +115,31 @@ def test_closing_with_transfers_in_the_queue_leaves_no_socket(far: Memory) -> No
 
 
 def test_only_memory_of_the_host_is_carried() -> None:
-    plane = TcpDataPlane("127.0.0.1", "127.0.0.1")
-    assert not plane.register([Region("kv", 4096, 64, 64, 1, MemoryKind.VRAM)])
+    transport = TcpTransport("127.0.0.1", "127.0.0.1")
+    assert not transport.register([Region("kv", 4096, 64, 64, 1, MemoryKind.VRAM)])
     with pytest.raises(LocalProtocolError):
-        plane.offer()
-    plane.close()
+        transport.offer()
+    transport.close()
 
 
 def test_an_address_that_is_not_ours_is_a_mistake_of_the_operator() -> None:
     content = np.zeros(4096, np.uint8)
-    plane = TcpDataPlane("192.0.2.1", "192.0.2.1")
+    transport = TcpTransport("192.0.2.1", "192.0.2.1")
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        plane.register([Region("kv", content.ctypes.data, 64, 64, 64)])
-    plane.close()
+        transport.register([Region("kv", content.ctypes.data, 64, 64, 64)])
+    transport.close()
 
 
 def test_a_thousand_peers_come_and_go_and_leave_nothing(near: Memory, far: Memory) -> None:
     assert_still_serves(near, far)
-    near.plane.disconnect(PEER)
+    near.transport.disconnect(PEER)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(1000):
         peer = PeerId(EngineId(f"far{number}"), Epoch("1"), 0)
-        near.plane.connect(peer, far.plane.offer(), far.regions)
-        near.plane.disconnect(peer)
+        near.transport.connect(peer, far.transport.offer(), far.regions)
+        near.transport.disconnect(peer)
     assert_still_serves(near, far)
-    near.plane.disconnect(PEER)
+    near.transport.disconnect(PEER)
     deadline = time.monotonic() + DEADLINE_S
     while len(os.listdir("/proc/self/fd")) > before:
         assert time.monotonic() < deadline, "files were left open"

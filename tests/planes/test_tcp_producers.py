@@ -1,4 +1,4 @@
-"""The tcp plane and those it dials: whatever a producer does, a read that ended has ended, and only its own transfers fail."""
+"""The tcp transport and those it dials: whatever a producer does, a read that ended has ended, and only its own transfers fail."""
 
 import contextlib
 import os
@@ -31,9 +31,9 @@ from tests.planes.tcp_peers import (
 from kvferry.errors import TransportError
 from kvferry.planes import tcp_client
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.tcp import TcpDataPlane
-from kvferry.ports.data import Pieces, PlaneOffer
-from kvferry.testing.plane_sides import SpawnedFar
+from kvferry.planes.tcp import TcpTransport
+from kvferry.ports.data import Segments, TransportOffer
+from kvferry.testing.plane_sides import SpawnedFarSide
 from kvferry.types import Region
 
 
@@ -52,15 +52,15 @@ def test_a_cancelled_read_has_ended_whatever_its_producer_sends_later(near: Memo
         is_over.set()
 
     with Liar(send_in_halves).offered() as offer:
-        near.plane.connect(PEER, offer, near.regions)
-        handle = near.plane.read(PEER, all_blocks())
+        near.transport.connect(PEER, offer, near.regions)
+        handle = near.transport.read(PEER, all_blocks())
         assert has_sent_half.wait(DEADLINE_S)
         deadline = time.monotonic() + DEADLINE_S
         while np.count_nonzero(near.bytes == 7) < BLOCKS * BLOCK // 2:
             assert time.monotonic() < deadline
-            assert near.plane.poll() == []
-        near.plane.cancel(handle)
-        assert wait(near.plane, handle).error == "cancelled"
+            assert near.transport.poll() == []
+        near.transport.cancel(handle)
+        assert wait(near.transport, handle).error == "cancelled"
         near.bytes[:] = 99
         may_go_on.set()
         assert is_over.wait(DEADLINE_S)
@@ -82,27 +82,27 @@ def test_a_producer_that_lies_fails_its_transfers_and_no_others(
     near: Memory, far: Memory, does: Callable[[socket.socket], None], why: str
 ) -> None:
     with Liar(does).offered() as offer:
-        near.plane.connect(PEER, offer, near.regions)
+        near.transport.connect(PEER, offer, near.regions)
         with contextlib.suppress(TransportError):  # it may be known as bad already
-            completion = wait(near.plane, near.plane.read(PEER, all_blocks()))
+            completion = wait(near.transport, near.transport.read(PEER, all_blocks()))
             assert completion.error is not None
             assert any(word in completion.error.lower() for word in why.split("|")), completion.error
-        near.plane.disconnect(PEER)
+        near.transport.disconnect(PEER)
         assert_still_serves(near, far)
 
 
 def test_whoever_answers_with_another_greeting_is_no_peer(near: Memory) -> None:
     """On each connection: the first may have failed before there was a transfer that waits for it."""
     with Liar(lambda connection: None, greeting=b"220 mail.example.com ESMTP ready\r\n").offered() as offer:
-        near.plane.connect(PEER, offer, near.regions)
-        assert "no kvferry" in str(wait(near.plane, near.plane.read(PEER, all_blocks())).error)
+        near.transport.connect(PEER, offer, near.regions)
+        assert "no kvferry" in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
 
 
 def test_whoever_took_the_port_of_a_producer_is_not_believed(near: Memory) -> None:
     """It has read the greeting off another connection, but never saw the token."""
     with Liar(lambda connection: connection.sendall(b"\7" * 1000), known=b"u" * wire.TOKEN_BYTES).offered() as offer:
-        near.plane.connect(PEER, offer, near.regions)
-        assert "is not far" in str(wait(near.plane, near.plane.read(PEER, all_blocks())).error)
+        near.transport.connect(PEER, offer, near.regions)
+        assert "is not far" in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
         assert not near.bytes.any()
 
 
@@ -110,9 +110,9 @@ def test_one_connection_that_fails_leaves_the_others_alone(near: Memory) -> None
     """The producer serves the first that dials, and nobody else: other transfers wait for that connection."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        offer = wire.Offer("127.0.0.1", listener.getsockname()[1], b"t" * wire.TOKEN_BYTES)
-        near.plane.connect(PEER, PlaneOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
-        handles = {near.plane.read(PEER, all_blocks()) for _ in range(6)}
+        offer = wire.TcpOffer("127.0.0.1", listener.getsockname()[1], b"t" * wire.TOKEN_BYTES)
+        near.transport.connect(PEER, TransportOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
+        handles = {near.transport.read(PEER, all_blocks()) for _ in range(6)}
         listener.settimeout(DEADLINE_S)
         first = stack.enter_context(listener.accept()[0])
         first.settimeout(DEADLINE_S)
@@ -125,19 +125,19 @@ def test_one_connection_that_fails_leaves_the_others_alone(near: Memory) -> None
             assert time.monotonic() < deadline
             with contextlib.suppress(BlockingIOError):
                 listener.accept()[0].close()
-            for completion in near.plane.poll():
+            for completion in near.transport.poll():
                 assert completion.ok, completion.error
                 handles.remove(completion.handle)
-        near.plane.disconnect(PEER)
+        near.transport.disconnect(PEER)
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("host", ["fe80::1%nope", "fe80::1%" + "a" * 70, "a" * 64 + ".example", "a..b", "no-such-host.invalid"])
 def test_a_host_that_cannot_be_resolved_fails_its_own_transfers(near: Memory, far: Memory, host: str) -> None:
-    unknown = msgspec.msgpack.encode(wire.Offer(host, 9, b"t" * wire.TOKEN_BYTES))
-    near.plane.connect(PEER, PlaneOffer("tcp", "", unknown), near.regions)
-    assert host in str(wait(near.plane, near.plane.read(PEER, all_blocks())).error)
+    unknown = msgspec.msgpack.encode(wire.TcpOffer(host, 9, b"t" * wire.TOKEN_BYTES))
+    near.transport.connect(PEER, TransportOffer("tcp", "", unknown), near.regions)
+    assert host in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
     assert_still_serves(near, far)
 
 
@@ -150,34 +150,34 @@ def test_a_producer_that_says_nothing_is_given_up(near: Memory, monkeypatch: pyt
         assert is_over.wait(DEADLINE_S)
 
     with Liar(say_nothing).offered() as offer:
-        near.plane.connect(PEER, offer, near.regions)
-        assert "no byte came" in str(wait(near.plane, near.plane.read(PEER, all_blocks())).error)
+        near.transport.connect(PEER, offer, near.regions)
+        assert "no byte came" in str(wait(near.transport, near.transport.read(PEER, all_blocks())).error)
         is_over.set()
 
 
 def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> None:
     """The same with a real one: SIGSTOP in the middle of its bytes, and on with it when our memory has another owner."""
-    far, side = SpawnedFar(tcp_side), tcp_side()
+    far, side = SpawnedFarSide(tcp_side), tcp_side()
     try:
         far.fill(1)
         side.memory[:] = 0
-        side.plane.connect(PEER, far.offer, far.regions)
+        side.transport.connect(PEER, far.offer, far.regions)
         region = len(side.regions) - 1
         blocks = np.arange(640, dtype=np.int64) * 65536
-        handle = side.plane.read(PEER, [Pieces(region, region, 65536, blocks, blocks[::-1].copy())])
+        handle = side.transport.read(PEER, [Segments(region, region, 65536, blocks, blocks[::-1].copy())])
         deadline = time.monotonic() + DEADLINE_S
         while not side.memory[::65536].any():  # to look at all takes as long as to receive a good part
             assert time.monotonic() < deadline
         os.kill(far.pid, signal.SIGSTOP)
         try:
-            side.plane.cancel(handle)
-            assert wait(side.plane, handle).error == "cancelled"
+            side.transport.cancel(handle)
+            assert wait(side.transport, handle).error == "cancelled"
             side.memory[:] = 77
         finally:
             os.kill(far.pid, signal.SIGCONT)
         # It serves again, on another connection, and nothing else was written.
         few = np.zeros(1, np.int64)
-        assert wait(side.plane, side.plane.read(PEER, [Pieces(0, 0, 64, few, few)])).ok
+        assert wait(side.transport, side.transport.read(PEER, [Segments(0, 0, 64, few, few)])).ok
         assert np.count_nonzero(side.memory != 77) in range(1, 65)
     finally:
         far.close()
@@ -185,13 +185,13 @@ def test_a_producer_that_was_stopped_sends_nothing_into_memory_of_another() -> N
 
 
 def test_more_transfers_than_connections_all_arrive(near: Memory, far: Memory) -> None:
-    near.plane.connect(PEER, far.plane.offer(), far.regions)
+    near.transport.connect(PEER, far.transport.offer(), far.regions)
     offsets = np.arange(BLOCKS, dtype=np.int64) * BLOCK
-    handles = {near.plane.read(PEER, [Pieces(0, 0, BLOCK, offsets[n : n + 1], offsets[n : n + 1])]) for n in range(BLOCKS)}
+    handles = {near.transport.read(PEER, [Segments(0, 0, BLOCK, offsets[n : n + 1], offsets[n : n + 1])]) for n in range(BLOCKS)}
     deadline = time.monotonic() + DEADLINE_S
     while handles:
         assert time.monotonic() < deadline
-        for completion in near.plane.poll():
+        for completion in near.transport.poll():
             assert completion.ok, completion.error
             handles.remove(completion.handle)
     assert np.all(near.bytes[BLOCK:-BLOCK] == 7)
@@ -200,11 +200,11 @@ def test_more_transfers_than_connections_all_arrive(near: Memory, far: Memory) -
 def test_a_host_may_be_named(near: Memory) -> None:
     content = np.full(BLOCK, 7, np.uint8)
     regions = [Region("kv", content.ctypes.data, 64, 64, 64)]
-    named = TcpDataPlane("localhost", "localhost")
+    named = TcpTransport("localhost", "localhost")
     assert named.register(regions)
-    near.plane.connect(PEER, named.offer(), regions)
+    near.transport.connect(PEER, named.offer(), regions)
     zero = np.zeros(1, np.int64)
-    assert wait(near.plane, near.plane.read(PEER, [Pieces(0, 0, 64, zero, zero)])).ok
+    assert wait(near.transport, near.transport.read(PEER, [Segments(0, 0, 64, zero, zero)])).ok
     named.close()
 
 
@@ -213,7 +213,7 @@ def test_a_host_may_be_named(near: Memory) -> None:
 )
 def test_offers_that_lead_nowhere_are_refused(near: Memory, offer: object) -> None:
     with pytest.raises(TransportError):
-        near.plane.connect(PEER, PlaneOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
+        near.transport.connect(PEER, TransportOffer("tcp", "", msgspec.msgpack.encode(offer)), near.regions)
 
 
 def test_connections_that_are_no_longer_needed_are_closed(near: Memory, far: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,5 +231,5 @@ def serve_all(connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         while header := receive(connection, wire.HEADER_BYTES):
             request = wire.unpack_header(header)
-            receive(connection, request.num_runs * 16)
+            receive(connection, request.num_descriptors * 16)
             connection.sendall(wire.pack_reply() + b"\7" * request.total_bytes)

@@ -1,4 +1,4 @@
-"""What the tcp plane says on a connection: everything from outside is checked before an address is used."""
+"""What the tcp transport says on a connection: everything from outside is checked before an address is used."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_whatever_bytes_come_as_a_header_are_refused_or_within_bounds(received: 
         header = wire.unpack_header(received)
     except RemoteProtocolError:
         return
-    assert 0 < header.num_runs <= wire.MAX_BATCH_RUNS
+    assert 0 < header.num_descriptors <= wire.MAX_BATCH_DESCRIPTORS
     assert 0 < header.total_bytes <= wire.MAX_BATCH_BYTES
 
 
@@ -69,12 +69,12 @@ def test_replies_that_make_no_sense_are_refused(received: bytes) -> None:
 
 def test_a_proof_is_of_this_nonce_this_token_and_this_role() -> None:
     nonce = wire.nonce_in(wire.greeting(b"n" * wire.NONCE_BYTES))
-    proof = wire.prove(b"t" * 32, wire.Role.DIALLER, nonce)
+    proof = wire.prove(b"t" * 32, wire.HandshakeRole.DIALLER, nonce)
     assert len(proof) == wire.PROOF_BYTES
-    assert wire.is_proof(proof, b"t" * 32, wire.Role.DIALLER, nonce)
-    assert not wire.is_proof(proof, b"u" * 32, wire.Role.DIALLER, nonce)
-    assert not wire.is_proof(proof, b"t" * 32, wire.Role.DIALLER, b"m" * wire.NONCE_BYTES)
+    assert wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.DIALLER, nonce)
+    assert not wire.is_proof(proof, b"u" * 32, wire.HandshakeRole.DIALLER, nonce)
+    assert not wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.DIALLER, b"m" * wire.NONCE_BYTES)
     # Nobody can send the other's back.
-    assert not wire.is_proof(proof, b"t" * 32, wire.Role.PRODUCER, nonce)
+    assert not wire.is_proof(proof, b"t" * 32, wire.HandshakeRole.PRODUCER, nonce)
     with pytest.raises(RemoteProtocolError, match="no kvferry"):
         wire.nonce_in(b"HTTP/1.1 400 Bad Request")

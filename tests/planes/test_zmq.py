@@ -1,4 +1,4 @@
-"""The ZeroMQ control plane lets nobody in without the cluster's secret, survives all of them, and leaves nothing behind."""
+"""The ZeroMQ control transport lets nobody in without the cluster's secret, survives all of them, and leaves nothing behind."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
 from kvferry.ports.control import ControlEvent, Disconnected, Received
 from kvferry.testing.control_conformance import gather
 
@@ -21,42 +21,42 @@ KEYS = CurveKeys.from_secret(b"of this test")
 DEADLINE_S = 20.0
 
 
-def opened(keys: CurveKeys = KEYS, silence_s: float = 6.0) -> ZmqControlPlane:
-    return ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys, bind_patience_s=0.2, silence_s=silence_s)
+def opened(keys: CurveKeys = KEYS, silence_s: float = 6.0) -> ZmqTransport:
+    return ZmqTransport("127.0.0.1", "127.0.0.1", 0, keys, bind_timeout_s=0.2, silence_s=silence_s)
 
 
 @pytest.fixture
-def plane() -> Iterator[ZmqControlPlane]:
+def transport() -> Iterator[ZmqTransport]:
     made = opened()
     yield made
     made.close()
 
 
 @pytest.fixture
-def friend() -> Iterator[ZmqControlPlane]:
+def friend() -> Iterator[ZmqTransport]:
     made = opened()
     yield made
     made.close()
 
 
-def port_of(plane: ZmqControlPlane) -> int:
-    return int(plane.address.rpartition(":")[2])
+def port_of(transport: ZmqTransport) -> int:
+    return int(transport.address.rpartition(":")[2])
 
 
-def still_works(plane: ZmqControlPlane, friend: ZmqControlPlane) -> bool:
-    friend.send(plane.address, b"still there?")
-    events = gather(plane, 1, friend)
+def still_works(transport: ZmqTransport, friend: ZmqTransport) -> bool:
+    friend.send(transport.address, b"still there?")
+    events = gather(transport, 1, friend)
     return [event.frame for event in events if isinstance(event, Received)] == [b"still there?"]
 
 
-def events_of_both(plane: ZmqControlPlane, stranger: ZmqControlPlane) -> tuple[list[ControlEvent], list[ControlEvent]]:
+def events_of_both(transport: ZmqTransport, stranger: ZmqTransport) -> tuple[list[ControlEvent], list[ControlEvent]]:
     """What came to each until the stranger was told something."""
     ours: list[ControlEvent] = []
     theirs: list[ControlEvent] = []
     deadline = time.monotonic() + DEADLINE_S
     while not theirs:
         assert time.monotonic() < deadline
-        ours += plane.poll(0.01)
+        ours += transport.poll(0.01)
         theirs += stranger.poll(0.01)
     return ours, theirs
 
@@ -78,45 +78,45 @@ def test_an_empty_secret_is_refused() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "::", "[::]", ""])
 def test_a_wildcard_is_never_advertised(host: str) -> None:
     with pytest.raises(ConfigError, match="advertised"):
-        ZmqControlPlane("127.0.0.1", host, 0, KEYS)
+        ZmqTransport("127.0.0.1", host, 0, KEYS)
 
 
 def test_an_address_that_is_not_ours_is_a_mistake_of_the_operator() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.77"):
-        ZmqControlPlane("192.0.2.77", "192.0.2.77", 0, KEYS, bind_patience_s=0.2)
+        ZmqTransport("192.0.2.77", "192.0.2.77", 0, KEYS, bind_timeout_s=0.2)
 
 
-def test_a_member_of_another_cluster_hears_nothing_and_is_not_heard(plane: ZmqControlPlane, friend: ZmqControlPlane) -> None:
+def test_a_member_of_another_cluster_hears_nothing_and_is_not_heard(transport: ZmqTransport, friend: ZmqTransport) -> None:
     stranger = opened(CurveKeys.from_secret(b"another"))
-    stranger.send(plane.address, b"let me in")
-    ours, theirs = events_of_both(plane, stranger)
+    stranger.send(transport.address, b"let me in")
+    ours, theirs = events_of_both(transport, stranger)
     assert ours == []
-    assert theirs == [Disconnected(plane.address)]
+    assert theirs == [Disconnected(transport.address)]
     stranger.close()
-    assert still_works(plane, friend)
+    assert still_works(transport, friend)
 
 
-def test_the_servers_key_alone_does_not_let_one_in(plane: ZmqControlPlane, friend: ZmqControlPlane) -> None:
+def test_the_servers_key_alone_does_not_let_one_in(transport: ZmqTransport, friend: ZmqTransport) -> None:
     public, secret = zmq.curve_keypair()
     stranger = opened(CurveKeys(KEYS.server_public, KEYS.server_secret, public, secret))
-    stranger.send(plane.address, b"let me in")
-    ours, theirs = events_of_both(plane, stranger)
+    stranger.send(transport.address, b"let me in")
+    ours, theirs = events_of_both(transport, stranger)
     assert ours == []
-    assert theirs == [Disconnected(plane.address)]
+    assert theirs == [Disconnected(transport.address)]
     stranger.close()
-    assert still_works(plane, friend)
+    assert still_works(transport, friend)
 
 
-def test_a_client_without_encryption_is_not_heard(plane: ZmqControlPlane, friend: ZmqControlPlane) -> None:
+def test_a_client_without_encryption_is_not_heard(transport: ZmqTransport, friend: ZmqTransport) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
-        plain.connect(plane.address)
+        plain.connect(transport.address)
         plain.send(b"let me in")
-        assert plane.poll(0.3) == []
-        assert still_works(plane, friend)
+        assert transport.poll(0.3) == []
+        assert still_works(transport, friend)
 
 
-def test_a_thousand_rapid_connects_and_garbage_neither_kill_nor_block(plane: ZmqControlPlane, friend: ZmqControlPlane) -> None:
+def test_a_thousand_rapid_connects_and_garbage_neither_kill_nor_block(transport: ZmqTransport, friend: ZmqTransport) -> None:
     garbage = [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
@@ -126,29 +126,31 @@ def test_a_thousand_rapid_connects_and_garbage_neither_kill_nor_block(plane: Zmq
         b"\x00" * 5000,
     ]
     for number in range(1000):
-        with socket.create_connection(("127.0.0.1", port_of(plane)), timeout=DEADLINE_S) as raw, contextlib.suppress(OSError):
+        with socket.create_connection(("127.0.0.1", port_of(transport)), timeout=DEADLINE_S) as raw, contextlib.suppress(OSError):
             raw.sendall(garbage[number % len(garbage)])
-        assert plane.poll(0.0) == []
-    assert still_works(plane, friend)
+        assert transport.poll(0.0) == []
+    assert still_works(transport, friend)
 
 
-def test_half_open_connections_do_not_keep_others_out(plane: ZmqControlPlane, friend: ZmqControlPlane) -> None:
+def test_half_open_connections_do_not_keep_others_out(transport: ZmqTransport, friend: ZmqTransport) -> None:
     with contextlib.ExitStack() as open_ones:
         for _ in range(100):
-            open_ones.enter_context(socket.create_connection(("127.0.0.1", port_of(plane)), timeout=DEADLINE_S)).sendall(b"\xff\x00\x00")
-        assert still_works(plane, friend)
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", port_of(transport)), timeout=DEADLINE_S)).sendall(
+                b"\xff\x00\x00"
+            )
+        assert still_works(transport, friend)
 
 
-def test_a_message_of_several_parts_is_dropped_and_counted(plane: ZmqControlPlane, friend: ZmqControlPlane) -> None:
+def test_a_message_of_several_parts_is_dropped_and_counted(transport: ZmqTransport, friend: ZmqTransport) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as member:
         member.linger = 0
         member.curve_serverkey, member.curve_publickey, member.curve_secretkey = KEYS.server_public, KEYS.client_public, KEYS.client_secret
-        member.connect(plane.address)
+        member.connect(transport.address)
         member.send_multipart([b"two", b"parts"])
         member.send(b"one")
-        assert [event.frame for event in gather(plane, 1) if isinstance(event, Received)] == [b"one"]
-        assert plane.dropped_frames == 1
-    assert still_works(plane, friend)
+        assert [event.frame for event in gather(transport, 1) if isinstance(event, Received)] == [b"one"]
+        assert transport.dropped_frames == 1
+    assert still_works(transport, friend)
 
 
 def test_a_successor_waits_for_the_port_of_a_dying_predecessor() -> None:
@@ -156,7 +158,7 @@ def test_a_successor_waits_for_the_port_of_a_dying_predecessor() -> None:
     port = port_of(first)
     dying = threading.Timer(0.3, first.close)
     dying.start()
-    second = ZmqControlPlane("127.0.0.1", "127.0.0.1", port, KEYS)
+    second = ZmqTransport("127.0.0.1", "127.0.0.1", port, KEYS)
     dying.join()
     assert port_of(second) == port
     second.close()
@@ -168,7 +170,7 @@ def test_ipv6_works_where_the_host_has_it() -> None:
             probe.bind(("::1", 0))
     except OSError:
         pytest.skip("no IPv6 here")
-    near, far = (ZmqControlPlane("::1", "::1", 0, KEYS) for _ in range(2))
+    near, far = (ZmqTransport("::1", "::1", 0, KEYS) for _ in range(2))
     near.send(far.address, b"six")
     assert far.address.startswith("tcp://[::1]:")
     assert [event.frame for event in gather(far, 1, near) if isinstance(event, Received)] == [b"six"]
@@ -176,12 +178,12 @@ def test_ipv6_works_where_the_host_has_it() -> None:
     far.close()
 
 
-def test_a_silent_peer_counts_as_gone(plane: ZmqControlPlane) -> None:
-    near, relay = opened(silence_s=0.6), Relay(port_of(plane))
+def test_a_silent_peer_counts_as_gone(transport: ZmqTransport) -> None:
+    near, relay = opened(silence_s=0.6), Relay(port_of(transport))
     near.send(relay.address, b"one")
-    gather(plane, 1, near)
+    gather(transport, 1, near)
     relay.freeze()
-    assert gather(near, 1, plane) == [Disconnected(relay.address)]
+    assert gather(near, 1, transport) == [Disconnected(relay.address)]
     near.close()
     relay.close()
 
@@ -234,7 +236,7 @@ class Relay:
                     (two if end is one else one).sendall(end.recv(65536))
 
 
-def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(plane: ZmqControlPlane) -> None:
+def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(transport: ZmqTransport) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The limit is on numbers, not on how many there are: below the lowest free one, nothing is left for a new socket.
     lowest_free = os.dup(0)
@@ -242,8 +244,8 @@ def test_a_process_without_file_descriptors_left_cannot_dial_and_goes_on(plane: 
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         with pytest.raises(TransportError, match="cannot be dialled"):
-            plane.send("tcp://127.0.0.1:9", b"frame")
-        assert plane.poll(0) == []
+            transport.send("tcp://127.0.0.1:9", b"frame")
+        assert transport.poll(0) == []
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    plane.send("tcp://127.0.0.1:9", b"frame")
+    transport.send("tcp://127.0.0.1:9", b"frame")

@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.geometry import Geometry
-from kvferry.protocol.peers import PeerBook, PeerSettings
-from kvferry.protocol.placement import Placement
-from kvferry.protocol.planning import plan_placement, plan_read
-from kvferry.protocol.ranks import heads_of, visits
+from kvferry.protocol.peers import PeerSettings, PeerTable
+from kvferry.protocol.placement import BlockPermutation
+from kvferry.protocol.planning import plan_permutations, plan_read
+from kvferry.protocol.ranks import heads_of, rank_mappings
 from kvferry.protocol.tickets import HOLE
-from kvferry.protocol.writers import Writers, WriterSettings
+from kvferry.protocol.writers import PushWriter, WriterSettings
 from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]
@@ -110,21 +110,21 @@ def read(
     """Do what the plans say, and return how often each byte of each region was written by a read."""
     counts = [np.zeros_like(memory) for memory in into.memory]
     ours_is = into.geometry
-    planned = visits(ours_is.tp_rank, ours_is.tp_size, sources[0].form.tp_size, into.model.heads)
-    for visit in planned:
-        source = sources[visit.rank]
-        for pieces in plan_read(ours_is, source.geometry, visit.heads, ours, theirs, tokens, needed):
-            here, there = into.memory[pieces.local_region].reshape(-1), source.memory[pieces.remote_region].reshape(-1)
-            for to, at in zip(pieces.local_offsets, pieces.remote_offsets, strict=True):
-                assert 0 <= at <= at + pieces.piece_bytes <= there.size
-                here[to : to + pieces.piece_bytes] = there[at : at + pieces.piece_bytes]
-                counts[pieces.local_region].reshape(-1)[to : to + pieces.piece_bytes] += 1
-    for placement in plan_placement(ours_is, [sources[visit.rank].geometry for visit in planned], ours, tokens):
+    planned = rank_mappings(ours_is.tp_rank, ours_is.tp_size, sources[0].form.tp_size, into.model.heads)
+    for rank_mapping in planned:
+        source = sources[rank_mapping.rank]
+        for segments in plan_read(ours_is, source.geometry, rank_mapping.heads, ours, theirs, tokens, needed):
+            here, there = into.memory[segments.local_region].reshape(-1), source.memory[segments.remote_region].reshape(-1)
+            for to, at in zip(segments.local_offsets, segments.remote_offsets, strict=True):
+                assert 0 <= at <= at + segments.segment_bytes <= there.size
+                here[to : to + segments.segment_bytes] = there[at : at + segments.segment_bytes]
+                counts[segments.local_region].reshape(-1)[to : to + segments.segment_bytes] += 1
+    for placement in plan_permutations(ours_is, [sources[rank_mapping.rank].geometry for rank_mapping in planned], ours, tokens):
         put_in_order(into.memory[placement.region], placement)
     return counts
 
 
-def put_in_order(memory: Bytes, placement: Placement) -> None:
+def put_in_order(memory: Bytes, placement: BlockPermutation) -> None:
     """Item by item, as the definition says."""
     flat = memory.reshape(-1)
     for offset in placement.offsets:
@@ -144,8 +144,8 @@ def _flat(block: Bytes) -> Bytes:
     return block.reshape(block.shape[0], -1, block.shape[-1])
 
 
-def no_writers() -> Writers:
+def no_writers() -> PushWriter:
     """Of a producer nobody lends blocks to."""
     geometry = Cache(Model(), Form(), 0).geometry
     settings = PeerSettings(None, geometry, (), (), handshake_timeout_s=5, idle_ttl_s=3600)
-    return Writers(WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120), PeerBook(settings, []))
+    return PushWriter(WriterSettings(EngineId("p"), write_timeout_s=30, max_lease_s=120), PeerTable(settings, []))

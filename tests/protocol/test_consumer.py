@@ -7,9 +7,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import Event, HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import codec
-from kvferry.protocol.actions import Action, ClosePeer, HangUp, OpenPeer, Place, Send, StartRead, StopRead
+from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, PlaceBlocks, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
@@ -45,14 +45,14 @@ FACTORS = {"dtype": "float32"}
 def make_consumer(
     idle_ttl_s: float = 3600,
     offer_timeout_s: float = 480,
-    lends_by: frozenset[str] = frozenset(),
+    writable_transports: frozenset[str] = frozenset(),
     fenced: frozenset[str] = frozenset(),
     group: int = 0,
 ) -> Consumer:
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8, group=group),), 1)
     peers = PeerSettings(FACTORS, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=idle_ttl_s)
     settings = ConsumerSettings(EngineId("d"), peers, 30, confirm_timeout_s=5, receive_timeout_s=100, offer_timeout_s=offer_timeout_s)
-    return Consumer(replace(settings, lends_by=lends_by, fenced=fenced))
+    return Consumer(replace(settings, writable_transports=writable_transports, fenced=fenced))
 
 
 def ticket(request: str = "a", serial: int = 1, epoch: str = "e1", blocks: int = 2) -> Ticket:
@@ -86,13 +86,13 @@ def of(actions: list[Action], kind: type) -> list[object]:
 
 
 def connect(consumer: Consumer, now: float = 0, **changes: object) -> list[Action]:
-    """Answer the open handshake and open the plane."""
+    """Answer the open handshake and open the transport."""
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, reply(request.nonce, **changes), now)
     actions = consumer.take_actions()
     assert of(actions, OpenPeer)
-    assert of(actions, HangUp) == [HangUp(SIDE)]
+    assert of(actions, CloseConnection) == [CloseConnection(SIDE)]
     consumer.peer_opened(PEER, "memory", now)
     return consumer.take_actions()
 
@@ -111,7 +111,7 @@ def confirming(consumer: Consumer) -> Consumer:
 
 
 def failures(consumer: Consumer) -> list[str]:
-    return [event.reason for event in consumer.take_events() if isinstance(event, PullFailed)]
+    return [event.reason for event in consumer.take_events() if isinstance(event, TransferFailed)]
 
 
 def test_the_whole_way_from_arrival_to_confirmation() -> None:
@@ -121,14 +121,14 @@ def test_the_whole_way_from_arrival_to_confirmation() -> None:
     consumer.start(R1, [[5, 6]], range(4, 8), now=1)
     [read] = of(consumer.take_actions(), StartRead)
     assert isinstance(read, StartRead)
-    assert (read.peer, read.plane) == (PEER, "memory")
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
+    assert (read.peer, read.transport) == (PEER, "memory")
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [([6 * 64], [4 * 64])]
     consumer.read_ended(R1, PEER, None, now=2)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", "d/r1/0", 1)]
     assert consumer.take_events() == []
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == [PullFinished(R1)]
-    assert consumer.num_pulls == 0
+    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.num_transfers == 0
     assert consumer.next_deadline() is None
 
 
@@ -184,7 +184,7 @@ def test_answers_that_fit_no_transfer_are_ignored() -> None:
     consumer.peer_opened(PeerId(EngineId("q"), Epoch("e"), 0), "memory", now=3)
     assert consumer.take_events() == []
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=4)
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.take_events() == [TransferFinished(R1)]
 
 
 def test_a_confirmation_that_comes_before_the_bytes_is_not_believed() -> None:
@@ -200,7 +200,7 @@ def test_blocks_are_not_handed_back_while_bytes_may_still_land() -> None:
     consumer.abort(R1, now=2)
     actions = consumer.take_actions()
     assert of(actions, StopRead) == [StopRead(R1, PEER)]
-    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
+    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     consumer.read_ended(R1, PEER, "cancelled", now=3)
     assert failures(consumer) == ["the request was aborted"]
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
@@ -261,20 +261,20 @@ def test_an_incompatible_producer_fails_the_request_with_the_field() -> None:
     assert failures(consumer) == ["peer p is not compatible: block_size: ours 4, theirs 8"]
 
 
-def test_no_common_plane_fails_the_request_with_both_lists() -> None:
+def test_no_common_transport_fails_the_request_with_both_lists() -> None:
     consumer = make_consumer()
     consumer.track(R1, ticket(), "T1", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.receive(SIDE, reply(1, offers=[OfferInfo("nixl", "", b"")]), now=1)
-    assert failures(consumer) == ["no data plane reaches the producer: ours are memory, theirs nixl"]
+    assert failures(consumer) == ["no data transport reaches the producer: ours are memory, theirs nixl"]
 
 
-def test_an_unreachable_plane_or_a_refused_handshake_fails_the_request() -> None:
-    for bring in ("plane", "refusal"):
+def test_an_unreachable_transport_or_a_refused_handshake_fails_the_request() -> None:
+    for bring in ("transport", "refusal"):
         consumer = make_consumer()
         consumer.track(R1, ticket(), "T1", now=0)
         consumer.start(R1, [[5, 6]], range(0, 8), now=0)
-        if bring == "plane":
+        if bring == "transport":
             consumer.receive(SIDE, reply(1), now=1)
             consumer.peer_unreachable(PEER, "gone", now=1)
             consumer.peer_unreachable(PEER, "gone", now=1)
@@ -304,7 +304,7 @@ def test_a_request_that_needs_nothing_lets_the_producer_free() -> None:
     consumer.settle(R1, now=1)
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", "d/r1/0")]
     assert consumer.take_events() == []
-    assert consumer.num_pulls == 0
+    assert consumer.num_transfers == 0
 
 
 def test_a_request_that_leaves_during_the_handshake_still_says_goodbye() -> None:
@@ -321,7 +321,7 @@ def test_a_request_that_leaves_during_the_handshake_still_says_goodbye() -> None
 def test_settling_does_not_touch_a_request_that_is_loading() -> None:
     consumer = reading(make_consumer())
     consumer.settle(R1, now=2)
-    assert consumer.num_pulls == 1
+    assert consumer.num_transfers == 1
 
 
 def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
@@ -333,7 +333,7 @@ def test_a_block_list_that_does_not_fit_fails_the_request_only() -> None:
 
 
 def test_a_failed_read_fails_the_request_and_the_next_one_shakes_hands_anew() -> None:
-    """The plane may have dropped its connection for good, while the control channel stands."""
+    """The transport may have dropped its connection for good, while the control channel stands."""
     consumer = reading(make_consumer())
     consumer.take_actions()
     consumer.read_ended(R1, PEER, "broken", now=2)
@@ -365,7 +365,7 @@ def test_a_request_with_an_endless_name_is_confirmed_like_any_other() -> None:
     consumer.start(request, [[5, 6]], range(0, 8), now=1)
     consumer.read_ended(request, PEER, None, now=2)
     consumer.receive(CONTROL, Confirmed("a", attach.reader), now=3)
-    assert consumer.take_events() == [PullFinished(request)]
+    assert consumer.take_events() == [TransferFinished(request)]
 
 
 def test_a_lost_peer_is_closed_after_what_was_sent_to_it() -> None:
@@ -459,7 +459,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             self.consumer.receive(SIDE, self.good_reply(nonce) if is_good else HandshakeRefused(nonce, "no"), self.now)
 
     @rule(is_good=st.booleans())
-    def open_plane(self, is_good: bool) -> None:
+    def open_transport(self, is_good: bool) -> None:
         if self.opening and is_good:
             self.consumer.peer_opened(PEER, "memory", self.now)
         elif self.opening:
@@ -500,7 +500,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             match action:
                 case StartRead(request=request):
                     self.reads.add(request)
-                case Place(request=request):
+                case PlaceBlocks(request=request):
                     self.places.add(request)
                 case Send(message=HandshakeRequest(nonce=nonce)):
                     self.asked.append(nonce)
@@ -509,14 +509,14 @@ class ConsumerMachine(RuleBasedStateMachine):
         for event in self.consumer.take_events():
             if self.is_by_the_way(event):
                 continue
-            assert isinstance(event, PullFinished | PullFailed)
+            assert isinstance(event, TransferFinished | TransferFailed)
             assert event.request in self.started
             assert event.request not in self.ended
             assert event.request not in self.reads | self.places
             self.ended.add(event.request)
 
     def is_by_the_way(self, event: Event) -> bool:
-        return isinstance(event, HandshakeFailed | PullGivenUp)
+        return isinstance(event, HandshakeFailed | TransferAbandoned)
 
     def finish(self) -> None:
         """Let what is still under way come to its end."""
@@ -529,7 +529,7 @@ class ConsumerMachine(RuleBasedStateMachine):
             self.end_read(request, "cancelled")
             self.every_request_with_blocks_ends_once()
         self.finish()
-        assert self.consumer.num_pulls == 0
+        assert self.consumer.num_transfers == 0
         assert self.ended == self.started
         self.now += 1000
         self.consumer.advance(self.now)

@@ -20,21 +20,21 @@ from tests.protocol.test_consumer import (
 )
 
 from kvferry.errors import LocalProtocolError, RemoteProtocolError
-from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import read_plans
-from kvferry.protocol.actions import Place
+from kvferry.protocol.actions import PlaceBlocks
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
-from kvferry.protocol.placement import Placement
+from kvferry.protocol.placement import BlockPermutation
 from kvferry.types import RequestId
 
-PLACEMENT = Placement(0, 64, np.array([5 * 64, 6 * 64]), 8, (4, 2), (8, 32), (16, 8))
+PLACEMENT = BlockPermutation(0, 64, np.array([5 * 64, 6 * 64]), 8, (4, 2), (8, 32), (16, 8))
 
 
 @pytest.fixture
 def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The producer arranges its blocks in another way than we do."""
-    monkeypatch.setattr(read_plans, "plan_placement", lambda *_: [PLACEMENT])
+    monkeypatch.setattr(read_plans, "plan_permutations", lambda *_: [PLACEMENT])
 
 
 def placing(consumer: Consumer) -> Consumer:
@@ -45,25 +45,25 @@ def placing(consumer: Consumer) -> Consumer:
 @pytest.mark.usefixtures("_other_order")
 def test_confirmed_blocks_are_put_into_our_order_before_they_are_used() -> None:
     consumer = placing(make_consumer())
-    [place] = of(consumer.take_actions(), Place)
-    assert isinstance(place, Place)
-    assert (place.request, place.placements) == (R1, (PLACEMENT,))
+    [place] = of(consumer.take_actions(), PlaceBlocks)
+    assert isinstance(place, PlaceBlocks)
+    assert (place.request, place.permutations) == (R1, (PLACEMENT,))
     assert consumer.take_events() == []
     consumer.placed(R1, None, now=4)
-    assert consumer.take_events() == [PullFinished(R1)]
-    assert consumer.num_pulls == 0
+    assert consumer.take_events() == [TransferFinished(R1)]
+    assert consumer.num_transfers == 0
 
 
 def test_blocks_that_came_in_our_order_are_used_at_once() -> None:
     consumer = placing(make_consumer())
-    assert of(consumer.take_actions(), Place) == []
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert of(consumer.take_actions(), PlaceBlocks) == []
+    assert consumer.take_events() == [TransferFinished(R1)]
 
 
 @pytest.mark.usefixtures("_other_order")
 def test_nothing_is_placed_before_all_is_confirmed() -> None:
     consumer = confirming(make_consumer())
-    assert of(consumer.take_actions(), Place) == []
+    assert of(consumer.take_actions(), PlaceBlocks) == []
 
 
 @pytest.mark.usefixtures("_other_order")
@@ -71,9 +71,9 @@ def test_an_aborted_request_gives_its_blocks_back_when_nothing_writes_into_them_
     consumer = placing(make_consumer())
     consumer.take_actions()
     consumer.abort(R1, now=4)
-    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
+    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     consumer.placed(R1, None, now=5)
-    assert consumer.take_events() == [PullFailed(R1, "the request was aborted")]
+    assert consumer.take_events() == [TransferFailed(R1, "the request was aborted")]
     assert sent(consumer.take_actions(), Detach) == [], "the producer has forgotten this reader with its confirmation"
 
 
@@ -86,7 +86,7 @@ def test_a_producer_that_is_lost_or_changes_its_mind_takes_no_confirmed_bytes_ba
     consumer.advance(now=1000)
     assert all(isinstance(event, HandshakeFailed) for event in consumer.take_events())
     consumer.placed(R1, None, now=1000)
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.take_events() == [TransferFinished(R1)]
 
 
 @pytest.mark.usefixtures("_other_order")
@@ -111,10 +111,10 @@ def test_a_confirmed_request_needs_no_heartbeats_and_says_no_farewell_to_a_produ
 
 
 def test_ranks_that_disagree_about_their_order_fail_the_request_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def disagree(*_: object) -> list[Placement]:
+    def disagree(*_: object) -> list[BlockPermutation]:
         raise RemoteProtocolError("the ranks disagree")
 
-    monkeypatch.setattr(read_plans, "plan_placement", disagree)
+    monkeypatch.setattr(read_plans, "plan_permutations", disagree)
     assert failures(reading(make_consumer())) == ["the ranks disagree"]
 
 
@@ -131,7 +131,7 @@ class PlacingMachine(ConsumerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(read_plans, "plan_placement", lambda *_: [PLACEMENT])
+        self.patch.setattr(read_plans, "plan_permutations", lambda *_: [PLACEMENT])
 
     @rule()
     def deliver(self) -> None:
@@ -143,7 +143,7 @@ class PlacingMachine(ConsumerMachine):
         while self.asked or self.opening:
             self.answer_handshake(True)
             self.every_request_with_blocks_ends_once()
-            self.open_plane(True)
+            self.open_transport(True)
             self.every_request_with_blocks_ends_once()
         self.end_read(request, None)
         self.every_request_with_blocks_ends_once()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, reply, sent, ticket
 
-from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
@@ -25,9 +25,9 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import UNKNOWN_EPOCH
-from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.pulls import PushInfo
 from kvferry.protocol.tickets import Ticket
-from kvferry.types import Address, EngineLife, RequestId
+from kvferry.types import Address, EngineIncarnation, RequestId
 
 READER = "d/r1/0"
 OWN = Address("d-host", 5700)
@@ -36,8 +36,8 @@ CANCEL = PushCancel("e1", READER, "r1", "d", "h1", "PT")
 
 
 def expect(consumer: Consumer, request: RequestId = R1, tokens: Fingerprint | None = None, now: float = 0) -> None:
-    invitation = Invitation("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(request, EngineLife(PEER.engine, PEER.epoch), Address("p-host", 5600), 1, invitation, now)
+    push_info = PushInfo("h1", tokens or fingerprint(range(8), 4, ""), OWN, "PT")
+    consumer.expect(request, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 1, push_info, now)
 
 
 def offer(consumer: Consumer, offered: Ticket, text: str, now: float, reader: str = READER, ready: int = 8) -> None:
@@ -59,12 +59,12 @@ def test_the_whole_way_from_registration_to_confirmation() -> None:
     assert sent(actions, Attach) == [Attach("T1", READER, "memory")]
     [read] = of(actions, StartRead)
     assert isinstance(read, StartRead)
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.pieces] == [([6 * 64], [4 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in read.segments] == [([6 * 64], [4 * 64])]
     consumer.read_ended(R1, PEER, None, now=3)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=4)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0), PullFinished(R1)]
-    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=4, num_left=4, landed_bytes=0), TransferFinished(R1)]
+    assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
 def test_a_request_id_that_no_message_can_carry_is_left_to_the_handover() -> None:
@@ -72,7 +72,7 @@ def test_a_request_id_that_no_message_can_carry_is_left_to_the_handover() -> Non
     expect(consumer, RequestId("r" * 2000))
     [registration] = sent(connect(consumer), PushRegistration)
     assert isinstance(registration, PushRegistration)
-    assert (registration.request_id, registration.handover) == ("", "h1")
+    assert (registration.request_id, registration.match_id) == ("", "h1")
     assert codec.decode(codec.encode(registration)) == registration
 
 
@@ -124,7 +124,7 @@ def test_a_refused_registration_fails_the_request_with_the_reason() -> None:
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     consumer.receive(CONTROL, Refused("", READER, "the prefill was aborted"), now=1)
     assert failures(consumer) == ["the producer refused: the prefill was aborted"]
-    assert consumer.num_pulls == 0
+    assert consumer.num_transfers == 0
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
@@ -136,7 +136,7 @@ def test_an_abort_before_the_offer_frees_at_once_and_tells_the_producer(has_bloc
     consumer.abort(R1, now=1)
     assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
     assert failures(consumer) == ["the request was aborted"] * has_blocks
-    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+    assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
     offer(consumer, ticket(), "T1", now=2)
     assert consumer.take_actions() == []
 
@@ -215,8 +215,8 @@ UNSIGNED = PushRegistration("e1", READER, "r1", "d", "d-host", 5700, 1, 30.0)
 
 def expect_from(consumer: Consumer, request: RequestId = R1, now: float = 0) -> None:
     """Of a producer that is known by its address only."""
-    invitation = Invitation("", fingerprint(range(8), 4, ""), OWN, "")
-    consumer.expect(request, EngineLife(PEER.engine, UNKNOWN_EPOCH), Address("p-host", 5600), 1, invitation, now)
+    push_info = PushInfo("", fingerprint(range(8), 4, ""), OWN, "")
+    consumer.expect(request, EngineIncarnation(PEER.engine, UNKNOWN_EPOCH), Address("p-host", 5600), 1, push_info, now)
 
 
 def test_a_producer_known_by_its_address_says_which_life_it_is() -> None:
@@ -252,7 +252,7 @@ def test_a_request_that_ends_before_its_producer_has_said_which_life_it_is_says_
     expect_from(consumer)
     consumer.settle(R1, now=0)
     assert sent(connect(consumer), PushCancel) == [PushCancel("e1", READER, "r1", "d")]
-    assert consumer.num_pulls == 0
+    assert consumer.num_transfers == 0
 
 
 @pytest.mark.parametrize("changes", [{"engine": "q"}, {"epoch": ""}])
@@ -267,7 +267,7 @@ def test_another_engine_at_that_address_fails_the_request_and_is_not_asked_again
     consumer.take_actions()
     expect_from(consumer, R2, now=0.1)
     assert sent(consumer.take_actions(), HandshakeRequest) == []
-    assert (consumer.num_peers, consumer.num_pulls) == (0, 1)
+    assert (consumer.num_peers, consumer.num_transfers) == (0, 1)
 
 
 class PushMachine(RuleBasedStateMachine):
@@ -343,11 +343,11 @@ class PushMachine(RuleBasedStateMachine):
                 self.open_reads.add(action.request)
             assert not isinstance(action, StopRead) or action.request in self.open_reads
         for event in self.consumer.take_events():
-            if isinstance(event, PullFinished | PullFailed):
+            if isinstance(event, TransferFinished | TransferFailed):
                 assert event.request in self.with_blocks - self.ended, "ended twice, or without blocks"
                 assert event.request not in self.open_reads, "its blocks may still be written"
                 self.ended.add(event.request)
-            elif isinstance(event, PullGivenUp):
+            elif isinstance(event, TransferAbandoned):
                 assert event.request in self.open_reads
 
     def teardown(self) -> None:
@@ -360,7 +360,7 @@ class PushMachine(RuleBasedStateMachine):
                 self.consumer.read_ended(request, PEER, "cancelled", self.now)
         self.ends_are_right()
         assert self.with_blocks <= self.ended
-        assert self.consumer.num_pulls == 0
+        assert self.consumer.num_transfers == 0
 
 
 TestPushMachine = PushMachine.TestCase

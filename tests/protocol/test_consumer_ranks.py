@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.protocol.test_consumer import CONTROL, FACTORS, R1, R2, SIDE, failures, of, reply, sent
 
-from kvferry.events import HandshakeFailed, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send, StartRead, StopRead
 from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.consumer import Consumer
@@ -70,7 +70,7 @@ def answer(request: HandshakeRequest, tp_size: int) -> HandshakeReply:
 
 
 def connect(consumer: Consumer, tp_size: int) -> list[Action]:
-    """Answer all open handshakes and open the planes."""
+    """Answer all open handshakes and open the transports."""
     for request in sent(consumer.take_actions(), HandshakeRequest):
         assert isinstance(request, HandshakeRequest)
         consumer.receive(SIDE, answer(request, tp_size), now=0)
@@ -100,7 +100,7 @@ def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
     assert sent(actions, Attach) == [Attach("T1", "d/r1/0", "memory")] * 2
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
     reads = [action for action in consumer.take_actions() if isinstance(action, StartRead)]
-    found = {(r.peer.tp_rank, p.piece_bytes, *p.local_offsets, *p.remote_offsets) for r in reads for p in r.pieces}
+    found = {(r.peer.tp_rank, p.segment_bytes, *p.local_offsets, *p.remote_offsets) for r in reads for p in r.segments}
     assert found == {(0, 64, 640, 768, 192, 256), (1, 64, 704, 832, 192, 256)}
     consumer.read_ended(R1, peer(1), None, now=2)
     assert addresses(consumer.take_actions(), Confirm) == []
@@ -110,14 +110,14 @@ def test_each_rank_is_attached_read_and_asked_to_confirm() -> None:
     consumer.receive(control(0), Confirmed("a", "d/r1/0"), now=3)
     assert consumer.take_events() == []
     consumer.receive(control(1), Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.take_events() == [TransferFinished(R1)]
     assert consumer.next_deadline() is None
 
 
 def test_a_rank_that_has_nothing_for_us_is_visited_and_not_read() -> None:
     consumer = reading(4)
     reads = [action for action in consumer.take_actions() if isinstance(action, StartRead)]
-    assert [(read.peer.tp_rank, bool(read.pieces)) for read in reads] == [(0, True), (1, False), (2, True), (3, False)]
+    assert [(read.peer.tp_rank, bool(read.segments)) for read in reads] == [(0, True), (1, False), (2, True), (3, False)]
 
 
 def test_several_of_us_at_one_rank_name_each_other() -> None:
@@ -236,7 +236,7 @@ class RanksMachine(RuleBasedStateMachine):
             self.consumer.receive(SIDE, message, self.now)
 
     @rule(is_good=st.sampled_from([True, True, True, False]))
-    def open_plane(self, is_good: bool) -> None:
+    def open_transport(self, is_good: bool) -> None:
         if self.opening:
             rank = self.opening.pop(0)
             if is_good:
@@ -250,7 +250,7 @@ class RanksMachine(RuleBasedStateMachine):
         while self.asked or self.opening:
             self.answer_handshake(True)
             self.every_request_with_blocks_ends_once()
-            self.open_plane(True)
+            self.open_transport(True)
             self.every_request_with_blocks_ends_once()
 
     @rule()
@@ -313,12 +313,12 @@ class RanksMachine(RuleBasedStateMachine):
                 case OpenPeer(peer=PeerId(tp_rank=rank)):
                     self.opening.append(rank)
         for event in self.consumer.take_events():
-            if isinstance(event, HandshakeFailed | PullGivenUp):
+            if isinstance(event, HandshakeFailed | TransferAbandoned):
                 continue
-            assert isinstance(event, PullFinished | PullFailed)
+            assert isinstance(event, TransferFinished | TransferFailed)
             assert event.request in self.started - self.ended
             assert not any(request == event.request for request, _ in self.reads)
-            if isinstance(event, PullFinished):
+            if isinstance(event, TransferFinished):
                 assert {(event.request, rank) for rank in range(self.SIZE)} <= self.confirmed
             self.ended.add(event.request)
 
@@ -329,7 +329,7 @@ class RanksMachine(RuleBasedStateMachine):
         for request, rank in sorted(self.reads):
             self.finish_read(request, rank, "cancelled")
             self.every_request_with_blocks_ends_once()
-        assert self.consumer.num_pulls == 0
+        assert self.consumer.num_transfers == 0
         assert self.ended == self.started
         for _ in range(2):
             self.now += 1000

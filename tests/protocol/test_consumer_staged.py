@@ -1,4 +1,6 @@
-"""A consumer of a producer whose readers read a copy reads only what it was told is there; a staged consumer's engine gets what it read."""
+"""A consumer of a producer whose readers read a copy reads only what it was told is there; a consumer with a host buffer's engine gets what
+it read.
+"""
 
 import msgspec
 import pytest
@@ -6,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, ConsumerMachine, failures, make_consumer, of, reply, sent, ticket
 
-from kvferry.events import PullFailed, PullFinished
-from kvferry.protocol.actions import Place, StartRead
+from kvferry.events import TransferFailed, TransferFinished
+from kvferry.protocol.actions import PlaceBlocks, StartRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.geometry import Geometry
@@ -34,7 +36,7 @@ def meet(consumer: Consumer) -> None:
     """Shake hands with a producer that is staged."""
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
-    consumer.receive(SIDE, reply(request.nonce, is_staged=True), now=0)
+    consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
     consumer.take_actions()
     consumer.peer_opened(PEER, "memory", now=0)
 
@@ -83,7 +85,7 @@ def test_news_that_comes_twice_or_late_changes_nothing() -> None:
     consumer.read_ended(R1, PEER, None, now=2)
     consumer.receive(CONTROL, READY, now=2)
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=3)
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.take_events() == [TransferFinished(R1)]
     consumer.take_actions()
     consumer.receive(CONTROL, READY, now=4)
     assert (consumer.take_actions(), consumer.take_events()) == ([], [])
@@ -114,25 +116,25 @@ def make_staged() -> Consumer:
     regions = tuple(Region(f"l{group}", 4096 * (group + 1), 64, 64, 8, group=group) for group in range(2))
     geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, regions, 1)
     peers = PeerSettings({"dtype": "float32"}, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=3600)
-    return Consumer(ConsumerSettings(EngineId("d"), peers, 30, 5, 100, is_staged=True))
+    return Consumer(ConsumerSettings(EngineId("d"), peers, 30, 5, 100, uses_host_buffer=True))
 
 
 def test_the_blocks_that_were_filled_and_no_others_go_to_a_staged_engine() -> None:
-    """The first block is a local prefix: the engine has it, and the mirror does not."""
+    """The first block is a local prefix: the engine has it, and the host buffer does not."""
     consumer = staged_placing(range(4, 8), [[5, 6], [2, HOLE]])
-    [place] = of(consumer.take_actions(), Place)
-    assert isinstance(place, Place)
-    assert (place.request, place.placements, place.blocks) == (R1, (), ((6,), ()))
+    [place] = of(consumer.take_actions(), PlaceBlocks)
+    assert isinstance(place, PlaceBlocks)
+    assert (place.request, place.permutations, place.blocks) == (R1, (), ((6,), ()))
     assert consumer.take_events() == []
     consumer.placed(R1, None, now=4)
-    assert consumer.take_events() == [PullFinished(R1)]
+    assert consumer.take_events() == [TransferFinished(R1)]
 
 
 def test_a_staged_engine_whose_copy_fails_gets_nothing() -> None:
     consumer = staged_placing(range(0, 8), [[5, 6], [2, 3]])
     consumer.placed(R1, "no memory", now=4)
     [failed] = consumer.take_events()
-    assert isinstance(failed, PullFailed)
+    assert isinstance(failed, TransferFailed)
     assert "no memory" in failed.reason
 
 
@@ -158,7 +160,7 @@ class StagedMachine(ConsumerMachine):
         self.told: set[RequestId] = set()
 
     def good_reply(self, nonce: int) -> HandshakeReply:
-        return reply(nonce, is_staged=True)
+        return reply(nonce, uses_host_buffer=True)
 
     @rule(request=ConsumerMachine.requests)
     def tell(self, request: RequestId) -> None:

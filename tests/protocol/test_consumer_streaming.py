@@ -5,7 +5,7 @@ import pytest
 from tests.protocol.test_consumer import CONTROL, PEER, R1, connect, failures, make_consumer, of, sent, ticket
 from tests.protocol.test_consumer_push import READER, expect, registered
 
-from kvferry.events import PrefillCompleted, PullFinished, PullGivenUp
+from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFinished
 from kvferry.protocol.actions import StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
@@ -51,8 +51,8 @@ def blocks_read(consumer: Consumer) -> list[tuple[list[int], list[int]]]:
     reads = [action for action in of(consumer.take_actions(), StartRead) if isinstance(action, StartRead)]
     return [
         (
-            [int(at) // 64 for pieces in read.pieces for at in pieces.local_offsets],
-            [int(at) // 64 for pieces in read.pieces for at in pieces.remote_offsets],
+            [int(at) // 64 for segments in read.segments for at in segments.local_offsets],
+            [int(at) // 64 for segments in read.segments for at in segments.remote_offsets],
         )
         for read in reads
     ]
@@ -77,7 +77,7 @@ def test_each_block_is_read_once_as_it_comes_and_confirmed_at_the_end() -> None:
     ended(consumer)
     assert sent(consumer.take_actions(), Confirm) == [Confirm("e1", "a", READER, 1)]
     consumer.receive(CONTROL, Confirmed("a", READER), now=2)
-    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=12, landed_bytes=64), PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, num_tokens=16, num_left=12, landed_bytes=64), TransferFinished(R1)]
 
 
 def test_late_blocks_catch_up_in_one_read() -> None:
@@ -141,10 +141,10 @@ def test_a_withdrawn_prefill_is_read_anew_from_the_start(is_reading: bool) -> No
     assert len(sent(actions, Attach)) == 1
     [read] = of(actions, StartRead)
     assert isinstance(read, StartRead)
-    assert [list(pieces.local_offsets // 64) for pieces in read.pieces] == [[1, 2, 3, 4]]
+    assert [list(segments.local_offsets // 64) for segments in read.segments] == [[1, 2, 3, 4]]
     ended(consumer, now=5)
     consumer.receive(CONTROL, Confirmed("a", READER), now=6)
-    assert PullFinished(R1) in consumer.take_events()
+    assert TransferFinished(R1) in consumer.take_events()
 
 
 def test_a_withdrawal_before_there_are_blocks_is_waited_out() -> None:
@@ -209,10 +209,10 @@ def test_an_abort_while_what_was_withdrawn_is_still_being_read_waits_for_its_end
     offer(consumer, 8)
     consumer.receive(CONTROL, PushWithdrawal(READER, 1), now=1)
     consumer.abort(R1, now=2)
-    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
+    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     ended(consumer, "cancelled", now=3)
     assert failures(consumer) == ["the request was aborted"]
-    assert consumer.num_pulls == 0
+    assert consumer.num_transfers == 0
 
 
 def test_a_failure_between_two_blocks_is_one_at_once() -> None:
@@ -225,7 +225,7 @@ def test_a_failure_between_two_blocks_is_one_at_once() -> None:
     assert sent(consumer.take_actions(), Detach) == [Detach("e1", "a", READER)]
 
 
-def test_pieces_cover_every_byte_once_however_the_offers_come() -> None:
+def test_segments_cover_every_byte_once_however_the_offers_come() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         consumer, seen = waiting(), []

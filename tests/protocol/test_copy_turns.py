@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.copy_turns import CopyTurns
+from kvferry.protocol.copy_turns import HostCopyQueue
 
 
 def test_of_two_that_share_a_block_the_later_begins_when_the_earlier_has_ended() -> None:
-    turns = CopyTurns()
+    turns = HostCopyQueue()
     assert turns.join(1, {3, 4})
     assert not turns.join(2, {4, 5})
     assert turns.join(3, {6})
@@ -18,7 +18,7 @@ def test_of_two_that_share_a_block_the_later_begins_when_the_earlier_has_ended()
 
 
 def test_one_that_is_not_wanted_any_more_gives_its_place_away() -> None:
-    turns = CopyTurns()
+    turns = HostCopyQueue()
     turns.join(1, {3})
     turns.join(2, {3, 4})
     turns.join(3, {4})
@@ -32,7 +32,7 @@ def test_one_that_is_not_wanted_any_more_gives_its_place_away() -> None:
 def test_whatever_is_asked_for_no_two_write_the_same_block_at_once_and_all_have_their_turn(
     story: list[tuple[frozenset[int], bool, int]],
 ) -> None:
-    turns = CopyTurns()
+    turns = HostCopyQueue()
     wanted: dict[int, frozenset[int]] = {}
     begun: set[int] = set()
 
@@ -47,7 +47,7 @@ def test_whatever_is_asked_for_no_two_write_the_same_block_at_once_and_all_have_
             begun.add(number)
         if leaves and wanted:
             leave(sorted(wanted)[which % len(wanted)])
-        assert begun == {copy for copy in wanted if turns.is_under_way(copy)}
+        assert begun == {copy for copy in wanted if turns.is_running(copy)}
         assert all(not wanted[a] & wanted[b] for a in begun for b in begun if a < b)
         assert all(wanted[copy] & wanted[earlier] for copy in wanted.keys() - begun for earlier in [_blocker(wanted, copy)])
     while wanted:

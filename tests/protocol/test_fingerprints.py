@@ -15,21 +15,21 @@ def shared_length(a: list[int], b: list[int]) -> int:
 
 
 @given(tokens, st.integers(1, 20))
-def test_a_sequence_shares_all_of_itself(ids: list[int], grain: int) -> None:
-    assert common_prefix(fingerprint(ids, grain, ""), ids, "") == len(ids)
+def test_a_sequence_shares_all_of_itself(ids: list[int], granularity: int) -> None:
+    assert common_prefix(fingerprint(ids, granularity, ""), ids, "") == len(ids)
 
 
 @given(tokens, tokens, st.integers(1, 20))
-def test_no_token_beyond_the_true_common_prefix_is_claimed(theirs: list[int], ours: list[int], grain: int) -> None:
-    claimed = common_prefix(fingerprint(theirs, grain, ""), ours, "")
+def test_no_token_beyond_the_true_common_prefix_is_claimed(theirs: list[int], ours: list[int], granularity: int) -> None:
+    claimed = common_prefix(fingerprint(theirs, granularity, ""), ours, "")
     true = shared_length(theirs, ours)
     assert claimed <= true
-    assert claimed >= true - true % grain
+    assert claimed >= true - true % granularity
 
 
 @given(tokens, tokens, st.integers(1, 20))
-def test_a_longer_prompt_shares_everything_they_have(theirs: list[int], more: list[int], grain: int) -> None:
-    assert common_prefix(fingerprint(theirs, grain, ""), theirs + more, "") == len(theirs)
+def test_a_longer_prompt_shares_everything_they_have(theirs: list[int], more: list[int], granularity: int) -> None:
+    assert common_prefix(fingerprint(theirs, granularity, ""), theirs + more, "") == len(theirs)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=50))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
 from kvferry.protocol import codec
-from kvferry.protocol.handshake import MAX_OFFERS, ServedEngine, answer, candidate_planes, check_reply
+from kvferry.protocol.handshake import MAX_OFFERS, ServedEngine, answer, candidate_transports, check_reply
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
 from kvferry.types import EngineId, Epoch
 
@@ -16,8 +16,8 @@ ENGINE, EPOCH = EngineId("p"), Epoch("e1")
 
 
 def make_layout(rank: int = 0, offers: int = 1) -> RankLayout:
-    planes = [OfferInfo(f"plane{i}", "", b"") for i in range(offers)]
-    return RankLayout(rank, 2, 16, 8, "HND", 2, 64, "tcp://h:1", [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)], planes)
+    transports = [OfferInfo(f"transport{i}", "", b"") for i in range(offers)]
+    return RankLayout(rank, 2, 16, 8, "HND", 2, 64, "tcp://h:1", [RegionInfo("l0", 0, 8, 8, 8, "DRAM", 0)], transports)
 
 
 def serve(**layouts: RankLayout) -> ServedEngine:
@@ -75,7 +75,7 @@ def test_malformed_answers_are_refused() -> None:
         check_reply(msgspec.structs.replace(good, layout=msgspec.Raw(b"\xc1")), FACTORS, ENGINE, EPOCH, 0)
     with pytest.raises(RemoteProtocolError, match="asked for rank 1"):
         check_reply(good, FACTORS, ENGINE, EPOCH, 1)
-    with pytest.raises(RemoteProtocolError, match="planes offered"):
+    with pytest.raises(RemoteProtocolError, match="transports offered"):
         check_reply(ask(serve(r0=make_layout(offers=MAX_OFFERS + 1))), FACTORS, ENGINE, EPOCH, 0)
 
 
@@ -84,10 +84,10 @@ def offers(*names: str, reach: str = "") -> list[OfferInfo]:
 
 
 def chosen(ours: list[OfferInfo], theirs: list[OfferInfo], *pinned: str) -> list[str]:
-    return [choice.plane for choice in candidate_planes(ours, theirs, pinned)]
+    return [choice.transport for choice in candidate_transports(ours, theirs, pinned)]
 
 
-def test_planes_are_tried_in_our_order_as_far_as_they_reach() -> None:
+def test_transports_are_tried_in_our_order_as_far_as_they_reach() -> None:
     assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host1")) == ["shm", "nixl"]
     assert chosen(offers("shm", "nixl", reach="host1"), offers("nixl", "shm", reach="host2")) == ["nixl"]
     assert chosen(offers("shm"), offers("nixl")) == []
@@ -102,7 +102,7 @@ def test_what_is_near_comes_before_what_is_not() -> None:
     assert chosen(sides("a"), sides("b"), "nixl", "tcp") == ["nixl", "tcp"]
 
 
-def test_pinned_planes_replace_the_preference() -> None:
+def test_pinned_transports_replace_the_preference() -> None:
     both = offers("shm", "nixl", reach="host1")
     assert chosen(both, both, "nixl") == ["nixl"]
     assert chosen(both, both, "nixl", "shm") == ["nixl", "shm"]

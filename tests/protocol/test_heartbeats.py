@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.heartbeats import Beat, HeartbeatSchedule, heartbeat_interval_s
+from kvferry.protocol.heartbeats import DueHeartbeat, HeartbeatSchedule, heartbeat_interval_s
 from kvferry.types import RequestId
 
 A, B = RequestId("a"), RequestId("b")
@@ -21,7 +21,7 @@ def test_one_beat_carries_all_leases_of_a_peer() -> None:
     beats.track("p", B, 5, now=1)
     beats.track("q", A, 5, now=1)
     assert beats.due(now=4) == []
-    assert beats.due(now=5) == [Beat("p", 1, [A, B])]
+    assert beats.due(now=5) == [DueHeartbeat("p", 1, [A, B])]
     assert beats.next_deadline() == 6
 
 
@@ -30,7 +30,7 @@ def test_a_lease_read_twice_is_renewed_until_both_are_done() -> None:
     beats.track("p", A, 5, now=0)
     beats.track("p", A, 5, now=0)
     beats.untrack("p", A)
-    assert beats.due(now=5) == [Beat("p", 1, [A])]
+    assert beats.due(now=5) == [DueHeartbeat("p", 1, [A])]
     beats.untrack("p", A)
     beats.untrack("p", A)
     beats.untrack("q", A)
@@ -39,7 +39,7 @@ def test_a_lease_read_twice_is_renewed_until_both_are_done() -> None:
 
 
 def test_a_peer_that_stays_silent_is_lost_and_one_that_answers_is_not() -> None:
-    beats: HeartbeatSchedule[str] = HeartbeatSchedule(patience=3)
+    beats: HeartbeatSchedule[str] = HeartbeatSchedule(max_unanswered=3)
     beats.track("p", A, 1, now=0)
     for now in (1, 2, 3):
         beats.due(now)

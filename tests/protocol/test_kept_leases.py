@@ -4,10 +4,10 @@ import pytest
 from tests.protocol.caches import no_writers
 from tests.protocol.test_producer import KEY, A, D, ended, make_producer, ticket
 
-from kvferry.protocol.actions import Expose
+from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.leases import EndedLease, LeaseTable
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, Ready, Refused
-from kvferry.protocol.producer import Producer, ProducerSettings, Reply
+from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId
 
@@ -18,7 +18,7 @@ def make_table() -> LeaseTable:
 
 def test_a_kept_lease_has_a_time_of_its_own_and_lapses() -> None:
     leases = make_table()
-    leases.keep(A, 1, now=0, ttl_s=480)
+    leases.retain(A, 1, now=0, ttl_s=480)
     assert leases.renew_all([A], now=100) == []
     assert leases.expire(now=479) == []
     assert leases.next_deadline() == 480
@@ -27,19 +27,19 @@ def test_a_kept_lease_has_a_time_of_its_own_and_lapses() -> None:
 
 def test_a_kept_lease_that_is_let_go_ends_at_once_when_nobody_reads() -> None:
     leases = make_table()
-    leases.keep(A, 1, now=0, ttl_s=480)
-    leases.let_go(A, now=1)
+    leases.retain(A, 1, now=0, ttl_s=480)
+    leases.evict(A, now=1)
     assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.RELEASED)
-    leases.let_go(A, now=2)
+    leases.evict(A, now=2)
     assert leases.take_if_ended(A) is None
 
 
 def test_a_reader_of_what_was_let_go_has_to_be_heard_of_as_usual() -> None:
     leases = make_table()
-    leases.keep(A, 1, now=0, ttl_s=480)
+    leases.retain(A, 1, now=0, ttl_s=480)
     assert leases.attach(A, "p", now=1)
     for now in (10, 11):
-        leases.let_go(A, now)
+        leases.evict(A, now)
     assert leases.take_if_ended(A) is None
     assert leases.expire(now=39) == []
     leases.renew_all([A], now=39)
@@ -50,28 +50,28 @@ def test_a_reader_of_what_was_let_go_has_to_be_heard_of_as_usual() -> None:
 
 def test_what_was_let_go_may_still_be_confirmed_by_who_reads_it() -> None:
     leases = make_table()
-    leases.keep(A, 1, now=0, ttl_s=480)
+    leases.retain(A, 1, now=0, ttl_s=480)
     leases.attach(A, "p", now=1)
-    leases.let_go(A, now=2)
+    leases.evict(A, now=2)
     assert leases.confirm(A, "p", now=3)
     assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
 
 
 def test_a_short_lease_is_not_prolonged_by_being_let_go() -> None:
     leases = make_table()
-    leases.keep(A, 1, now=0, ttl_s=5)
+    leases.retain(A, 1, now=0, ttl_s=5)
     leases.attach(A, "p", now=0)
-    leases.let_go(A, now=1)
+    leases.evict(A, now=1)
     assert leases.expire(now=20) == [EndedLease(A, LeaseEnd.RELEASED)]
 
 
 def test_a_producer_tells_a_reader_that_asks_that_it_may_read() -> None:
     producer = make_producer()
-    producer.keep(A, 1, now=0, ttl_s=480)
+    producer.retain(A, 1, now=0, ttl_s=480)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=100)
-    assert producer.take_replies() == [Reply(D, Ready("a", "p/1"))]
+    assert producer.take_replies() == [ProducerReply(D, Ready("a", "p/1"))]
     producer.receive(D, Confirm("e1", "a", "p/1"), now=101)
-    assert producer.take_replies() == [Reply(D, Confirmed("a", "p/1"))]
+    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "p/1"))]
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
 
 
@@ -79,18 +79,18 @@ def test_a_reader_that_overtakes_the_grant_is_told_when_it_has_come() -> None:
     producer = make_producer()
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=0)
     assert producer.take_replies() == []
-    producer.keep(A, 1, now=1, ttl_s=480)
-    assert producer.take_replies() == [Reply(D, Ready("a", "p/1"))]
+    producer.retain(A, 1, now=1, ttl_s=480)
+    assert producer.take_replies() == [ProducerReply(D, Ready("a", "p/1"))]
 
 
 def test_what_was_let_go_lingers_while_it_is_read() -> None:
     producer = make_producer()
-    producer.keep(A, 1, now=0, ttl_s=480)
-    producer.keep(RequestId("b"), 2, now=0, ttl_s=480)
+    producer.retain(A, 1, now=0, ttl_s=480)
+    producer.retain(RequestId("b"), 2, now=0, ttl_s=480)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
-    assert producer.let_go(A, now=2)
-    assert not producer.let_go(RequestId("b"), now=2)
-    assert not producer.let_go(RequestId("nobody's"), now=2)
+    assert producer.evict(A, now=2)
+    assert not producer.evict(RequestId("b"), now=2)
+    assert not producer.evict(RequestId("nobody's"), now=2)
     assert ended(producer) == [("b", LeaseEnd.RELEASED)]
     producer.receive(D, Detach("e1", "a", "p/1"), now=3)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
@@ -98,10 +98,10 @@ def test_what_was_let_go_lingers_while_it_is_read() -> None:
 
 def test_a_reader_that_died_holds_nothing_up_for_longer_than_a_lease() -> None:
     producer = make_producer()
-    producer.keep(A, 1, now=0, ttl_s=480)
+    producer.retain(A, 1, now=0, ttl_s=480)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=2)
-    assert producer.let_go(A, now=10)
+    assert producer.evict(A, now=10)
     producer.advance(now=39.9)
     assert ended(producer) == []
     producer.advance(now=40)
@@ -110,7 +110,7 @@ def test_a_reader_that_died_holds_nothing_up_for_longer_than_a_lease() -> None:
 
 def test_who_comes_too_late_is_refused() -> None:
     producer = make_producer()
-    producer.keep(A, 1, now=0, ttl_s=480)
+    producer.retain(A, 1, now=0, ttl_s=480)
     producer.advance(now=480)
     assert ended(producer) == [("a", LeaseEnd.LAPSED)]
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=481)
@@ -120,12 +120,12 @@ def test_who_comes_too_late_is_refused() -> None:
 
 @pytest.mark.parametrize("error", [None, "no memory"])
 def test_a_staged_producer_says_so_when_its_copy_is_there(error: str | None) -> None:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=True)
+    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, uses_host_buffer=True)
     producer = Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
-    producer.keep(A, 1, now=0, ttl_s=480, blocks=((3,),))
+    producer.retain(A, 1, now=0, ttl_s=480, blocks=((3,),))
     [copy] = producer.take_actions()
-    assert isinstance(copy, Expose)
+    assert isinstance(copy, CopyToHostBuffer)
     producer.receive(D, Attach(ticket(), "p/1", wants_ready=True), now=1)
     assert producer.take_replies() == []
-    producer.exposed(copy.copy, error, now=2)
+    producer.copied_to_host_buffer(copy.copy, error, now=2)
     assert [type(reply.message) for reply in producer.take_replies()] == [Ready if error is None else Refused]

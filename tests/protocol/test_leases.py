@@ -6,7 +6,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tests.operations import count_instructions
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.leases import MAX_READERS, EndedLease, LeaseTable, Standing
+from kvferry.protocol.leases import MAX_READERS, EndedLease, LeaseTable, TicketStatus
 from kvferry.types import LeaseEnd, RequestId
 
 A, B = RequestId("a"), RequestId("b")
@@ -73,12 +73,12 @@ def test_a_detached_reader_settles_the_lease() -> None:
 
 def test_serials_tell_a_grant_that_is_on_its_way_from_a_lease_that_is_over() -> None:
     leases = make_table()
-    assert leases.standing(A, 1) is Standing.AHEAD
+    assert leases.ticket_status(A, 1) is TicketStatus.PENDING
     leases.grant(A, 1, now=0)
-    assert leases.standing(A, 1) is Standing.HELD
+    assert leases.ticket_status(A, 1) is TicketStatus.HELD
     leases.expire(now=30)
-    assert leases.standing(A, 1) is Standing.GONE
-    assert leases.standing(B, 2) is Standing.AHEAD
+    assert leases.ticket_status(A, 1) is TicketStatus.GONE
+    assert leases.ticket_status(B, 2) is TicketStatus.PENDING
 
 
 def test_granting_twice_is_our_own_bug() -> None:
@@ -90,14 +90,14 @@ def test_granting_twice_is_our_own_bug() -> None:
         leases.grant(B, 1, now=0)
 
 
-def test_readers_are_counted_by_the_plane_they_read_by() -> None:
+def test_readers_are_counted_by_the_transport_they_read_by() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
     leases.grant(B, 2, now=0)
-    leases.attach(A, "x", now=0, plane="nixl")
-    leases.attach(A, "x", now=1, plane="nixl")
-    leases.attach(A, "y", now=0, plane="shm")
-    leases.attach(B, "z", now=0, plane="nixl")
+    leases.attach(A, "x", now=0, transport="nixl")
+    leases.attach(A, "x", now=1, transport="nixl")
+    leases.attach(A, "y", now=0, transport="shm")
+    leases.attach(B, "z", now=0, transport="nixl")
     assert (leases.num_readers("nixl"), leases.num_readers("shm")) == (2, 1)
     leases.confirm(A, "x", now=1)
     leases.detach(A, "y")
@@ -118,13 +118,13 @@ def test_readers_of_one_lease_are_bounded() -> None:
 def test_a_lease_waits_for_the_companions_of_its_first_reader() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    assert leases.attach(A, "x", now=0, companions=["y", "z"])
+    assert leases.attach(A, "x", now=0, sibling_ranks=["y", "z"])
     assert leases.confirm(A, "x", now=1)
     assert leases.take_if_ended(A) is None
-    assert leases.attach(A, "y", now=2, companions=["x", "z"])
+    assert leases.attach(A, "y", now=2, sibling_ranks=["x", "z"])
     assert leases.confirm(A, "y", now=2)
     assert leases.take_if_ended(A) is None
-    assert leases.attach(A, "z", now=3, companions=["x", "y"])
+    assert leases.attach(A, "z", now=3, sibling_ranks=["x", "y"])
     assert leases.take_if_ended(A) is None
     assert leases.confirm(A, "z", now=3)
     assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
@@ -133,14 +133,14 @@ def test_a_lease_waits_for_the_companions_of_its_first_reader() -> None:
 def test_only_those_who_have_attached_are_confirmed_not_those_awaited() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    leases.attach(A, "x", now=0, companions=["y"])
+    leases.attach(A, "x", now=0, sibling_ranks=["y"])
     assert not leases.confirm(A, "y", now=0)
 
 
 def test_an_awaited_companion_may_send_word_that_it_will_not_come() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    leases.attach(A, "x", now=0, companions=["y"])
+    leases.attach(A, "x", now=0, sibling_ranks=["y"])
     assert leases.detach(A, "y")
     assert leases.confirm(A, "x", now=1)
     assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
@@ -150,11 +150,11 @@ def test_attaching_twice_is_attaching_once() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
     for _ in range(2):
-        assert leases.attach(A, "x", now=0, companions=["y"])
+        assert leases.attach(A, "x", now=0, sibling_ranks=["y"])
     for _ in range(2):
-        assert leases.attach(A, "y", now=0, companions=["x"])
+        assert leases.attach(A, "y", now=0, sibling_ranks=["x"])
     assert leases.confirm(A, "x", now=0)
-    assert leases.attach(A, "y", now=0, companions=["x"])
+    assert leases.attach(A, "y", now=0, sibling_ranks=["x"])
     assert leases.confirm(A, "y", now=0)
     assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
 
@@ -162,11 +162,11 @@ def test_attaching_twice_is_attaching_once() -> None:
 def test_a_ticket_handed_back_does_not_cheat_those_who_are_awaited() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    leases.attach(A, "x", now=0, companions=["y"])
+    leases.attach(A, "x", now=0, sibling_ranks=["y"])
     leases.abandon(A)
     assert leases.confirm(A, "x", now=0)
     assert leases.take_if_ended(A) is None
-    leases.attach(A, "y", now=0, companions=["x"])
+    leases.attach(A, "y", now=0, sibling_ranks=["x"])
     assert leases.confirm(A, "y", now=0)
     assert leases.take_if_ended(A) == EndedLease(A, LeaseEnd.CONFIRMED)
 
@@ -174,7 +174,7 @@ def test_a_ticket_handed_back_does_not_cheat_those_who_are_awaited() -> None:
 def test_a_companion_that_never_comes_is_waited_for_no_longer_than_the_lease() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    leases.attach(A, "x", now=0, companions=["y"])
+    leases.attach(A, "x", now=0, sibling_ranks=["y"])
     leases.confirm(A, "x", now=1)
     assert leases.expire(now=29) == []
     assert leases.expire(now=30) == [EndedLease(A, LeaseEnd.CONFIRMED)]
@@ -183,8 +183,8 @@ def test_a_companion_that_never_comes_is_waited_for_no_longer_than_the_lease() -
 def test_companions_count_among_the_readers_that_are_bounded() -> None:
     leases = make_table()
     leases.grant(A, 1, now=0)
-    assert not leases.attach(A, "x", now=0, companions=[f"c{i}" for i in range(MAX_READERS)])
-    assert leases.attach(A, "x", now=0, companions=[f"c{i}" for i in range(MAX_READERS - 1)])
+    assert not leases.attach(A, "x", now=0, sibling_ranks=[f"c{i}" for i in range(MAX_READERS)])
+    assert leases.attach(A, "x", now=0, sibling_ranks=[f"c{i}" for i in range(MAX_READERS - 1)])
     assert not leases.attach(A, "y", now=0)
     assert leases.attach(A, "c0", now=0)
 
@@ -196,9 +196,9 @@ def test_a_revoked_lease_is_over_for_all_its_readers() -> None:
     leases = make_table()
     assert leases.revoke(A) is None
     leases.grant(A, 1, now=0)
-    leases.attach(A, "x", now=0, plane="nixl")
+    leases.attach(A, "x", now=0, transport="nixl")
     assert leases.revoke(A) == EndedLease(A, LeaseEnd.RELEASED)
-    assert (len(leases), leases.num_readers("nixl"), leases.standing(A, 1)) == (0, 0, Standing.GONE)
+    assert (len(leases), leases.num_readers("nixl"), leases.ticket_status(A, 1)) == (0, 0, TicketStatus.GONE)
     assert not leases.confirm(A, "x", now=0)
 
 
@@ -222,8 +222,8 @@ class PartyMachine(RuleBasedStateMachine):
         if member in self.left:
             return
         party, own = member
-        companions = [f"{party}{other}" for other in range(PARTIES[party]) if other != own]
-        assert self.table.attach(A, f"{party}{own}", 0, companions=companions) != self.has_ended
+        sibling_ranks = [f"{party}{other}" for other in range(PARTIES[party]) if other != own]
+        assert self.table.attach(A, f"{party}{own}", 0, sibling_ranks=sibling_ranks) != self.has_ended
         if not self.has_ended:
             self.came.add(member)
 
@@ -375,7 +375,7 @@ def test_a_revoked_lease_may_be_opened_anew_and_its_old_readers_are_not_confirme
     leases.revoke(A)
     leases.open(A, 2)
     assert not leases.confirm(A, "r", now=1)
-    assert (leases.standing(A, 1), leases.standing(A, 2)) == (Standing.GONE, Standing.HELD)
+    assert (leases.ticket_status(A, 1), leases.ticket_status(A, 2)) == (TicketStatus.GONE, TicketStatus.HELD)
 
 
 def test_a_lease_waits_for_those_it_was_offered_to() -> None:

@@ -5,12 +5,12 @@ import pytest
 from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, SIDE, connect, failures, make_consumer, of, reply, sent, ticket
 from tests.protocol.test_consumer_push import CANCEL, READER, REGISTRATION, expect, offer
 
-from kvferry.events import PrefillCompleted, PullFailed, PullFinished, PullGivenUp
+from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol import codec
-from kvferry.protocol.actions import Lend, StartRead, TakeBack
+from kvferry.protocol.actions import GrantWrites, RevokeWrites, StartRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.lending import MAX_LENT_BLOCKS
+from kvferry.protocol.lending import MAX_GRANTED_BLOCKS
 from kvferry.protocol.messages import (
     HandshakeRequest,
     Heartbeat,
@@ -21,18 +21,18 @@ from kvferry.protocol.messages import (
     Revoke,
     Revoked,
     WriteFailed,
-    WriteLease,
+    WriteGrantInfo,
     Written,
 )
 
 LEASE_S = 30
-TAKE_BACK = TakeBack(R1, "memory", 1)
+TAKE_BACK = RevokeWrites(R1, "memory", 1)
 REVOKE = Revoke("e1", READER, 1)
 
 
 def lender(is_fenced: bool = True) -> Consumer:
     """Registered and connected, with blocks 5 and 6 lent under number 1."""
-    consumer = make_consumer(lends_by=frozenset({"memory"}), fenced=frozenset({"memory"} if is_fenced else ()))
+    consumer = make_consumer(writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"} if is_fenced else ()))
     expect(consumer)
     connect(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
@@ -46,25 +46,25 @@ def written(consumer: Consumer, now: float = 2) -> None:
 def test_blocks_are_lent_as_soon_as_there_are_some_and_used_once_they_are_back() -> None:
     consumer = lender()
     actions = consumer.take_actions()
-    assert of(actions, Lend) == [Lend("memory", 1, ((5, 6),))]
+    assert of(actions, GrantWrites) == [GrantWrites("memory", 1, ((5, 6),))]
     [registration] = sent(actions, PushRegistration)
     assert isinstance(registration, PushRegistration)
     assert registration.write is not None
-    assert (registration.write.number, registration.write.local_block_ids) == (1, [[5, 6]])
+    assert (registration.write.grant_id, registration.write.local_block_ids) == (1, [[5, 6]])
     consumer.receive(CONTROL, Written(READER, 1, 4, is_last=False), now=2)
     assert (consumer.take_actions(), consumer.take_events()) == ([], [])
     written(consumer)
     assert consumer.take_actions() == [TAKE_BACK]
     assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64)]
-    consumer.taken_back(R1, 1, now=3)
-    assert consumer.take_events() == [PullFinished(R1)]
-    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+    consumer.writes_revoked(R1, 1, now=3)
+    assert consumer.take_events() == [TransferFinished(R1)]
+    assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
 def test_what_was_written_without_a_fence_is_used_at_once_for_the_producer_has_said_that_it_was_the_last() -> None:
     consumer = lender(is_fenced=False)
     written(consumer)
-    assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64), PullFinished(R1)]
+    assert consumer.take_events() == [PrefillCompleted(R1, 8, 4, 64), TransferFinished(R1)]
 
 
 @pytest.mark.parametrize("is_fenced", [True, False])
@@ -73,19 +73,19 @@ def test_an_aborted_request_keeps_its_blocks_until_nothing_can_be_written_into_t
     consumer.take_actions()
     consumer.abort(R1, now=2)
     actions = consumer.take_actions()
-    assert (of(actions, TakeBack), sent(actions, Revoke)) == ([TAKE_BACK] * is_fenced, [REVOKE])
-    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
+    assert (of(actions, RevokeWrites), sent(actions, Revoke)) == ([TAKE_BACK] * is_fenced, [REVOKE])
+    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
     if is_fenced:
         consumer.receive(CONTROL, Revoked(READER, 1), now=3)
         assert consumer.take_events() == [], "its own fence is the better witness"
-        consumer.taken_back(R1, 1, now=3)
+        consumer.writes_revoked(R1, 1, now=3)
     else:
         consumer.receive(CONTROL, Revoked(READER, 2), now=3)
         assert consumer.take_events() == []
         consumer.receive(CONTROL, Revoked(READER, 1), now=3)
-    assert consumer.take_events() == [PullFailed(R1, "the request was aborted")]
+    assert consumer.take_events() == [TransferFailed(R1, "the request was aborted")]
     assert sent(consumer.take_actions(), PushCancel) == [CANCEL]
-    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+    assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
 def test_without_a_fence_a_silent_producer_is_asked_again_and_waited_for_ten_leases_more() -> None:
@@ -122,7 +122,7 @@ def test_with_a_fence_the_bytes_of_a_producer_that_lives_anew_are_waited_for_too
     assert isinstance(request, HandshakeRequest)
     consumer.receive(SIDE, msgspec.structs.replace(reply(request.nonce), epoch="e2"), now=3)
     assert failures(consumer) == []
-    consumer.taken_back(R1, 1, now=4)
+    consumer.writes_revoked(R1, 1, now=4)
     assert failures(consumer) == [f"the connection to {CONTROL} was lost"]
 
 
@@ -132,19 +132,19 @@ def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it
     consumer.take_actions()
     consumer.receive(CONTROL, Revoked(READER, 1), now=2)
     written(consumer)
-    consumer.taken_back(R1, 1, now=3)
+    consumer.writes_revoked(R1, 1, now=3)
     assert consumer.take_events() == []
     assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
 
 
 def test_a_request_whose_blocks_fill_more_than_a_message_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.lending.MAX_LENT_BLOCKS", 1)
+    monkeypatch.setattr("kvferry.protocol.lending.MAX_GRANTED_BLOCKS", 1)
     consumer = lender()
-    assert of(consumer.take_actions(), Lend) == []
+    assert of(consumer.take_actions(), GrantWrites) == []
 
 
 def test_as_many_blocks_as_are_lent_at_most_fit_into_a_message() -> None:
-    lease = WriteLease(1, "memory", 0, [[(1 << 31) - 1] * MAX_LENT_BLOCKS], 0, 4, [], fingerprint(range(8), 4, ""))
+    lease = WriteGrantInfo(1, "memory", 0, [[(1 << 31) - 1] * MAX_GRANTED_BLOCKS], 0, 4, [], fingerprint(range(8), 4, ""))
     message = PushRegistration("e1", READER, "r1", "d", "host", 1, 1, 30.0, "h1", "T" * 1024 * 1024, "e2", lease)
     assert codec.decode(codec.encode(message)) == message
 
@@ -153,10 +153,10 @@ def test_what_cannot_be_written_is_read_once_the_blocks_are_back() -> None:
     consumer = lender()
     consumer.take_actions()
     consumer.receive(CONTROL, WriteFailed(READER, 1, "no way"), now=2)
-    assert of(consumer.take_actions(), TakeBack) == [TAKE_BACK]
+    assert of(consumer.take_actions(), RevokeWrites) == [TAKE_BACK]
     offer(consumer, ticket(), "T1", now=2)
     assert consumer.take_actions() == []
-    consumer.taken_back(R1, 1, now=3)
+    consumer.writes_revoked(R1, 1, now=3)
     assert sent(consumer.take_actions(), PushRegistration) == [REGISTRATION]
     offer(consumer, ticket(), "T1", now=4)
     assert of(consumer.take_actions(), StartRead)
@@ -171,14 +171,14 @@ def test_an_offer_that_crosses_the_loan_is_not_read() -> None:
 
 
 def test_a_request_that_was_offered_its_kv_before_it_had_blocks_reads_it() -> None:
-    consumer = make_consumer(lends_by=frozenset({"memory"}), fenced=frozenset({"memory"}))
+    consumer = make_consumer(writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"}))
     expect(consumer)
     connect(consumer)
     offer(consumer, ticket(), "T1", now=1)
     consumer.start(R1, [[5, 6]], range(0, 8), now=2)
     actions = consumer.take_actions()
     assert of(actions, StartRead)
-    assert of(actions, Lend) == []
+    assert of(actions, GrantWrites) == []
 
 
 @pytest.mark.parametrize("trouble", ["lost", "refused", "deadline", "gone"])
@@ -199,22 +199,22 @@ def test_whatever_goes_wrong_the_blocks_are_taken_back_before_they_are_given_up(
                     assert isinstance(beat, Heartbeat)
                     consumer.receive(CONTROL, HeartbeatReply("e1", beat.beat, []), now)
     if trouble != "deadline":
-        assert of(consumer.take_actions(), TakeBack) == [TAKE_BACK]
+        assert of(consumer.take_actions(), RevokeWrites) == [TAKE_BACK]
     assert failures(consumer) == []
-    consumer.taken_back(R1, 1, now=500)
+    consumer.writes_revoked(R1, 1, now=500)
     assert len(failures(consumer)) == 1
-    assert consumer.num_pulls == 0
+    assert consumer.num_transfers == 0
 
 
 @pytest.mark.parametrize("what", ["written", "failed", "revoked"])
 def test_words_about_another_loan_or_from_somebody_else_are_ignored(what: str) -> None:
     consumer = lender()
     consumer.take_actions()
-    for address, number in ((CONTROL, 2), ("tcp://elsewhere:1", 1)):
+    for address, grant_id in ((CONTROL, 2), ("tcp://elsewhere:1", 1)):
         messages: dict[str, Written | WriteFailed | Revoked] = {
-            "written": Written(READER, number, 8, is_last=True),
-            "failed": WriteFailed(READER, number, "no"),
-            "revoked": Revoked(READER, number),
+            "written": Written(READER, grant_id, 8, is_last=True),
+            "failed": WriteFailed(READER, grant_id, "no"),
+            "revoked": Revoked(READER, grant_id),
         }
         message = messages[what]
         consumer.receive(address, message, now=2)
@@ -227,9 +227,9 @@ def test_an_abort_while_the_last_bytes_are_fenced_ends_it_once_they_are() -> Non
     consumer.take_actions()
     consumer.take_events()
     consumer.abort(R1, now=3)
-    assert consumer.take_events() == [PullGivenUp(R1, "the request was aborted")]
-    assert of(consumer.take_actions(), TakeBack) == [], "it is being taken back already"
-    consumer.taken_back(R1, 1, now=4)
+    assert consumer.take_events() == [TransferAbandoned(R1, "the request was aborted")]
+    assert of(consumer.take_actions(), RevokeWrites) == [], "it is being taken back already"
+    consumer.writes_revoked(R1, 1, now=4)
     assert failures(consumer) == ["the request was aborted"]
 
 
@@ -238,23 +238,23 @@ def test_a_producer_that_dies_after_its_last_word_does_no_harm() -> None:
     written(consumer)
     consumer.take_events()
     consumer.disconnected(CONTROL, now=3)
-    consumer.taken_back(R1, 1, now=4)
-    assert PullFinished(R1) in consumer.take_events()
+    consumer.writes_revoked(R1, 1, now=4)
+    assert TransferFinished(R1) in consumer.take_events()
 
 
 def test_a_staged_producer_is_not_lent_anything() -> None:
-    consumer = make_consumer(lends_by=frozenset({"memory"}), fenced=frozenset({"memory"}))
+    consumer = make_consumer(writable_transports=frozenset({"memory"}), fenced=frozenset({"memory"}))
     expect(consumer)
     [request] = sent(consumer.take_actions(), HandshakeRequest)
     assert isinstance(request, HandshakeRequest)
-    consumer.receive(SIDE, reply(request.nonce, is_staged=True), now=0)
+    consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
     consumer.peer_opened(PEER, "memory", now=0)
     consumer.start(R1, [[5, 6]], range(0, 8), now=1)
-    assert of(consumer.take_actions(), Lend) == []
+    assert of(consumer.take_actions(), GrantWrites) == []
 
 
-def test_planes_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> None:
-    consumer = make_consumer(lends_by=frozenset({"memory"}))
+def test_transports_are_looked_at_for_writers_only_while_something_is_waited_for_by_one_that_is_lent_by() -> None:
+    consumer = make_consumer(writable_transports=frozenset({"memory"}))
     assert not consumer.may_be_written("memory")
     consumer = lender()
     assert consumer.may_be_written("memory")

@@ -13,10 +13,10 @@ from kvferry.protocol.actions import StartRead
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Heartbeat, HeartbeatReply, PushRegistration
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.pulls import PushInfo
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.types import Address, EngineId, EngineLife, Epoch, PeerId, RequestId, Route
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 COUNT = 100_000
 PER_SECOND = 100
@@ -116,14 +116,14 @@ class Decoder:
 
     def __init__(self) -> None:
         self.consumer = make_consumer(offer_timeout_s=20)
-        self.life, self.peer = EngineLife(EngineId("p"), Epoch("e1")), PeerId(EngineId("p"), Epoch("e1"), 0)
+        self.incarnation, self.peer = EngineIncarnation(EngineId("p"), Epoch("e1")), PeerId(EngineId("p"), Epoch("e1"), 0)
         self.expect("first", 0)
         connect(self.consumer)
         self.consumer.settle(RequestId("first"), 0)
 
     def expect(self, name: str, now: float) -> RequestId:
-        invited = Invitation(f"handover {name}", TOKENS, OWN, f"push ticket {name}")
-        self.consumer.expect(RequestId(name), self.life, Address("p-host", 5600), 1, invited, now)
+        invited = PushInfo(f"handover {name}", TOKENS, OWN, f"push ticket {name}")
+        self.consumer.expect(RequestId(name), self.incarnation, Address("p-host", 5600), 1, invited, now)
         return RequestId(name)
 
     def register(self, number: int, now: float) -> None:
@@ -163,7 +163,7 @@ def _ask(decoder: Decoder, count: int, growth: Growth) -> None:
             decoder.pass_second(number, now)
         consumer.take_actions()
         consumer.take_events()
-        assert consumer.num_pulls <= 12 * PER_SECOND
+        assert consumer.num_transfers <= 12 * PER_SECOND
         growth.look(number)
 
 
@@ -176,7 +176,7 @@ def test_a_consumer_remembers_no_more_of_a_hundred_thousand_than_of_the_first() 
     assert growth.bytes < FEW_BYTES
     for later in range(1, 40):
         decoder.pass_second(COUNT + later * PER_SECOND, end_s + later)
-    assert decoder.consumer.num_pulls == 0
+    assert decoder.consumer.num_transfers == 0
 
 
 @pytest.mark.parametrize("is_string", [True, False])

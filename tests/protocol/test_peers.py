@@ -6,25 +6,25 @@ from kvferry.protocol import codec
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
-from kvferry.protocol.peers import Peer, PeerBook, PeerSettings
-from kvferry.types import Address, EngineId, EngineLife, Epoch, KVLayout, PeerId, Region
+from kvferry.protocol.peers import Peer, PeerSettings, PeerTable
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, KVLayout, PeerId, Region
 
 TTL_S = 100.0
 CONTROL = "tcp://p:6000"
 
 
 class Book:
-    """A peer book whose handshakes are all answered at once."""
+    """A peer table whose handshakes are all answered at once."""
 
     def __init__(self) -> None:
         geometry = Geometry(0, 1, 4, 8, KVLayout.HND, 1, 8, (Region("l0", 4096, 64, 64, 8),), 1)
         settings = PeerSettings(None, geometry, (OfferInfo("memory", "", b"us"),), (), handshake_timeout_s=5, idle_ttl_s=TTL_S)
         self.actions: list[Action] = []
-        self.book = PeerBook(settings, self.actions)
+        self.book = PeerTable(settings, self.actions)
 
     def meet(self, engine: str, epoch: str, control: str, now: float) -> PeerId:
-        life = EngineLife(EngineId(engine), Epoch(epoch))
-        assert isinstance(self.book.ensure(life, Address(engine, 5600), 1, now), Peer)
+        incarnation = EngineIncarnation(EngineId(engine), Epoch(epoch))
+        assert isinstance(self.book.ensure(incarnation, Address(engine, 5600), 1, now), Peer)
         [nonce] = [a.message.nonce for a in self.actions if isinstance(a, Send) and isinstance(a.message, HandshakeRequest)]
         region, offer = RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0), OfferInfo("memory", "", b"them")
         layout = codec.encode_layout(RankLayout(0, 1, 4, 16, "HND", 1, 8, control, [region], [offer], 1))
@@ -44,7 +44,7 @@ def test_a_peer_is_found_by_its_control_address_while_it_is_known() -> None:
     book = Book()
     p, q = book.meet("p", "e1", CONTROL, now=0), book.meet("q", "e1", "tcp://q:6000", now=0)
     assert (book.book.at(CONTROL), book.book.at("tcp://q:6000"), book.book.at("tcp://r:6000")) == (p, q, None)
-    book.book.lose(p.life, "it fell silent", now=1)
+    book.book.lose(p.incarnation, "it fell silent", now=1)
     assert (book.book.at(CONTROL), book.book.at("tcp://q:6000")) == (None, q)
 
 
@@ -52,17 +52,17 @@ def test_of_two_lives_at_one_address_the_later_is_found_also_when_the_earlier_is
     book = Book()
     old, new = book.meet("p", "e1", CONTROL, now=0), book.meet("p", "e2", CONTROL, now=1)
     assert book.book.at(CONTROL) == new
-    book.book.lose(old.life, "it was restarted", now=2)
+    book.book.lose(old.incarnation, "it was restarted", now=2)
     assert book.book.at(CONTROL) == new
 
 
 def test_only_those_that_nothing_has_used_for_the_whole_time_are_forgotten() -> None:
     book = Book()
     idle, used, busy = (book.meet(name, "e1", f"tcp://{name}:6000", now=0) for name in ("idle", "used", "busy"))
-    book.book.ensure(used.life, Address("used", 5600), 1, now=TTL_S / 2)
-    book.book.evict_idle(TTL_S - 1, {busy.life})
+    book.book.ensure(used.incarnation, Address("used", 5600), 1, now=TTL_S / 2)
+    book.book.evict_idle(TTL_S - 1, {busy.incarnation})
     assert book.closed() == []
-    book.book.evict_idle(TTL_S, {busy.life})
+    book.book.evict_idle(TTL_S, {busy.incarnation})
     assert book.closed() == [idle]
     book.book.evict_idle(TTL_S * 3 / 2, set())
     assert book.closed() == [used]
@@ -84,7 +84,7 @@ def test_a_peer_met_after_all_were_forgotten_is_forgotten_in_its_turn() -> None:
 
 def test_what_is_still_being_greeted_is_not_idle() -> None:
     book = Book()
-    life = EngineLife(EngineId("p"), Epoch("e1"))
-    book.book.ensure(life, Address("p", 5600), 1, now=0)
+    incarnation = EngineIncarnation(EngineId("p"), Epoch("e1"))
+    book.book.ensure(incarnation, Address("p", 5600), 1, now=0)
     book.book.evict_idle(TTL_S, set())
-    assert book.book.get(life) is not None
+    assert book.book.get(incarnation) is not None

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.protocol.caches import Bytes, Cache, Form, Model, put_in_order, read
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.arrangement import SMALL_RUN_BYTES
+from kvferry.protocol.arrangement import SMALL_SEGMENT_BYTES
 from kvferry.protocol.geometry import check_geometry
-from kvferry.protocol.placement import Placement
-from kvferry.protocol.planning import plan_placement, plan_read
+from kvferry.protocol.placement import BlockPermutation
+from kvferry.protocol.planning import plan_permutations, plan_read
 from kvferry.protocol.ranks import can_divide
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import KVLayout, MemoryKind
@@ -40,7 +40,7 @@ def forms(draw: st.DrawFn, heads: int) -> Form:
 @given(st.data())
 def test_each_needed_byte_is_covered_once_and_lands_in_its_place_and_no_other_is_written(data: st.DataObject) -> None:
     heads = data.draw(st.sampled_from([1, 2, 3, 4]), "heads")
-    model = Model(heads, GROUPS, data.draw(st.sampled_from([4, SMALL_RUN_BYTES // 2]), "item bytes"))
+    model = Model(heads, GROUPS, data.draw(st.sampled_from([4, SMALL_SEGMENT_BYTES // 2]), "item bytes"))
     at_p, at_d = data.draw(forms(heads), "P"), data.draw(forms(heads), "D")
     num_tokens = data.draw(st.integers(1, 24), "tokens on P")
     end = data.draw(st.integers(1, num_tokens), "loaded up to")
@@ -113,7 +113,7 @@ def moved_tokens(at_d: Form, at_p: Form, ours: list[int], theirs: list[int], tok
 def test_nothing_missing_is_nothing_to_move() -> None:
     cache = Cache(Model(), Form(), 0).geometry
     assert plan_read(cache, cache, range(2), [[1]], [[2]], range(4, 4)) == []
-    assert plan_placement(cache, [Cache(Model(), NHD, 0).geometry], [[1]], range(4, 4)) == []
+    assert plan_permutations(cache, [Cache(Model(), NHD, 0).geometry], [[1]], range(4, 4)) == []
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_block_lists_are_checked_before_any_address_is_computed(ours: list[list[
         plan_read(cache, cache, range(2), ours, theirs, range(0, 8))
 
 
-def pieces(local: Form, remote: Form, model: Model = Model()) -> list[tuple[int, list[int], list[int]]]:  # noqa: B008  frozen
+def segments(local: Form, remote: Form, model: Model = Model()) -> list[tuple[int, list[int], list[int]]]:  # noqa: B008  frozen
     """Of two blocks: size and offsets, per region of ours."""
     ours, theirs = Cache(model, local, 0), Cache(model, remote, 0)
     heads = range(min(ours.geometry.num_kv_heads, theirs.geometry.num_kv_heads))
     plan = plan_read(ours.geometry, theirs.geometry, heads, [[0, 5]], [[3, 1, 4, 2]], range(8))
-    return [(p.piece_bytes, p.local_offsets.tolist(), p.remote_offsets.tolist()) for p in plan]
+    return [(p.segment_bytes, p.local_offsets.tolist(), p.remote_offsets.tolist()) for p in plan]
 
 
 def test_equal_sides_move_whole_blocks() -> None:
-    assert pieces(NHD, NHD) == [(32, [0, 160], [96, 32])] * 2
+    assert segments(NHD, NHD) == [(32, [0, 160], [96, 32])] * 2
 
 
 def test_layers_that_move_the_same_runs_share_their_offsets_and_no_others_do() -> None:
@@ -159,18 +159,18 @@ def test_layers_that_move_the_same_runs_share_their_offsets_and_no_others_do() -
             assert (part.remote_offsets is other.remote_offsets) is is_alike
 
 
-def test_layers_that_share_blocks_on_both_sides_move_as_one_piece_per_block() -> None:
+def test_layers_that_share_blocks_on_both_sides_move_as_one_segment_per_block() -> None:
     shared = replace(HND, has_shared_blocks=True)
-    assert pieces(shared, shared) == [(64, [0, 320], [192, 64])]
-    assert pieces(shared, HND) == [(32, [0, 320], [96, 32]), (32, [32, 352], [96, 32])]
+    assert segments(shared, shared) == [(64, [0, 320], [192, 64])]
+    assert segments(shared, HND) == [(32, [0, 320], [96, 32]), (32, [32, 352], [96, 32])]
 
 
-def test_with_the_heads_outside_a_range_of_them_is_one_piece_per_block() -> None:
-    assert pieces(replace(HND, tp_size=2), HND) == [(16, [0, 80], [96, 32])] * 2
+def test_with_the_heads_outside_a_range_of_them_is_one_segment_per_block() -> None:
+    assert segments(replace(HND, tp_size=2), HND) == [(16, [0, 80], [96, 32])] * 2
 
 
 def test_with_the_tokens_outside_blocks_of_unequal_size_move_as_whole_smaller_ones() -> None:
-    assert [size for size, *_ in pieces(NHD, replace(NHD, block_size=2))] == [16, 16] * 2
+    assert [size for size, *_ in segments(NHD, replace(NHD, block_size=2))] == [16, 16] * 2
 
 
 @pytest.mark.parametrize("form", [HND, NHD, replace(HND, parts=2)])
@@ -183,34 +183,34 @@ def test_regions_of_which_one_is_not_understood_move_whole_blocks_of_both(form: 
 
 
 def test_small_runs_are_read_in_the_producers_order_and_put_into_ours_afterwards() -> None:
-    assert pieces(HND, NHD) == pieces(HND, HND)
+    assert segments(HND, NHD) == segments(HND, HND)
     ours, theirs = Cache(Model(), HND, 0), Cache(Model(), NHD, 0)
-    [first, second] = plan_placement(ours.geometry, [theirs.geometry], [[0, HOLE, 5]], range(12))
+    [first, second] = plan_permutations(ours.geometry, [theirs.geometry], [[0, HOLE, 5]], range(12))
     assert (first.region, second.region, first.offsets.tolist()) == (0, 1, [0, 160])
     assert sorted(zip(first.shape, first.arrived, first.wanted, strict=True)) == [(2, 4, 16), (4, 8, 4)]
 
 
 def test_long_runs_are_read_straight_into_their_place() -> None:
-    model = Model(item_bytes=SMALL_RUN_BYTES)
+    model = Model(item_bytes=SMALL_SEGMENT_BYTES)
     ours, theirs = Cache(model, HND, 0), Cache(model, NHD, 0)
-    assert plan_placement(ours.geometry, [theirs.geometry], [[0]], range(4)) == []
-    assert {size for size, *_ in pieces(HND, NHD, model)} == {SMALL_RUN_BYTES}
+    assert plan_permutations(ours.geometry, [theirs.geometry], [[0]], range(4)) == []
+    assert {size for size, *_ in segments(HND, NHD, model)} == {SMALL_SEGMENT_BYTES}
 
 
 def test_memory_that_cannot_be_rearranged_here_is_filled_in_its_own_order() -> None:
     far = replace(HND, memory=MemoryKind.VRAM)
-    assert plan_placement(Cache(Model(), far, 0).geometry, [Cache(Model(), NHD, 0).geometry], [[0]], range(4)) == []
-    assert {size for size, *_ in pieces(far, NHD)} == {4}
+    assert plan_permutations(Cache(Model(), far, 0).geometry, [Cache(Model(), NHD, 0).geometry], [[0]], range(4)) == []
+    assert {size for size, *_ in segments(far, NHD)} == {4}
 
 
 def test_ranks_that_arrange_their_blocks_differently_are_not_placed() -> None:
     ours = Cache(Model(heads=4), replace(HND, tp_size=1), 0).geometry
     theirs = [Cache(Model(heads=4), replace(form, tp_size=2), rank).geometry for rank, form in enumerate((HND, NHD))]
     with pytest.raises(RemoteProtocolError, match="differently"):
-        plan_placement(ours, theirs, [[0]], range(4))
+        plan_permutations(ours, theirs, [[0]], range(4))
 
 
 def test_the_check_of_placement_would_see_a_wrong_order() -> None:
     memory: Bytes = np.arange(8, dtype=np.uint8).reshape(1, 8)
-    put_in_order(memory, Placement(0, 8, np.zeros(1, np.int64), 1, (2, 4), (1, 2), (4, 1)))
+    put_in_order(memory, BlockPermutation(0, 8, np.zeros(1, np.int64), 1, (2, 4), (1, 2), (4, 1)))
     assert memory.tolist() == [[0, 2, 4, 6, 1, 3, 5, 7]]

@@ -9,7 +9,7 @@ from kvferry.protocol import producer as producer_module
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
-from kvferry.protocol.producer import Producer, ProducerSettings, Reply
+from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
@@ -39,7 +39,7 @@ def test_attach_confirm_frees_the_blocks() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
     assert producer.take_replies() == []
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
-    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1"))]
+    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1"))]
     assert ended(producer) == [("a", LeaseEnd.CONFIRMED)]
     assert producer.num_leases == 0
 
@@ -69,7 +69,7 @@ def test_a_ticket_that_overtakes_its_grant_is_good() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
     producer.receive(D, Confirm("e1", "a", "d/1"), now=1)
-    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, [])), Reply(D, Confirmed("a", "d/1"))]
+    assert producer.take_replies() == [ProducerReply(D, HeartbeatReply("e1", 1, [])), ProducerReply(D, Confirmed("a", "d/1"))]
     assert ended(producer) == []
     producer.grant(A, 1, now=2)
     assert producer.take_replies() == []
@@ -137,12 +137,12 @@ def test_a_ticket_handed_back_before_its_grant_is_remembered_while_a_reader_wait
 def test_a_ticket_handed_back_ends_its_own_lease_and_no_later_one_of_that_name() -> None:
     producer = make_producer()
     producer.grant(A, 1, now=0)
-    producer.hand_back(A, 1)
+    producer.release_ticket(A, 1)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.grant(A, 2, now=1)
-    producer.hand_back(A, 1)
+    producer.release_ticket(A, 1)
     assert ended(producer) == []
-    producer.hand_back(A, 2)
+    producer.release_ticket(A, 2)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
@@ -171,7 +171,7 @@ def test_a_ticket_of_a_lease_that_is_over_is_refused_at_once() -> None:
     producer.grant(A, 1, now=0)
     producer.abandon(A)
     producer.receive(D, Attach(ticket(), "d/1"), now=2)
-    assert producer.take_replies() == [Reply(D, Refused("a", "d/1", "the lease has ended", 1))]
+    assert producer.take_replies() == [ProducerReply(D, Refused("a", "d/1", "the lease has ended", 1))]
 
 
 def test_heartbeats_name_the_leases_that_are_gone() -> None:
@@ -179,7 +179,7 @@ def test_heartbeats_name_the_leases_that_are_gone() -> None:
     producer.grant(A, 1, now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a", "b,c"]), now=25)
     producer.receive(D, Heartbeat("e0", 2, ["a"]), now=25)
-    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, ["b,c"])), Reply(D, HeartbeatReply("e1", 2, ["a"]))]
+    assert producer.take_replies() == [ProducerReply(D, HeartbeatReply("e1", 1, ["b,c"])), ProducerReply(D, HeartbeatReply("e1", 2, ["a"]))]
     producer.advance(now=44)
     assert producer.num_leases == 1
 
@@ -197,7 +197,7 @@ def test_messages_for_an_earlier_life_change_nothing() -> None:
 
 
 def test_waiting_claims_and_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(producer_module, "MAX_CLAIMS", 1)
+    monkeypatch.setattr(producer_module, "MAX_PENDING_TICKETS", 1)
     monkeypatch.setattr("kvferry.protocol.leases.MAX_READERS", 1)
     producer = make_producer()
     producer.receive(D, Attach(ticket("a", 1), "d/1"), now=0)
@@ -213,7 +213,7 @@ def test_a_reader_before_the_grant_brings_its_companions_along() -> None:
     producer.receive(D, Attach(ticket(), "d/1/0", "", ["d/1/1"]), now=0)
     producer.receive(D, Confirm("e1", "a", "d/1/0"), now=0)
     producer.grant(A, 1, now=1)
-    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1/0"))]
+    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1/0"))]
     assert ended(producer) == []
     producer.receive(D, Attach(ticket(), "d/1/1", "", ["d/1/0"]), now=2)
     producer.receive(D, Confirm("e1", "a", "d/1/1"), now=2)
@@ -266,12 +266,12 @@ class ProducerMachine(RuleBasedStateMachine):
         serial=st.integers(1, 6),
         reader=st.sampled_from("xyz"),
         kind=st.sampled_from([Attach, Confirm, Detach, Heartbeat]),
-        companions=st.lists(st.sampled_from("xyz"), max_size=2),
+        sibling_ranks=st.lists(st.sampled_from("xyz"), max_size=2),
     )
-    def receive(self, serial: int, reader: str, kind: type, companions: list[str]) -> None:
+    def receive(self, serial: int, reader: str, kind: type, sibling_ranks: list[str]) -> None:
         lease = f"r{serial}"
         if kind is Attach and serial <= self.issued:
-            self.producer.receive(D, Attach(ticket(lease, serial), reader, "", companions), self.now)
+            self.producer.receive(D, Attach(ticket(lease, serial), reader, "", sibling_ranks), self.now)
         elif kind is Heartbeat:
             self.producer.receive(D, Heartbeat("e1", 1, [lease]), self.now)
         elif kind is not Attach:
@@ -280,7 +280,7 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule(serial=st.integers(1, 6))
     def abandon(self, serial: int) -> None:
         if serial <= self.granted:
-            self.producer.hand_back(RequestId(f"r{serial}"), serial)
+            self.producer.release_ticket(RequestId(f"r{serial}"), serial)
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:

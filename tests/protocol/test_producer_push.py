@@ -18,7 +18,7 @@ from kvferry.protocol.messages import (
     PushRegistration,
     PushWithdrawal,
     Refused,
-    WriteLease,
+    WriteGrantInfo,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
@@ -35,8 +35,8 @@ def make_producer() -> Producer:
     return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5), KEY, PUSH_KEY, no_writers())
 
 
-def push_ticket(handover: str = "h1", engine: str = "p", epoch: str = "e1") -> str:
-    return PUSH_KEY.sign(PushTicket(handover, engine, epoch, "p-host", 5600, 1))
+def push_ticket(match_id: str = "h1", engine: str = "p", epoch: str = "e1") -> str:
+    return PUSH_KEY.sign(PushTicket(match_id, engine, epoch, "p-host", 5600, 1))
 
 
 def registration(request: str = "r", rank: int = 0, epoch: str = "e1", engine: str = "d") -> PushRegistration:
@@ -138,7 +138,7 @@ def test_a_registration_meant_for_an_earlier_life_is_refused() -> None:
 def test_who_waits_for_a_prefill_that_failed_is_told() -> None:
     producer = make_producer()
     producer.receive(ROUTE, registration(), now=0)
-    producer.withhold(A, "h1", "it was aborted", now=1)
+    producer.fail_prefill(A, "h1", "it was aborted", now=1)
     assert said(producer) == [Refused("", "d/r/0", "it was aborted")]
 
 
@@ -208,7 +208,7 @@ def test_readers_ahead_of_an_open_lease_are_served_when_it_is_there() -> None:
 
 def test_an_open_prefill_that_is_aborted_is_refused_to_its_readers() -> None:
     producer = opened()
-    producer.withhold(A, "h1", "it was aborted", now=1)
+    producer.fail_prefill(A, "h1", "it was aborted", now=1)
     assert said(producer) == [Refused("", "d/r/0", "it was aborted")]
     assert (producer.num_leases, producer.take_ended()) == (0, [])
 
@@ -216,7 +216,7 @@ def test_an_open_prefill_that_is_aborted_is_refused_to_its_readers() -> None:
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_reader_that_was_written_to_and_falls_silent_lets_the_lease_run_out(is_open: bool) -> None:
     producer = make_producer()
-    lease = WriteLease(1, "memory", 0, [[1, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
+    lease = WriteGrantInfo(1, "memory", 0, [[1, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
     producer.receive(ROUTE, msgspec.structs.replace(registration(), decode_epoch="d1", write=lease), now=0)
     if is_open:
         producer.open(A, 1, now=1)

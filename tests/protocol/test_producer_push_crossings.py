@@ -94,7 +94,7 @@ def test_what_nobody_will_come_for_is_freed_at_its_end_also_when_it_was_computed
 
 
 def test_one_that_comes_after_all_is_not_among_those_that_need_nothing() -> None:
-    """The negative control: the prefill is computed anew, and another reader of the same request has registered meanwhile."""
+    """The negative control: the prefill is computed again, and another reader of the same request has registered meanwhile."""
     producer = opened()
     producer.receive(ROUTE, cancel(), now=1)
     producer.withdraw(A, 1, now=2)

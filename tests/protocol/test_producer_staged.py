@@ -6,9 +6,9 @@ from hypothesis.stateful import rule
 from tests.protocol.caches import no_writers
 from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make_producer, ticket
 
-from kvferry.protocol.actions import Expose
+from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
-from kvferry.protocol.producer import Producer, ProducerSettings, Reply
+from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
@@ -17,14 +17,14 @@ BLOCKS = ((3, 4), (7,))
 
 
 def make_staged() -> Producer:
-    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, is_staged=True)
+    settings = ProducerSettings(EngineId("p"), Epoch("e1"), lease_ttl_s=30, lease_extension_s=20, grant_wait_s=5, uses_host_buffer=True)
     return Producer(settings, KEY, PushTicketKey(b"secret"), no_writers())
 
 
 def granted() -> Producer:
     producer = make_staged()
     producer.grant(A, 1, 0, BLOCKS)
-    assert producer.take_actions() == [Expose(A, BLOCKS, 1)]
+    assert producer.take_actions() == [CopyToHostBuffer(A, BLOCKS, 1)]
     assert producer.take_actions() == []
     return producer
 
@@ -40,28 +40,28 @@ def test_readers_are_told_when_the_copy_is_there() -> None:
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
     producer.receive(E, Attach(ticket(), "e/1"), now=1)
     assert producer.take_replies() == []
-    producer.exposed(1, None, now=2)
-    assert producer.take_replies() == [Reply(D, Ready("a", "d/1")), Reply(E, Ready("a", "e/1"))]
+    producer.copied_to_host_buffer(1, None, now=2)
+    assert producer.take_replies() == [ProducerReply(D, Ready("a", "d/1")), ProducerReply(E, Ready("a", "e/1"))]
     producer.receive(D, Confirm("e1", "a", "d/1"), now=2)
-    assert producer.take_replies() == [Reply(D, Confirmed("a", "d/1"))]
+    assert producer.take_replies() == [ProducerReply(D, Confirmed("a", "d/1"))]
 
 
 def test_a_reader_that_comes_after_the_copy_is_told_at_once() -> None:
     producer = granted()
-    producer.exposed(1, None, now=2)
+    producer.copied_to_host_buffer(1, None, now=2)
     producer.receive(D, Attach(ticket(), "d/1"), now=1)
-    assert producer.take_replies() == [Reply(D, Ready("a", "d/1"))]
+    assert producer.take_replies() == [ProducerReply(D, Ready("a", "d/1"))]
 
 
 def test_a_reader_that_overtook_the_grant_is_told_after_grant_and_copy() -> None:
     producer = make_staged()
     producer.receive(D, Attach(ticket(), "d/1"), now=0)
     producer.receive(D, Heartbeat("e1", 1, ["a"]), now=1)
-    assert producer.take_replies() == [Reply(D, HeartbeatReply("e1", 1, []))]
+    assert producer.take_replies() == [ProducerReply(D, HeartbeatReply("e1", 1, []))]
     producer.grant(A, 1, 1, BLOCKS)
     assert producer.take_replies() == []
-    producer.exposed(1, None, now=2)
-    assert producer.take_replies() == [Reply(D, Ready("a", "d/1"))]
+    producer.copied_to_host_buffer(1, None, now=2)
+    assert producer.take_replies() == [ProducerReply(D, Ready("a", "d/1"))]
 
 
 def test_nobody_is_confirmed_before_the_copy_is_there() -> None:
@@ -92,7 +92,7 @@ def test_the_end_of_a_lease_is_not_reported_while_its_blocks_are_copied(how: str
     if how == "abandoned":
         producer.abandon(A)
     assert (ended(producer), producer.num_leases) == ([], 1)
-    producer.exposed(1, None, now=2)
+    producer.copied_to_host_buffer(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.EXPIRED if how == "expired" else LeaseEnd.RELEASED)]
     assert (producer.take_replies(), producer.num_leases) == ([], 0)
 
@@ -103,14 +103,14 @@ def test_one_that_left_before_the_grant_does_not_free_blocks_that_are_copied() -
     producer.receive(D, Detach("e1", "a", "d/1"), now=0)
     producer.grant(A, 1, 1, BLOCKS)
     assert ended(producer) == []
-    producer.exposed(1, None, now=2)
+    producer.copied_to_host_buffer(1, None, now=2)
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
 
 
 def test_a_copy_that_fails_is_told_to_the_readers_and_frees_the_blocks() -> None:
     producer = granted()
     producer.receive(D, Attach(ticket(), "d/1", "", ["d/1/1"]), now=1)
-    producer.exposed(1, "no memory", now=2)
+    producer.copied_to_host_buffer(1, "no memory", now=2)
     assert refusals(producer) == ["the blocks could not be copied to the host buffer: no memory"]
     assert ended(producer) == [("a", LeaseEnd.RELEASED)]
     producer.receive(D, Attach(ticket(), "d/1/1"), now=2)
@@ -131,7 +131,7 @@ class StagedMachine(ProducerMachine):
     def end_copy(self, serial: int, error: str | None) -> None:
         request = RequestId(f"r{serial}")
         if request in self.copying:
-            self.producer.exposed(self.copying.pop(request), error, self.now)
+            self.producer.copied_to_host_buffer(self.copying.pop(request), error, self.now)
 
     def confirmations_come_before_the_end(self) -> None:
         for action in self.producer.take_actions():

@@ -1,11 +1,12 @@
-"""A staged producer that hands a prefill over while it computes: each piece is copied, then offered, and what was withdrawn counts for
-nobody."""
+"""A producer with a host buffer that hands a prefill over while it computes: each segment is copied, then offered, and what was withdrawn
+counts for nobody.
+"""
 
 import pytest
 from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, ROUTE, A, registration, said
 
-from kvferry.protocol.actions import Expose
+from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.leases import EndedLease
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, PushOffer, PushWithdrawal, Ready, Refused
@@ -23,7 +24,7 @@ def ticket(ready: int, serial: int = 1, blocks: tuple[int, ...] = (3, 4, 5)) -> 
 
 
 def make_staged() -> Producer:
-    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, is_staged=True), KEY, PUSH_KEY, no_writers())
+    return Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True), KEY, PUSH_KEY, no_writers())
 
 
 def publish(producer: Producer, ready: int, *blocks: int, serial: int = 1) -> None:
@@ -37,7 +38,7 @@ def begun(*requests: str) -> Producer:
         producer.receive(ROUTE, registration(request), now=0)
     producer.open(A, 1, now=0)
     publish(producer, 4, 3)
-    assert producer.take_actions() == [Expose(A, ((3,),), 1)]
+    assert producer.take_actions() == [CopyToHostBuffer(A, ((3,),), 1)]
     assert said(producer) == []
     return producer
 
@@ -46,37 +47,37 @@ def offer(ready: int, serial: int = 1, reader: str = READER) -> PushOffer:
     return PushOffer(reader, ticket(ready, serial), ready)
 
 
-def test_each_piece_is_offered_when_it_is_copied_and_the_reader_reads_on() -> None:
+def test_each_segment_is_offered_when_it_is_copied_and_the_reader_reads_on() -> None:
     producer = begun("r")
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     assert said(producer) == [offer(4)]
     publish(producer, 8, 4)
     producer.receive(ROUTE, Attach(ticket(4), READER), now=2)
     assert said(producer) == [Ready("a", READER)], "what it was offered is there, whatever is copied meanwhile"
-    producer.exposed(2, None, now=3)
+    producer.copied_to_host_buffer(2, None, now=3)
     assert said(producer) == [offer(8)]
     producer.close(A, 4, ((5,),))
     publish(producer, 12)
     assert said(producer) == []
-    producer.exposed(3, None, now=5)
+    producer.copied_to_host_buffer(3, None, now=5)
     assert said(producer) == [offer(12)]
     producer.receive(ROUTE, Confirm("e1", "a", READER, 1), now=6)
     assert said(producer) == [Confirmed("a", READER)]
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.CONFIRMED)]
 
 
-def test_a_piece_whose_copy_ends_early_waits_for_those_before_it() -> None:
+def test_a_segment_whose_copy_ends_early_waits_for_those_before_it() -> None:
     producer = begun("r")
     publish(producer, 8, 4)
-    producer.exposed(2, None, now=1)
+    producer.copied_to_host_buffer(2, None, now=1)
     assert said(producer) == []
-    producer.exposed(1, None, now=2)
+    producer.copied_to_host_buffer(1, None, now=2)
     assert said(producer) == [offer(8)]
 
 
 def test_every_choice_of_a_request_is_offered_and_told() -> None:
     producer = begun("r", "s")
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     assert said(producer) == [offer(4), offer(4, reader="d/s/0")]
     for reader in (READER, "d/s/0"):
         producer.receive(ROUTE, Attach(ticket(4), reader), now=2)
@@ -89,7 +90,7 @@ def test_a_reader_that_another_ranks_offer_has_brought_is_told_with_its_offer() 
     assert said(producer) == []
     producer.receive(ROUTE, Confirm("e1", "a", READER, 1), now=0)
     assert [message.reason for message in said(producer) if isinstance(message, Refused)] == ["the blocks were not ready to be read"]
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     assert said(producer) == [offer(4), Ready("a", READER)]
 
 
@@ -97,7 +98,7 @@ def test_a_reader_that_another_ranks_offer_has_brought_is_told_with_its_offer() 
 def test_a_reader_with_the_whole_ticket_is_told_when_all_is_copied(comes: str) -> None:
     """It was not offered anything: a router that asked the prefill side first has sent it."""
     producer = begun()
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     if comes == "before the end":
         producer.receive(ROUTE, Attach(ticket(12), "x"), now=1)
     producer.close(A, 2, ((4, 5),))
@@ -105,7 +106,7 @@ def test_a_reader_with_the_whole_ticket_is_told_when_all_is_copied(comes: str) -
     if comes == "after the end":
         producer.receive(ROUTE, Attach(ticket(12), "x"), now=2)
     assert said(producer) == []
-    producer.exposed(2, None, now=3)
+    producer.copied_to_host_buffer(2, None, now=3)
     assert said(producer) == [Ready("a", "x")]
 
 
@@ -114,10 +115,10 @@ def test_what_was_copied_for_a_withdrawn_prefill_is_offered_to_nobody() -> None:
     producer.withdraw(A, 1, now=1)
     producer.open(A, 2, now=1)
     publish(producer, 4, 7, serial=2)
-    assert producer.take_actions() == [Expose(A, ((7,),), 2)]
-    producer.exposed(1, None, now=2)
+    assert producer.take_actions() == [CopyToHostBuffer(A, ((7,),), 2)]
+    producer.copied_to_host_buffer(1, None, now=2)
     assert said(producer) == []
-    producer.exposed(2, None, now=3)
+    producer.copied_to_host_buffer(2, None, now=3)
     assert said(producer) == [offer(4, serial=2)]
 
 
@@ -129,9 +130,9 @@ def test_a_block_that_is_still_copied_for_a_withdrawn_prefill_is_copied_again_af
     publish(producer, 4, 3, serial=2)
     assert producer.take_actions() == []
     assert producer.is_copying([3])
-    producer.exposed(1, None, now=2)
-    assert (said(producer), producer.take_actions()) == ([], [Expose(A, ((3,),), 2)])
-    producer.exposed(2, None, now=3)
+    producer.copied_to_host_buffer(1, None, now=2)
+    assert (said(producer), producer.take_actions()) == ([], [CopyToHostBuffer(A, ((3,),), 2)])
+    producer.copied_to_host_buffer(2, None, now=3)
     assert said(producer) == [offer(4, serial=2)]
     assert not producer.is_copying([3])
 
@@ -142,20 +143,20 @@ def test_a_copy_that_waits_for_its_turn_is_dropped_with_its_lease() -> None:
     producer.open(A, 2, now=1)
     publish(producer, 4, 3, serial=2)
     producer.withdraw(A, 2, now=2)
-    producer.exposed(1, None, now=3)
+    producer.copied_to_host_buffer(1, None, now=3)
     assert producer.take_actions() == []
     assert not producer.is_copying([3])
 
 
 def test_a_withdrawal_of_what_was_offered_is_told_and_nobody_is_confirmed() -> None:
     producer = begun("r")
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     producer.receive(ROUTE, Attach(ticket(4), READER), now=2)
     publish(producer, 8, 4)
     said(producer)
     producer.withdraw(A, 1, now=3)
     assert said(producer) == [PushWithdrawal(READER, 1)]
-    producer.exposed(2, None, now=4)
+    producer.copied_to_host_buffer(2, None, now=4)
     assert said(producer) == []
     producer.receive(ROUTE, Confirm("e1", "a", READER, 1), now=4)
     assert [type(message) for message in said(producer)] == [Refused]
@@ -166,20 +167,20 @@ def test_the_end_of_a_lease_is_reported_when_its_last_copy_has_ended(how: str) -
     producer = begun()
     producer.close(A, 1, ((4, 5),))
     publish(producer, 12)
-    producer.exposed(2, None, now=2)
+    producer.copied_to_host_buffer(2, None, now=2)
     if how == "expires":
         producer.advance(now=32)
     else:
         producer.abandon(A)
     assert (producer.take_ended(), producer.num_leases) == ([], 1)
-    producer.exposed(1, None, now=33)
+    producer.copied_to_host_buffer(1, None, now=33)
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.EXPIRED if how == "expires" else LeaseEnd.RELEASED)]
     assert (said(producer), producer.num_leases) == ([], 0)
 
 
 def test_a_lease_that_ends_with_its_prefill_copies_nothing_more() -> None:
     producer = begun("r")
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     producer.receive(ROUTE, Attach(ticket(4), READER), now=2)
     producer.receive(ROUTE, Detach("e1", "a", READER), now=2)
     producer.close(A, 3, ((4, 5),))
@@ -189,19 +190,19 @@ def test_a_lease_that_ends_with_its_prefill_copies_nothing_more() -> None:
 def test_a_prefill_that_is_aborted_while_it_is_copied_is_refused_and_nothing_is_reported() -> None:
     """The engine has taken the blocks back already."""
     producer = begun("r")
-    producer.withhold(A, "h1", "aborted", now=1)
+    producer.fail_prefill(A, "h1", "aborted", now=1)
     assert said(producer) == [Refused("", READER, "aborted")]
-    producer.exposed(1, None, now=2)
+    producer.copied_to_host_buffer(1, None, now=2)
     assert (said(producer), producer.take_ended(), producer.num_leases) == ([], [], 0)
 
 
-def test_a_piece_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> None:
+def test_a_segment_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_back_when_they_are_computed() -> None:
     producer = begun("r")
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     producer.receive(ROUTE, Attach(ticket(4), READER), now=1)
     said(producer)
     publish(producer, 8, 4)
-    producer.exposed(2, "no memory", now=2)
+    producer.copied_to_host_buffer(2, "no memory", now=2)
     reason = "the blocks could not be copied to the host buffer: no memory"
     assert said(producer) == [Refused("", READER, reason)]
     producer.receive(ROUTE, Attach(ticket(4), "late"), now=3)
@@ -216,14 +217,14 @@ def test_a_piece_that_cannot_be_copied_fails_the_readers_and_the_blocks_come_bac
     assert (said(producer), producer.num_leases) == ([], 0)
 
 
-def test_of_two_pieces_that_cannot_be_copied_readers_hear_once() -> None:
+def test_of_two_segments_that_cannot_be_copied_readers_hear_once() -> None:
     producer = begun("r")
     publish(producer, 8, 4)
     producer.close(A, 1, ((5,),))
-    producer.exposed(1, "no memory", now=2)
+    producer.copied_to_host_buffer(1, "no memory", now=2)
     assert producer.take_ended() == []
-    producer.exposed(2, "no memory", now=2)
-    producer.exposed(3, None, now=2)
+    producer.copied_to_host_buffer(2, "no memory", now=2)
+    producer.copied_to_host_buffer(3, None, now=2)
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
 
 
@@ -231,31 +232,31 @@ def test_of_two_pieces_that_cannot_be_copied_readers_hear_once() -> None:
 def test_a_prefill_that_cannot_be_copied_is_reported_after_its_other_copies_whoever_leaves(leaves: bool) -> None:
     producer = begun("r")
     publish(producer, 8, 4)
-    assert producer.take_actions() == [Expose(A, ((4,),), 2)]
+    assert producer.take_actions() == [CopyToHostBuffer(A, ((4,),), 2)]
     producer.receive(ROUTE, Attach(ticket(4), READER), now=1)
-    producer.exposed(1, "no memory", now=2)
+    producer.copied_to_host_buffer(1, "no memory", now=2)
     if leaves:
         producer.receive(ROUTE, Detach("e1", "a", READER), now=3)
     producer.close(A, 4, ((5,),))
     assert (producer.take_ended(), producer.num_leases) == ([], 1)
-    producer.exposed(2, None, now=5)
+    producer.copied_to_host_buffer(2, None, now=5)
     assert producer.take_ended() == [EndedLease(A, LeaseEnd.RELEASED)]
     assert producer.take_actions() == []
 
 
-def test_after_one_piece_has_failed_the_others_bring_nothing() -> None:
+def test_after_one_segment_has_failed_the_others_bring_nothing() -> None:
     producer = begun("r")
     publish(producer, 8, 4)
-    producer.exposed(1, "no memory", now=2)
+    producer.copied_to_host_buffer(1, "no memory", now=2)
     said(producer)
-    producer.exposed(2, None, now=3)
+    producer.copied_to_host_buffer(2, None, now=3)
     assert (said(producer), producer.take_ended()) == ([], [])
 
 
 def test_where_there_is_nothing_new_to_copy_the_offer_goes_at_once() -> None:
     """All that the step has filled lies before what the last token looks at."""
     producer = begun("r")
-    producer.exposed(1, None, now=1)
+    producer.copied_to_host_buffer(1, None, now=1)
     said(producer)
     publish(producer, 8)
     assert said(producer) == [offer(8)]
@@ -270,5 +271,5 @@ def test_a_granted_prefill_is_offered_at_once_and_read_when_it_is_copied() -> No
     assert said(producer) == [offer(12)]
     producer.receive(ROUTE, Attach(ticket(12), READER), now=1)
     assert said(producer) == []
-    producer.exposed(1, None, now=2)
+    producer.copied_to_host_buffer(1, None, now=2)
     assert said(producer) == [Ready("a", READER)]

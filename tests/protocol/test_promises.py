@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from tests.protocol.test_consumer import CONTROL, PEER, R1, ConsumerMachine, connect, make_consumer, of, sent, ticket
 
-from kvferry.events import Event, HandshakeFailed, KeptBlocksFetched, PullFailed, PullFinished, PullPromised, PullRefused
+from kvferry.events import (
+    Event,
+    HandshakeFailed,
+    ReservationGranted,
+    ReservationRefused,
+    RetainedBlocksFetched,
+    TransferFailed,
+    TransferFinished,
+)
 from kvferry.protocol.actions import StartRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.messages import Attach, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
@@ -22,7 +30,7 @@ def kept_ticket() -> Ticket:
 
 def asking() -> Consumer:
     consumer = make_consumer()
-    consumer.try_to_track(R1, kept_ticket(), "T1", now=0)
+    consumer.track_optional(R1, kept_ticket(), "T1", now=0)
     assert sent(connect(consumer), Attach) == [Attach("T1", "d/r1/0", "memory", wants_ready=True)]
     assert consumer.take_events() == []
     return consumer
@@ -31,7 +39,7 @@ def asking() -> Consumer:
 def promised() -> Consumer:
     consumer = asking()
     consumer.receive(CONTROL, READY, now=1)
-    assert consumer.take_events() == [PullPromised(R1)]
+    assert consumer.take_events() == [ReservationGranted(R1)]
     return consumer
 
 
@@ -41,8 +49,8 @@ def test_the_whole_way_from_the_question_to_the_bytes() -> None:
     assert len(of(consumer.take_actions(), StartRead)) == 1
     consumer.read_ended(R1, PEER, None, now=3)
     consumer.receive(CONTROL, Confirmed("a", "d/r1/0"), now=4)
-    assert consumer.take_events() == [KeptBlocksFetched(R1, 8, 128), PullFinished(R1)]
-    assert consumer.num_pulls == 0
+    assert consumer.take_events() == [RetainedBlocksFetched(R1, 8, 128), TransferFinished(R1)]
+    assert consumer.num_transfers == 0
 
 
 def test_heartbeats_go_by_what_readers_have_to_keep_to_not_by_how_long_it_is_kept() -> None:
@@ -54,7 +62,7 @@ def test_heartbeats_go_by_what_readers_have_to_keep_to_not_by_how_long_it_is_kep
 
 
 def refused(consumer: Consumer) -> str:
-    [reason] = [event.reason for event in consumer.take_events() if isinstance(event, PullRefused)]
+    [reason] = [event.reason for event in consumer.take_events() if isinstance(event, ReservationRefused)]
     return reason
 
 
@@ -65,7 +73,7 @@ def test_a_refusal_is_told_before_there_are_blocks_and_nothing_fails() -> None:
     consumer.receive(CONTROL, Refused("a", "d/r1/0", "again"), now=2)
     consumer.settle(R1, now=2)
     assert consumer.take_events() == []
-    assert (consumer.num_pulls, consumer.next_deadline()) == (0, None)
+    assert (consumer.num_transfers, consumer.next_deadline()) == (0, None)
 
 
 def test_a_keeper_that_does_not_answer_is_done_without() -> None:
@@ -77,12 +85,12 @@ def test_a_keeper_that_does_not_answer_is_done_without() -> None:
 
 def test_one_that_cannot_be_reached_is_done_without_at_once_the_second_time() -> None:
     consumer = make_consumer()
-    consumer.try_to_track(R1, kept_ticket(), "T1", now=0)
+    consumer.track_optional(R1, kept_ticket(), "T1", now=0)
     consumer.advance(now=5)
     events = consumer.take_events()
-    assert [type(event) for event in events] == [HandshakeFailed, PullRefused]
+    assert [type(event) for event in events] == [HandshakeFailed, ReservationRefused]
     consumer.settle(R1, now=5)
-    consumer.try_to_track(R1, kept_ticket(), "T1", now=5)
+    consumer.track_optional(R1, kept_ticket(), "T1", now=5)
     assert refused(consumer)
 
 
@@ -91,7 +99,7 @@ def test_one_that_is_lost_after_its_promise_is_told_too() -> None:
     consumer.disconnected(CONTROL, now=2)
     assert refused(consumer)
     consumer.start(R1, [[5, 6]], range(0, 8), now=3)
-    assert [type(event) for event in consumer.take_events()] == [PullFailed], "the engine's blocks had crossed the news"
+    assert [type(event) for event in consumer.take_events()] == [TransferFailed], "the engine's blocks had crossed the news"
 
 
 def test_a_promise_is_given_back_when_no_blocks_come() -> None:
@@ -121,10 +129,10 @@ class PromiseMachine(ConsumerMachine):
         self.promised: set[RequestId] = set()
 
     @rule()
-    def try_to_track(self) -> None:
+    def track_optional(self) -> None:
         self.count += 1
         self.unsure.add(RequestId(f"r{self.count}"))
-        self.consumer.try_to_track(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
+        self.consumer.track_optional(RequestId(f"r{self.count}"), ticket(f"a{self.count}", self.count), "T", self.now)
 
     @rule(request=ConsumerMachine.requests)
     def start(self, request: RequestId) -> None:
@@ -153,15 +161,15 @@ class PromiseMachine(ConsumerMachine):
 
     def is_by_the_way(self, event: Event) -> bool:
         match event:
-            case PullPromised(request):
+            case ReservationGranted(request):
                 assert request in self.unsure
                 self.unsure.discard(request)
                 self.promised.add(request)
-            case PullRefused(request):
+            case ReservationRefused(request):
                 assert request in self.unsure | self.promised
                 self.unsure.discard(request)
                 self.promised.discard(request)
-            case KeptBlocksFetched(request):
+            case RetainedBlocksFetched(request):
                 assert request in self.promised
             case _:
                 return super().is_by_the_way(event)

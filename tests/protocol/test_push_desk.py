@@ -4,33 +4,33 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.protocol import push_desk, push_endings
-from kvferry.protocol.matching import MatchName
+from kvferry.protocol.matching import MatchKey
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
-from kvferry.protocol.push_desk import PushDesk
+from kvferry.protocol.push_desk import PushMatcher
 from kvferry.types import RequestId, Route
 
 LEASE_S = 30.0
 D_ID, P_ID = "cmpl-x-0-0123abcd", RequestId("cmpl-x-0-ffffffff")
 
 
-def registration(request: str = D_ID, rank: int = 0, handover: str = "", engine: str = "d") -> PushRegistration:
-    return PushRegistration("e1", f"{engine}/{request}/{rank}", request, engine, "d-host", 5600, 2, LEASE_S, handover)
+def registration(request: str = D_ID, rank: int = 0, match_id: str = "", engine: str = "d") -> PushRegistration:
+    return PushRegistration("e1", f"{engine}/{request}/{rank}", request, engine, "d-host", 5600, 2, LEASE_S, match_id)
 
 
-def cancel(request: str, handover: str = "", rank: int = 0) -> PushCancel:
-    return PushCancel("e1", f"d/{request}/{rank}", request, "d", handover)
+def cancel(request: str, match_id: str = "", rank: int = 0) -> PushCancel:
+    return PushCancel("e1", f"d/{request}/{rank}", request, "d", match_id)
 
 
 def route(rank: int = 0) -> Route:
     return Route(b"%d" % rank)
 
 
-def answers(desk: PushDesk) -> list[tuple[Route, PushOffer | PushWithdrawal | Refused]]:
-    return [(reply.route, reply.message) for reply in desk.take_replies()]
+def answers(matcher: PushMatcher) -> list[tuple[Route, PushOffer | PushWithdrawal | Refused]]:
+    return [(reply.route, reply.message) for reply in matcher.take_replies()]
 
 
-def refusals(desk: PushDesk) -> list[str]:
-    return [message.reason for _, message in answers(desk) if isinstance(message, Refused)]
+def refusals(matcher: PushMatcher) -> list[str]:
+    return [message.reason for _, message in answers(matcher) if isinstance(message, Refused)]
 
 
 def offer(rank: int = 0, request: str = D_ID, ticket: str = "T") -> tuple[Route, PushOffer]:
@@ -38,192 +38,192 @@ def offer(rank: int = 0, request: str = D_ID, ticket: str = "T") -> tuple[Route,
 
 
 def test_a_registration_is_offered_the_prefill_that_comes_later() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(0), registration(rank=0), now=0)
-    desk.register(route(1), registration(rank=1), now=0)
-    assert answers(desk) == []
-    desk.publish(P_ID, "", "T", 8)
-    assert answers(desk) == [offer(0), offer(1)]
-    assert desk.num_waiting == 0
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(0), registration(rank=0), now=0)
+    matcher.register(route(1), registration(rank=1), now=0)
+    assert answers(matcher) == []
+    matcher.publish(P_ID, "", "T", 8)
+    assert answers(matcher) == [offer(0), offer(1)]
+    assert matcher.num_waiting == 0
 
 
 def test_a_prefill_that_came_first_is_offered_to_every_rank_that_registers() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.publish(P_ID, "", "T", 8)
-    desk.register(route(0), registration(rank=0), now=1)
-    assert answers(desk) == [offer(0)]
-    desk.register(route(1), registration(rank=1), now=2)
-    assert answers(desk) == [offer(1)]
-    desk.end(P_ID, "over")
-    assert desk.num_remembered == 0
+    matcher = PushMatcher(LEASE_S)
+    matcher.publish(P_ID, "", "T", 8)
+    matcher.register(route(0), registration(rank=0), now=1)
+    assert answers(matcher) == [offer(0)]
+    matcher.register(route(1), registration(rank=1), now=2)
+    assert answers(matcher) == [offer(1)]
+    matcher.end(P_ID, "over")
+    assert matcher.num_entries == 0
 
 
 def test_a_prefill_is_offered_to_one_request_only() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.publish(P_ID, "", "T", 8)
-    desk.register(route(), registration(), now=0)
-    assert answers(desk) == [offer()]
-    desk.register(route(), registration("cmpl-x-0-99999999"), now=0)
-    assert answers(desk) == []
-    desk.publish(RequestId("cmpl-x-0-eeeeeeee"), "", "T2", 8)
-    assert answers(desk) == [offer(0, "cmpl-x-0-99999999", "T2")]
+    matcher = PushMatcher(LEASE_S)
+    matcher.publish(P_ID, "", "T", 8)
+    matcher.register(route(), registration(), now=0)
+    assert answers(matcher) == [offer()]
+    matcher.register(route(), registration("cmpl-x-0-99999999"), now=0)
+    assert answers(matcher) == []
+    matcher.publish(RequestId("cmpl-x-0-eeeeeeee"), "", "T2", 8)
+    assert answers(matcher) == [offer(0, "cmpl-x-0-99999999", "T2")]
 
 
 def test_a_handover_brings_together_what_ids_would_not() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration("a", handover="h1"), now=0)
-    desk.register(route(), registration("b", handover="h2"), now=0)
-    desk.publish(RequestId("a"), "h2", "T", 8)
-    assert answers(desk) == [offer(0, "b")]
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration("a", match_id="h1"), now=0)
+    matcher.register(route(), registration("b", match_id="h2"), now=0)
+    matcher.publish(RequestId("a"), "h2", "T", 8)
+    assert answers(matcher) == [offer(0, "b")]
 
 
 def test_two_registrations_that_match_one_prefill_are_both_refused() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration("x-00000000"), now=0)
-    desk.register(route(), registration("x-11111111"), now=0)
-    desk.publish(RequestId("x-22222222"), "", "T", 8)
-    assert refusals(desk) == ["2 requests of decode sides match prefill x-22222222"] * 2
-    assert desk.num_waiting == 0
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration("x-00000000"), now=0)
+    matcher.register(route(), registration("x-11111111"), now=0)
+    matcher.publish(RequestId("x-22222222"), "", "T", 8)
+    assert refusals(matcher) == ["2 requests of decode sides match prefill x-22222222"] * 2
+    assert matcher.num_waiting == 0
 
 
 def test_a_registration_that_two_prefills_match_is_refused() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.publish(RequestId("x-22222222"), "", "T", 8)
-    desk.publish(RequestId("x-33333333"), "", "T", 8)
-    desk.register(route(), registration("x-00000000"), now=0)
-    assert refusals(desk) == ["2 prefills match this request: x-22222222, x-33333333"]
+    matcher = PushMatcher(LEASE_S)
+    matcher.publish(RequestId("x-22222222"), "", "T", 8)
+    matcher.publish(RequestId("x-33333333"), "", "T", 8)
+    matcher.register(route(), registration("x-00000000"), now=0)
+    assert refusals(matcher) == ["2 prefills match this request: x-22222222, x-33333333"]
 
 
 def test_who_waits_for_a_prefill_that_failed_is_told_why_and_so_is_who_comes_later() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration(handover="h1"), now=0)
-    desk.fail(P_ID, "h1", "it was aborted", now=1)
-    assert refusals(desk) == ["it was aborted"]
-    desk.register(route(1), registration(rank=1, handover="h1"), now=2)
-    assert refusals(desk) == ["it was aborted"]
-    desk.advance(now=1 + LEASE_S)
-    assert desk.num_remembered == 0
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration(match_id="h1"), now=0)
+    matcher.fail(P_ID, "h1", "it was aborted", now=1)
+    assert refusals(matcher) == ["it was aborted"]
+    matcher.register(route(1), registration(rank=1, match_id="h1"), now=2)
+    assert refusals(matcher) == ["it was aborted"]
+    matcher.advance(now=1 + LEASE_S)
+    assert matcher.num_entries == 0
 
 
 def test_a_client_that_tries_again_with_its_old_id_is_not_refused_for_the_first_time() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.fail(RequestId("x-22222222"), "", "it was aborted", now=0)
-    desk.register(route(), registration("x-00000000"), now=1)
-    assert answers(desk) == []
+    matcher = PushMatcher(LEASE_S)
+    matcher.fail(RequestId("x-22222222"), "", "it was aborted", now=0)
+    matcher.register(route(), registration("x-00000000"), now=1)
+    assert answers(matcher) == []
 
 
 def test_a_consumer_that_needs_nothing_has_the_prefill_freed_whenever_it_ends() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.cancel(cancel("x-00000000", "h1"), now=0)
-    desk.publish(RequestId("x-22222222"), "h1", "T", 8)
-    assert desk.take_unwanted() == ["x-22222222"]
-    desk.publish(RequestId("y-22222222"), "h2", "T", 8)
-    assert desk.take_unwanted() == []
-    desk.cancel(cancel("y-00000000", "h2"), now=0)
-    assert desk.take_unwanted() == ["y-22222222"]
+    matcher = PushMatcher(LEASE_S)
+    matcher.cancel(cancel("x-00000000", "h1"), now=0)
+    matcher.publish(RequestId("x-22222222"), "h1", "T", 8)
+    assert matcher.take_unwanted() == ["x-22222222"]
+    matcher.publish(RequestId("y-22222222"), "h2", "T", 8)
+    assert matcher.take_unwanted() == []
+    matcher.cancel(cancel("y-00000000", "h2"), now=0)
+    assert matcher.take_unwanted() == ["y-22222222"]
 
 
 def test_a_cancelled_registration_is_gone_and_a_taken_prefill_is_freed() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration(handover="h1"), now=0)
-    desk.cancel(cancel(D_ID, "h1"), now=0)
-    desk.publish(P_ID, "h1", "T", 8)
-    assert (answers(desk), desk.take_unwanted()) == ([], [P_ID])
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration(match_id="h1"), now=0)
+    matcher.cancel(cancel(D_ID, "h1"), now=0)
+    matcher.publish(P_ID, "h1", "T", 8)
+    assert (answers(matcher), matcher.take_unwanted()) == ([], [P_ID])
     other = RequestId("cmpl-y-0-ffffffff")
-    desk.publish(other, "", "T", 8)
-    desk.register(route(), registration("cmpl-y-0-0123abcd"), now=0)
-    desk.cancel(cancel("cmpl-y-0-0123abcd"), now=0)
-    assert desk.take_left() == [(other, "d/cmpl-y-0-0123abcd/0")]
+    matcher.publish(other, "", "T", 8)
+    matcher.register(route(), registration("cmpl-y-0-0123abcd"), now=0)
+    matcher.cancel(cancel("cmpl-y-0-0123abcd"), now=0)
+    assert matcher.take_left() == [(other, "d/cmpl-y-0-0123abcd/0")]
 
 
 def test_requests_that_share_a_handover_share_a_prefill_and_one_may_leave() -> None:
-    desk = PushDesk(LEASE_S)
+    matcher = PushMatcher(LEASE_S)
     for request in ("a", "b", "c"):
-        desk.register(route(), registration(request, handover="h1"), now=0)
-    desk.cancel(cancel("b", "h1"), now=0)
-    desk.publish(P_ID, "h1", "T", 8)
-    assert answers(desk) == [offer(0, "a"), offer(0, "c")]
-    desk.register(route(), registration("d", handover="h1"), now=1)
-    assert answers(desk) == [offer(0, "d")]
-    desk.cancel(cancel("c", "h1"), now=2)
-    assert (desk.take_left(), desk.take_unwanted()) == ([(P_ID, "d/c/0")], [])
+        matcher.register(route(), registration(request, match_id="h1"), now=0)
+    matcher.cancel(cancel("b", "h1"), now=0)
+    matcher.publish(P_ID, "h1", "T", 8)
+    assert answers(matcher) == [offer(0, "a"), offer(0, "c")]
+    matcher.register(route(), registration("d", match_id="h1"), now=1)
+    assert answers(matcher) == [offer(0, "d")]
+    matcher.cancel(cancel("c", "h1"), now=2)
+    assert (matcher.take_left(), matcher.take_unwanted()) == ([(P_ID, "d/c/0")], [])
 
 
 def test_a_request_that_comes_after_its_sibling_has_declined_is_served() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.cancel(cancel("a", "h1"), now=0)
-    desk.register(route(), registration("b", handover="h1"), now=0)
-    desk.publish(P_ID, "h1", "T", 8)
-    assert (answers(desk), desk.take_unwanted()) == ([offer(0, "b")], [])
+    matcher = PushMatcher(LEASE_S)
+    matcher.cancel(cancel("a", "h1"), now=0)
+    matcher.register(route(), registration("b", match_id="h1"), now=0)
+    matcher.publish(P_ID, "h1", "T", 8)
+    assert (answers(matcher), matcher.take_unwanted()) == ([offer(0, "b")], [])
 
 
 def test_a_registration_lives_by_its_heartbeats() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration(), now=0)
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration(), now=0)
     name = f"d/{D_ID}/0"
-    assert desk.renew([name, "nobody"], now=20) == {name}
-    desk.advance(now=49)
-    assert (desk.num_waiting, desk.next_deadline()) == (1, 50)
-    desk.advance(now=50)
-    assert (desk.num_waiting, desk.renew([name], now=50), desk.next_deadline()) == (0, set(), None)
-    desk.publish(P_ID, "", "T", 8)
-    assert answers(desk) == []
+    assert matcher.renew([name, "nobody"], now=20) == {name}
+    matcher.advance(now=49)
+    assert (matcher.num_waiting, matcher.next_deadline()) == (1, 50)
+    matcher.advance(now=50)
+    assert (matcher.num_waiting, matcher.renew([name], now=50), matcher.next_deadline()) == (0, set(), None)
+    matcher.publish(P_ID, "", "T", 8)
+    assert answers(matcher) == []
 
 
 def test_who_comes_after_the_lease_of_its_prefill_has_run_out_is_told() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.publish(P_ID, "h1", "T", 8)
-    desk.end(P_ID, "the prefill's lease ran out before")
-    desk.advance(now=30)
-    desk.register(route(), registration(handover="h1"), now=31)
-    assert refusals(desk) == ["the prefill's lease ran out before"]
+    matcher = PushMatcher(LEASE_S)
+    matcher.publish(P_ID, "h1", "T", 8)
+    matcher.end(P_ID, "the prefill's lease ran out before")
+    matcher.advance(now=30)
+    matcher.register(route(), registration(match_id="h1"), now=31)
+    assert refusals(matcher) == ["the prefill's lease ran out before"]
 
 
 def test_registrations_past_the_bound_are_refused_and_endings_past_it_forgotten() -> None:
-    desk = PushDesk(LEASE_S)
+    matcher = PushMatcher(LEASE_S)
     for number in range(push_desk.MAX_READERS):
-        desk.register(route(), registration(f"r{number}"), now=0)
-    desk.register(route(), registration("one more"), now=0)
-    assert refusals(desk) == [f"more than {push_desk.MAX_READERS} readers are registered here"]
-    desk.register(route(), registration("r0"), now=0)
-    assert (answers(desk), desk.num_waiting) == ([], push_desk.MAX_READERS)
-    for number in range(push_endings.MAX_REMEMBERED + 100):
-        desk.fail(RequestId(f"f{number}"), f"h{number}", "aborted", now=0)
-    assert desk.num_remembered == push_desk.MAX_READERS + push_endings.MAX_REMEMBERED
+        matcher.register(route(), registration(f"r{number}"), now=0)
+    matcher.register(route(), registration("one more"), now=0)
+    assert refusals(matcher) == [f"more than {push_desk.MAX_READERS} readers are registered here"]
+    matcher.register(route(), registration("r0"), now=0)
+    assert (answers(matcher), matcher.num_waiting) == ([], push_desk.MAX_READERS)
+    for number in range(push_endings.MAX_TOMBSTONES + 100):
+        matcher.fail(RequestId(f"f{number}"), f"h{number}", "aborted", now=0)
+    assert matcher.num_entries == push_desk.MAX_READERS + push_endings.MAX_TOMBSTONES
 
 
 def test_there_is_more_of_a_prefill_and_whoever_was_offered_it_is_told() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(0), registration(rank=0), now=0)
-    desk.publish(P_ID, "", "T", 4)
-    desk.register(route(1), registration(rank=1), now=0)
-    assert [message.ready_tokens for _, message in answers(desk) if isinstance(message, PushOffer)] == [4, 4]
-    desk.publish(P_ID, "", "T2", 8)
-    assert answers(desk) == [offer(0, ticket="T2"), offer(1, ticket="T2")]
-    desk.leave(f"d/{D_ID}/0")
-    desk.publish(P_ID, "", "T", 8)
-    assert answers(desk) == [offer(1)]
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(0), registration(rank=0), now=0)
+    matcher.publish(P_ID, "", "T", 4)
+    matcher.register(route(1), registration(rank=1), now=0)
+    assert [message.ready_tokens for _, message in answers(matcher) if isinstance(message, PushOffer)] == [4, 4]
+    matcher.publish(P_ID, "", "T2", 8)
+    assert answers(matcher) == [offer(0, ticket="T2"), offer(1, ticket="T2")]
+    matcher.leave(f"d/{D_ID}/0")
+    matcher.publish(P_ID, "", "T", 8)
+    assert answers(matcher) == [offer(1)]
 
 
 def test_readers_of_a_withdrawn_prefill_wait_for_the_next() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration(), now=0)
-    desk.publish(P_ID, "", "T", 4)
-    answers(desk)
-    desk.withdraw(P_ID, 7, now=10)
-    assert answers(desk) == [(route(), PushWithdrawal(f"d/{D_ID}/0", 7))]
-    assert (desk.num_waiting, desk.next_deadline()) == (1, 40)
-    desk.publish(P_ID, "", "T", 8)
-    assert answers(desk) == [offer()]
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration(), now=0)
+    matcher.publish(P_ID, "", "T", 4)
+    answers(matcher)
+    matcher.withdraw(P_ID, 7, now=10)
+    assert answers(matcher) == [(route(), PushWithdrawal(f"d/{D_ID}/0", 7))]
+    assert (matcher.num_waiting, matcher.next_deadline()) == (1, 40)
+    matcher.publish(P_ID, "", "T", 8)
+    assert answers(matcher) == [offer()]
 
 
 def test_a_prefill_that_fails_halfway_is_refused_to_those_who_read_it() -> None:
-    desk = PushDesk(LEASE_S)
-    desk.register(route(), registration(), now=0)
-    desk.publish(P_ID, "", "T", 4)
-    answers(desk)
-    desk.fail(P_ID, "", "it was aborted", now=1)
-    assert refusals(desk) == ["it was aborted"]
+    matcher = PushMatcher(LEASE_S)
+    matcher.register(route(), registration(), now=0)
+    matcher.publish(P_ID, "", "T", 4)
+    answers(matcher)
+    matcher.fail(P_ID, "", "it was aborted", now=1)
+    assert refusals(matcher) == ["it was aborted"]
 
 
 NAMES = st.sampled_from(["x-00000000", "x-11111111", "y-00000000", "z"])
@@ -235,61 +235,61 @@ class DeskMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = PushDesk(LEASE_S)
+        self.matcher = PushMatcher(LEASE_S)
         self.now = 0.0
         self.number = 0
-        self.published: dict[RequestId, MatchName] = {}
-        self.names: dict[str, MatchName] = {}
-        self.handovers: dict[str, str] = {}
+        self.published: dict[RequestId, MatchKey] = {}
+        self.names: dict[str, MatchKey] = {}
+        self.match_ids: dict[str, str] = {}
         self.waiting: set[str] = set()
         self.offered: dict[str, RequestId] = {}
 
-    @rule(request=NAMES, handover=HANDOVERS, rank=st.integers(0, 1))
-    def register(self, request: str, handover: str, rank: int) -> None:
+    @rule(request=NAMES, match_id=HANDOVERS, rank=st.integers(0, 1))
+    def register(self, request: str, match_id: str, rank: int) -> None:
         # A request has one ticket, whatever its ranks do.
-        handover = self.handovers.setdefault(request, handover)
-        message = registration(request, rank, handover)
-        self.names[message.reader] = MatchName(request, handover)
+        match_id = self.match_ids.setdefault(request, match_id)
+        message = registration(request, rank, match_id)
+        self.names[message.reader] = MatchKey(request, match_id)
         self.waiting.add(message.reader)
-        self.desk.register(route(rank), message, self.now)
+        self.matcher.register(route(rank), message, self.now)
 
-    @rule(request=NAMES, handover=HANDOVERS)
-    def publish(self, request: str, handover: str) -> None:
+    @rule(request=NAMES, match_id=HANDOVERS)
+    def publish(self, request: str, match_id: str) -> None:
         """Or there is more of it."""
         name = RequestId(request)
         if name not in self.published:
             self.number += 1
-            self.published[name] = MatchName(request, handover)
-        self.desk.publish(name, self.published[name].handover, f"{request} {self.number}", 8)
+            self.published[name] = MatchKey(request, match_id)
+        self.matcher.publish(name, self.published[name].match_id, f"{request} {self.number}", 8)
 
     @rule(request=NAMES)
     def withdraw(self, request: str) -> None:
         if RequestId(request) in self.published:
-            self.desk.withdraw(RequestId(request), 1, self.now)
+            self.matcher.withdraw(RequestId(request), 1, self.now)
             self.look()
             self.forget(request)
 
-    @rule(request=NAMES, handover=HANDOVERS)
-    def fail(self, request: str, handover: str) -> None:
-        self.desk.fail(RequestId(request), handover, "failed", self.now)
+    @rule(request=NAMES, match_id=HANDOVERS)
+    def fail(self, request: str, match_id: str) -> None:
+        self.matcher.fail(RequestId(request), match_id, "failed", self.now)
         self.look()
         self.forget(request)
 
-    @rule(request=NAMES, handover=HANDOVERS, rank=st.integers(0, 1))
-    def cancel(self, request: str, handover: str, rank: int) -> None:
-        handover = self.handovers.setdefault(request, handover)
-        self.desk.cancel(cancel(request, handover, rank), self.now)
+    @rule(request=NAMES, match_id=HANDOVERS, rank=st.integers(0, 1))
+    def cancel(self, request: str, match_id: str, rank: int) -> None:
+        match_id = self.match_ids.setdefault(request, match_id)
+        self.matcher.cancel(cancel(request, match_id, rank), self.now)
         self.waiting.discard(f"d/{request}/{rank}")
         self.offered.pop(f"d/{request}/{rank}", None)
 
     @rule(seconds=st.sampled_from([1.0, 29.0, 31.0]))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.desk.advance(self.now)
+        self.matcher.advance(self.now)
 
     @rule(request=NAMES)
     def end_lease(self, request: str) -> None:
-        self.desk.end(RequestId(request), "over")
+        self.matcher.end(RequestId(request), "over")
         self.forget(request)
 
     def forget(self, request: str) -> None:
@@ -298,9 +298,9 @@ class DeskMachine(RuleBasedStateMachine):
 
     @invariant()
     def look(self) -> None:
-        assert all(request in self.published for request in self.desk.take_unwanted())
-        assert all(request in self.published for request, _ in self.desk.take_left())
-        for _, message in answers(self.desk):
+        assert all(request in self.published for request in self.matcher.take_unwanted())
+        assert all(request in self.published for request, _ in self.matcher.take_left())
+        for _, message in answers(self.matcher):
             reader = message.reader
             assert reader in self.waiting or reader in self.offered, "told something without having asked"
             if isinstance(message, PushOffer):
@@ -315,21 +315,21 @@ class DeskMachine(RuleBasedStateMachine):
     def take_offer(self, reader: str, ticket: str) -> None:
         lease, name = RequestId(ticket.split()[0]), self.names[reader]
         prefill = self.published[lease]
-        siblings = [other for other in self.names.values() if other == name or (name.handover and other.handover == name.handover)]
-        assert any(prefill.base == other.base or prefill.handover == other.handover for other in siblings)
+        siblings = [other for other in self.names.values() if other == name or (name.match_id and other.match_id == name.match_id)]
+        assert any(prefill.base == other.base or prefill.match_id == other.match_id for other in siblings)
         assert self.offered.get(reader, lease) == lease, "offered two prefills"
         self.waiting.discard(reader)
         self.offered[reader] = lease
-        takers = {self.names[other].handover or other.rpartition("/")[0] for other, taken in self.offered.items() if taken == lease}
+        takers = {self.names[other].match_id or other.rpartition("/")[0] for other, taken in self.offered.items() if taken == lease}
         assert len(takers) == 1, "a prefill went to two requests"
 
     def teardown(self) -> None:
         for request in list(self.published):
-            self.desk.end(request, "over")
-        self.desk.advance(self.now)
-        self.desk.advance(self.now + 10 * LEASE_S)
-        assert self.desk.num_remembered == 0
-        assert self.desk.next_deadline() is None
+            self.matcher.end(request, "over")
+        self.matcher.advance(self.now)
+        self.matcher.advance(self.now + 10 * LEASE_S)
+        assert self.matcher.num_entries == 0
+        assert self.matcher.next_deadline() is None
 
 
 TestDeskMachine = DeskMachine.TestCase

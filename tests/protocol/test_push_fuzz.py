@@ -12,7 +12,7 @@ from tests.protocol.test_consumer import R1, SIDE, sent
 from tests.protocol.test_consumer_push import OWN, READER
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
-from kvferry.events import PullFailed, PullFinished
+from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, StartRead
 from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.fingerprints import fingerprint
@@ -32,9 +32,9 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.pulls import PushInfo
 from kvferry.protocol.tickets import HOLE, Ticket
-from kvferry.types import Address, EngineId, EngineLife, Epoch, PeerId, RequestId, Route
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 NUM_LIVES, NUM_STEPS = 150, 150
 TOKENS = fingerprint(range(8), 4, "")
@@ -49,7 +49,7 @@ def ticket(request: str, serial: int, ready: int = 8) -> Ticket:
 @dataclass
 class Prefill:
     serial: int
-    handover: str
+    match_id: str
     is_open: bool
 
 
@@ -72,7 +72,7 @@ class ProducerLife:
 
     def publish(self, request: RequestId, ready: int) -> None:
         prefill = self.prefills[request]
-        self.producer.publish(request, prefill.handover, KEY.sign(ticket(request, prefill.serial, ready)), ready, now=0)
+        self.producer.publish(request, prefill.match_id, KEY.sign(ticket(request, prefill.serial, ready)), ready, now=0)
 
     def begin(self) -> None:
         self.serial += 1
@@ -104,23 +104,23 @@ class ProducerLife:
                 self.producer.open(request, prefill.serial, self.now)
                 self.publish(request, 4)
             case "withhold":
-                self.producer.withhold(request, prefill.handover, "aborted", self.now)
+                self.producer.fail_prefill(request, prefill.match_id, "aborted", self.now)
                 del self.prefills[request]
 
     def hear(self) -> None:
         chance, engine = self.chance, self.chance.choice(["d1", "d2"])
-        handover = chance.choice([*HANDOVERS] if self.is_honest else [*HANDOVERS, ""])
+        match_id = chance.choice([*HANDOVERS] if self.is_honest else [*HANDOVERS, ""])
         known = list(self.prefills)
-        request = f"{handover} {engine}" if self.is_honest else chance.choice(["q-0-00000001", "q-0-11111111", *known[-2:]])
+        request = f"{match_id} {engine}" if self.is_honest else chance.choice(["q-0-00000001", "q-0-11111111", *known[-2:]])
         reader = f"{engine}/{request}/{chance.randrange(2)}" if self.is_honest else chance.choice("abcd")
-        shown = HANDOVERS.get(handover if self.is_honest else chance.choice([*HANDOVERS, ""]), "")
+        shown = HANDOVERS.get(match_id if self.is_honest else chance.choice([*HANDOVERS, ""]), "")
         lease = chance.choice(known or [RequestId("z")])
         serial = self.prefills[lease].serial if lease in self.prefills else 1
         text = KEY.sign(ticket(lease, serial + chance.choice([0, 0, 0, 1])))
-        register = PushRegistration("e1", reader, request, engine, "h", 1, 1, 30.0, handover, shown)
+        register = PushRegistration("e1", reader, request, engine, "h", 1, 1, 30.0, match_id, shown)
         said: list[Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel] = [
             *[register] * 3,
-            PushCancel("e1", reader, request, engine, handover, shown),
+            PushCancel("e1", reader, request, engine, match_id, shown),
             Attach(text, reader, "x", [f"{reader[:-1]}1"]),
             Detach("e1", lease, reader),
             Confirm("e1", lease, reader, chance.choice([0, serial])),
@@ -149,12 +149,12 @@ class ProducerLife:
 @pytest.mark.parametrize("is_honest", [True, False])
 def test_no_order_of_messages_breaks_a_producer_and_nothing_is_kept_for_ever(is_honest: bool) -> None:
     for seed in range(NUM_LIVES):
-        life = ProducerLife(random.Random(seed), is_honest)
+        incarnation = ProducerLife(random.Random(seed), is_honest)
         for _ in range(NUM_STEPS):
-            life.now += life.chance.choice([0, 0, 1, 10, 40])
-            life.chance.choices([life.begin, life.go_on, life.hear], [1, 2, 7])[0]()
-            life.settle()
-        life.end()
+            incarnation.now += incarnation.chance.choice([0, 0, 1, 10, 40])
+            incarnation.chance.choices([incarnation.begin, incarnation.go_on, incarnation.hear], [1, 2, 7])[0]()
+            incarnation.settle()
+        incarnation.end()
 
 
 class ConsumerLife:
@@ -163,24 +163,24 @@ class ConsumerLife:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.consumer = ranks.make_consumer()
-        self.is_staged = self.chance.random() < 0.3
+        self.uses_host_buffer = self.chance.random() < 0.3
         self.reads: list[PeerId] = []
         self.over: list[object] = []
         self.has_blocks = False
         self.now = 0.0
-        life = EngineLife(EngineId("p"), Epoch("e1"))
-        self.consumer.expect(R1, life, Address("p-host", 5600), 2, Invitation("h1", TOKENS, OWN, "PT"), 0)
+        incarnation = EngineIncarnation(EngineId("p"), Epoch("e1"))
+        self.consumer.expect(R1, incarnation, Address("p-host", 5600), 2, PushInfo("h1", TOKENS, OWN, "PT"), 0)
         for request in sent(self.consumer.take_actions(), HandshakeRequest):
             assert isinstance(request, HandshakeRequest)
             answer = ranks.answer(request, 2)
-            layout = msgspec.structs.replace(msgspec.msgpack.decode(answer.layout, type=RankLayout), is_staged=self.is_staged)
+            layout = msgspec.structs.replace(msgspec.msgpack.decode(answer.layout, type=RankLayout), uses_host_buffer=self.uses_host_buffer)
             self.consumer.receive(SIDE, msgspec.structs.replace(answer, layout=msgspec.Raw(encode_layout(layout))), now=0)
             self.consumer.peer_opened(ranks.peer(request.tp_rank), "memory", now=0)
 
     def look(self) -> None:
         actions: list[Action] = self.consumer.take_actions()
         self.reads += [action.peer for action in actions if isinstance(action, StartRead)]
-        self.over += [event for event in self.consumer.take_events() if isinstance(event, PullFinished | PullFailed)]
+        self.over += [event for event in self.consumer.take_events() if isinstance(event, TransferFinished | TransferFailed)]
         assert not (self.over and self.reads), "blocks were given back while something may write into them"
 
     def step(self) -> None:
@@ -218,13 +218,13 @@ class ConsumerLife:
         while self.reads:
             self.consumer.read_ended(R1, self.reads.pop(), "cancelled", self.now)
             self.look()
-        assert self.consumer.num_pulls == 0
+        assert self.consumer.num_transfers == 0
         assert len(self.over) == self.has_blocks, "a request with blocks ends once, any other in silence"
 
 
 def test_no_order_of_messages_breaks_a_consumer_and_its_blocks_come_back_once() -> None:
     for seed in range(10 * NUM_LIVES):
-        life = ConsumerLife(seed)
+        incarnation = ConsumerLife(seed)
         for _ in range(40):
-            life.step()
-        life.end()
+            incarnation.step()
+        incarnation.end()

@@ -20,18 +20,18 @@ from tests.protocol.test_producer_push import (
 from kvferry.protocol import push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.push_desk import PushDesk
+from kvferry.protocol.push_desk import PushMatcher
 from kvferry.types import EngineId, Epoch, RequestId, Route
 
 EVIL = Route(b"evil")
 
 
-def evil(reader: str, request: str, handover: str = "", shown: str = "") -> PushRegistration:
-    return PushRegistration("e1", reader, request, "evil", "h", 1, 1, 30.0, handover, shown)
+def evil(reader: str, request: str, match_id: str = "", shown: str = "") -> PushRegistration:
+    return PushRegistration("e1", reader, request, "evil", "h", 1, 1, 30.0, match_id, shown)
 
 
 @pytest.mark.parametrize(
-    ("handover", "shown"),
+    ("match_id", "shown"),
     [
         ("", ""),
         ("h1", ""),
@@ -42,12 +42,12 @@ def evil(reader: str, request: str, handover: str = "", shown: str = "") -> Push
         ("h1", push_ticket("h1", epoch="e0")),
     ],
 )
-def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(handover: str, shown: str) -> None:
+def test_who_was_not_sent_here_for_a_prefill_neither_gets_it_nor_has_it_freed(match_id: str, shown: str) -> None:
     producer = granted(make_producer())
-    producer.receive(EVIL, evil("evil", "a", handover, shown), now=0)
+    producer.receive(EVIL, evil("evil", "a", match_id, shown), now=0)
     [refused] = said(producer)
     assert isinstance(refused, Refused)
-    producer.receive(EVIL, PushCancel("e1", "evil", "a", "evil", handover, shown), now=0)
+    producer.receive(EVIL, PushCancel("e1", "evil", "a", "evil", match_id, shown), now=0)
     assert (producer.take_ended(), producer.num_registrations) == ([], 0)
     producer.receive(ROUTE, registration(), now=1)
     assert said(producer) == [PushOffer("d/r/0", TICKET, 8)]
@@ -61,12 +61,12 @@ def believing(*peers: str) -> Producer:
 
 
 @pytest.mark.parametrize(
-    ("peers", "handover", "shown", "count"),
+    ("peers", "match_id", "shown", "count"),
     [(["h:1"], "", "", 1), (["h:2"], "", "", 0), ([], "", "", 0), (["h:1"], "h1", push_ticket(), 0), (["h:1"], "h1", "", 0)],
 )
-def test_a_request_id_is_worth_something_only_to_those_who_are_believed(peers: list[str], handover: str, shown: str, count: int) -> None:
+def test_a_request_id_is_worth_something_only_to_those_who_are_believed(peers: list[str], match_id: str, shown: str, count: int) -> None:
     producer = believing(*peers)
-    producer.receive(ROUTE, evil("d/a/0", "a", handover, shown), now=0)
+    producer.receive(ROUTE, evil("d/a/0", "a", match_id, shown), now=0)
     assert [isinstance(message, PushOffer) for message in said(producer)].count(True) == count
 
 
@@ -80,30 +80,30 @@ def test_what_was_registered_without_a_ticket_is_cancelled_without_one_and_nothi
 
 
 def test_a_retry_with_an_old_id_has_nothing_to_do_with_the_first_attempt() -> None:
-    desk = PushDesk(30.0)
-    desk.cancel(PushCancel("e1", "d/x/0", "cmpl-x-0-11111111", "d", "h1"), now=0)
+    matcher = PushMatcher(30.0)
+    matcher.cancel(PushCancel("e1", "d/x/0", "cmpl-x-0-11111111", "d", "h1"), now=0)
     retry = RequestId("cmpl-x-0-33333333")
-    desk.publish(retry, "", "T", 8)
-    assert desk.take_unwanted() == [], "asked alone: its ticket goes another way"
-    desk.register(ROUTE, PushRegistration("e1", "d/y/0", "cmpl-x-0-44444444", "d", "h", 1, 1, 30.0, "h2"), now=0)
-    assert desk.take_replies() == []
-    desk.publish(RequestId("cmpl-x-0-55555555"), "h2", "mine", 8)
-    assert [reply.message for reply in desk.take_replies()] == [PushOffer("d/y/0", "mine", 8)]
+    matcher.publish(retry, "", "T", 8)
+    assert matcher.take_unwanted() == [], "asked alone: its ticket goes another way"
+    matcher.register(ROUTE, PushRegistration("e1", "d/y/0", "cmpl-x-0-44444444", "d", "h", 1, 1, 30.0, "h2"), now=0)
+    assert matcher.take_replies() == []
+    matcher.publish(RequestId("cmpl-x-0-55555555"), "h2", "mine", 8)
+    assert [reply.message for reply in matcher.take_replies()] == [PushOffer("d/y/0", "mine", 8)]
 
 
 def test_a_reader_that_registers_for_two_requests_breaks_nothing() -> None:
-    desk = PushDesk(30.0)
-    desk.register(EVIL, evil("r", "q1"), now=0)
-    desk.register(EVIL, evil("r2", "a"), now=0)
-    desk.publish(A, "", "T", 4)
-    desk.register(EVIL, evil("r", "a"), now=0)
-    desk.withdraw(A, 1, now=1)
-    desk.advance(now=100)
-    assert desk.num_remembered == 0
-    desk.register(EVIL, evil("r", "q1"), now=100)
-    desk.take_replies()
-    desk.publish(RequestId("q1"), "", "T", 4)
-    assert [reply.message for reply in desk.take_replies()] == [PushOffer("r", "T", 4)]
+    matcher = PushMatcher(30.0)
+    matcher.register(EVIL, evil("r", "q1"), now=0)
+    matcher.register(EVIL, evil("r2", "a"), now=0)
+    matcher.publish(A, "", "T", 4)
+    matcher.register(EVIL, evil("r", "a"), now=0)
+    matcher.withdraw(A, 1, now=1)
+    matcher.advance(now=100)
+    assert matcher.num_entries == 0
+    matcher.register(EVIL, evil("r", "q1"), now=100)
+    matcher.take_replies()
+    matcher.publish(RequestId("q1"), "", "T", 4)
+    assert [reply.message for reply in matcher.take_replies()] == [PushOffer("r", "T", 4)]
 
 
 def test_readers_of_one_prefill_are_bounded_and_so_are_those_who_wait_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 from kvferry.protocol.tickets import MAX_NAME_CHARS, Seal, TicketKey
-from kvferry.types import Address, EngineId, EngineLife, Epoch
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch
 
 KEY = PushTicketKey(b"secret")
 TICKET = PushTicket("h1", "p", "e1", "p-host", 5600, 2)
@@ -15,7 +15,7 @@ TICKET = PushTicket("h1", "p", "e1", "p-host", 5600, 2)
 def test_a_push_ticket_says_whom_to_dial_and_by_which_name() -> None:
     opened = KEY.open(KEY.sign(TICKET))
     assert opened == TICKET
-    assert (opened.life, opened.address) == (EngineLife(EngineId("p"), Epoch("e1")), Address("p-host", 5600))
+    assert (opened.incarnation, opened.address) == (EngineIncarnation(EngineId("p"), Epoch("e1")), Address("p-host", 5600))
 
 
 @pytest.mark.parametrize("text", [None, 7, "", "no base64!", "AAAA", PushTicketKey(b"another secret").sign(TICKET)])
@@ -35,10 +35,10 @@ def test_a_push_ticket_is_no_ticket_to_read_with_nor_the_other_way_round() -> No
         {"port": 0},
         {"port": 70_000},
         {"tp_size": 0},
-        {"handover": ""},
+        {"match_id": ""},
         {"engine": "e" * (MAX_NAME_CHARS + 1)},
         {"host": ""},
-        {"version": 2},
+        {"version": 3},
     ],
 )
 def test_fields_out_of_range_are_refused_although_they_are_signed(changes: dict[str, object]) -> None:

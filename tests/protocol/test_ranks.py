@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.ranks import Visit, can_divide, heads_of, visits
+from kvferry.protocol.ranks import RankMapping, can_divide, heads_of, rank_mappings
 
 
 @st.composite
@@ -18,42 +18,47 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
 def test_each_rank_reads_each_of_its_heads_once_from_a_rank_that_holds_it(shape: tuple[int, int, int]) -> None:
     total, size, remote_size = shape
     for rank in range(size):
-        planned = visits(rank, size, remote_size, total)
-        assert sorted(head for visit in planned for head in visit.heads) == list(heads_of(rank, size, total))
-        assert all(head in heads_of(visit.rank, remote_size, total) for visit in planned for head in visit.heads)
+        planned = rank_mappings(rank, size, remote_size, total)
+        assert sorted(head for rank_mapping in planned for head in rank_mapping.heads) == list(heads_of(rank, size, total))
+        assert all(head in heads_of(rank_mapping.rank, remote_size, total) for rank_mapping in planned for head in rank_mapping.heads)
 
 
 @given(sizes())
 def test_every_rank_of_the_producer_is_visited_and_all_visitors_know_of_each_other(shape: tuple[int, int, int]) -> None:
     total, size, remote_size = shape
-    planned = {rank: {visit.rank: visit for visit in visits(rank, size, remote_size, total)} for rank in range(size)}
+    planned = {
+        rank: {rank_mapping.rank: rank_mapping for rank_mapping in rank_mappings(rank, size, remote_size, total)} for rank in range(size)
+    }
     for remote in range(remote_size):
-        visitors = tuple(rank for rank in range(size) if remote in planned[rank])
-        assert visitors
-        assert all(planned[rank][remote].visitors == visitors for rank in visitors)
+        consumer_ranks = tuple(rank for rank in range(size) if remote in planned[rank])
+        assert consumer_ranks
+        assert all(planned[rank][remote].consumer_ranks == consumer_ranks for rank in consumer_ranks)
 
 
 @given(sizes())
 def test_equal_sizes_pair_up(shape: tuple[int, int, int]) -> None:
     total, size, _ = shape
     for rank in range(size):
-        assert visits(rank, size, size, total) == (Visit(rank, heads_of(rank, size, total), (rank,)),)
+        assert rank_mappings(rank, size, size, total) == (RankMapping(rank, heads_of(rank, size, total), (rank,)),)
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12))
 def test_sizes_that_do_not_fit_are_left_to_the_handshake_to_refuse(total: int, size: int, remote_size: int) -> None:
     for rank in range(size):
-        assert all(0 <= visit.rank < remote_size and rank in visit.visitors for visit in visits(rank, size, remote_size, total))
+        assert all(
+            0 <= rank_mapping.rank < remote_size and rank in rank_mapping.consumer_ranks
+            for rank_mapping in rank_mappings(rank, size, remote_size, total)
+        )
 
 
 def test_a_rank_that_has_nothing_for_us_is_visited_by_one_of_ours() -> None:
-    assert visits(0, 1, 4, 2) == (
-        Visit(0, range(0, 1), (0,)),
-        Visit(1, range(0), (0,)),
-        Visit(2, range(1, 2), (0,)),
-        Visit(3, range(0), (0,)),
+    assert rank_mappings(0, 1, 4, 2) == (
+        RankMapping(0, range(0, 1), (0,)),
+        RankMapping(1, range(0), (0,)),
+        RankMapping(2, range(1, 2), (0,)),
+        RankMapping(3, range(0), (0,)),
     )
 
 
 def test_ranks_that_share_a_head_spread_over_those_that_hold_it() -> None:
-    assert [visits(rank, 4, 2, 1)[0].rank for rank in range(4)] == [0, 0, 1, 1]
+    assert [rank_mappings(rank, 4, 2, 1)[0].rank for rank in range(4)] == [0, 0, 1, 1]

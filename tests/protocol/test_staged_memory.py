@@ -1,5 +1,7 @@
-"""A staged producer's memory as a model, block by block: engine, mirror, readers and loads in any order. Nobody who is confirmed has read
-anything but its own prefill, no load finds in the mirror what it has not written there, and no block comes back while it is copied."""
+"""A producer with a host buffer's memory as a model, block by block: engine, mirror, readers and loads in any order. Nobody who is
+confirmed has read anything but its own prefill, no load finds in the host buffer what it has not written there, and no block comes back
+while it is copied.
+"""
 
 import random
 from collections import deque
@@ -9,7 +11,7 @@ import pytest
 from tests.protocol.caches import no_writers
 from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
-from kvferry.protocol.actions import Expose
+from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, PushOffer, PushRegistration, PushWithdrawal, Ready, Refused
 from kvferry.protocol.producer import Producer, ProducerSettings
@@ -36,7 +38,7 @@ class Reader:
     """Of one prefill. It takes what it is told in order, and late."""
 
     name: str
-    handover: str
+    match_id: str
     told: deque[object] = field(default_factory=deque)
     ticket: Ticket | None = None
     ready: int = 0
@@ -49,12 +51,14 @@ class Reader:
 class Memory:
     def __init__(self, seed: int, *, waits_for_copies: bool = True) -> None:
         self.chance = random.Random(seed)
-        self.producer = Producer(ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, is_staged=True), KEY, PUSH_KEY, no_writers())
+        self.producer = Producer(
+            ProducerSettings(EngineId("p"), Epoch("e1"), 30, 20, 5, uses_host_buffer=True), KEY, PUSH_KEY, no_writers()
+        )
         self.waits_for_copies = waits_for_copies
         self.engine: list[Content] = [("", 0, 0)] * NUM_BLOCKS
         self.mirror: list[Content] = [("", 0, 0)] * NUM_BLOCKS
         self.free = list(range(NUM_BLOCKS))
-        self.copies: dict[int, tuple[Expose, list[int]]] = {}
+        self.copies: dict[int, tuple[CopyToHostBuffer, list[int]]] = {}
         self.prefills: dict[str, Prefill] = {}
         self.readers: dict[str, Reader] = {}
         self.loads: list[tuple[int, Content, bool]] = []
@@ -101,7 +105,7 @@ class Memory:
     def finish(self, prefill: Prefill) -> None:
         request = RequestId(prefill.name)
         if self.chance.random() < 0.15:
-            self.producer.withhold(request, prefill.name, "aborted", 0)
+            self.producer.fail_prefill(request, prefill.name, "aborted", 0)
             self.release(prefill)
             del self.prefills[prefill.name]
             return
@@ -122,7 +126,7 @@ class Memory:
         self.free += prefill.blocks
 
     def load(self) -> None:
-        """Bytes from a peer come to the mirror, if nothing else is written there, and go to the engine from it."""
+        """Bytes from a peer come to the host buffer, if nothing else is written there, and go to the engine from it."""
         if self.loads and self.chance.random() < 0.5:
             block, content, has_come = self.loads.pop(0)
             if not has_come and (not self.waits_for_copies or not self.producer.is_copying([block])):
@@ -148,12 +152,12 @@ class Memory:
             self.mirror[block] = self.engine[block]
         else:
             del self.copies[number]
-            self.producer.exposed(number, "broken" if self.chance.random() < 0.03 else None, 0)
+            self.producer.copied_to_host_buffer(number, "broken" if self.chance.random() < 0.03 else None, 0)
 
     # -- readers -------------------------------------------------------------------------------------------------------
 
     def register(self, reader: Reader) -> None:
-        message = PushRegistration("e1", reader.name, reader.name, "d", "h", 1, 1, 30.0, reader.handover, push_ticket(reader.handover))
+        message = PushRegistration("e1", reader.name, reader.name, "d", "h", 1, 1, 30.0, reader.match_id, push_ticket(reader.match_id))
         self.producer.receive(Route(b"d"), message, 0)
 
     def read(self) -> None:
@@ -166,12 +170,12 @@ class Memory:
             reader.has_read.append(self.mirror[reader.ticket.block_ids()[0][len(reader.has_read)]])
         elif reader.ticket is not None and len(reader.has_read) == PROMPT_BLOCKS and not reader.is_confirming:
             reader.is_confirming = True
-            self.producer.receive(Route(b"d"), Confirm("e1", reader.handover, reader.name, reader.ticket.serial), 0)
+            self.producer.receive(Route(b"d"), Confirm("e1", reader.match_id, reader.name, reader.ticket.serial), 0)
         elif self.chance.random() < 0.02:
             self.leave(reader)
 
     def leave(self, reader: Reader) -> None:
-        self.producer.receive(Route(b"d"), Detach("e1", reader.handover, reader.name), 0)
+        self.producer.receive(Route(b"d"), Detach("e1", reader.match_id, reader.name), 0)
         del self.readers[reader.name]
 
     def hear(self, reader: Reader, message: object) -> None:
@@ -187,7 +191,7 @@ class Memory:
                 self.register(reader)
             case Confirmed():
                 assert reader.ticket is not None
-                wanted = [(reader.handover, reader.ticket.serial, index) for index in range(PROMPT_BLOCKS)]
+                wanted = [(reader.match_id, reader.ticket.serial, index) for index in range(PROMPT_BLOCKS)]
                 assert reader.has_read == wanted, "confirmed, though it has read something else"
                 self.num_confirmed += 1
                 del self.readers[reader.name]
@@ -225,7 +229,7 @@ class Memory:
             self.leave(reader)
         for prefill in list(self.prefills.values()):
             if not prefill.is_closed:
-                self.producer.withhold(RequestId(prefill.name), prefill.name, "aborted", 0)
+                self.producer.fail_prefill(RequestId(prefill.name), prefill.name, "aborted", 0)
                 self.release(prefill)
                 del self.prefills[prefill.name]
             else:

@@ -1,5 +1,5 @@
-from kvferry.events import PullTimes
-from kvferry.protocol.stopwatches import Stopwatches
+from kvferry.events import TransferTimes
+from kvferry.protocol.stopwatches import TransferTimings
 from kvferry.protocol.transfers import TransferEvent as E
 from kvferry.protocol.transfers import TransferState, next_state
 from kvferry.types import RequestId
@@ -7,8 +7,8 @@ from kvferry.types import RequestId
 R = RequestId("r")
 
 
-def timed(*story: tuple[E, float]) -> PullTimes | None:
-    watches, state = Stopwatches(), TransferState.TRACKED
+def timed(*story: tuple[E, float]) -> TransferTimes | None:
+    watches, state = TransferTimings(), TransferState.TRACKED
     watches.start(R, 1.0)
     for event, now in story:
         state = next_state(state, event)
@@ -20,17 +20,17 @@ def timed(*story: tuple[E, float]) -> PullTimes | None:
 
 def test_a_pull_whose_peer_was_ready_before_its_blocks() -> None:
     story = (E.PEER_READY, 2.0), (E.BLOCKS_ALLOCATED, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
-    assert timed(*story) == PullTimes(1.0, 2.0, 3.0, 3.0, 4.0, 5.0)
+    assert timed(*story) == TransferTimes(1.0, 2.0, 3.0, 3.0, 4.0, 5.0)
 
 
 def test_a_pull_whose_blocks_were_there_before_its_peer() -> None:
     story = (E.BLOCKS_ALLOCATED, 2.0), (E.PEER_READY, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
-    assert timed(*story) == PullTimes(1.0, 3.0, 2.0, 3.0, 4.0, 5.0)
+    assert timed(*story) == TransferTimes(1.0, 3.0, 2.0, 3.0, 4.0, 5.0)
 
 
 def test_blocks_that_a_producer_writes_into() -> None:
-    story = (E.BLOCKS_ALLOCATED, 2.0), (E.BLOCKS_LENT, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
-    assert timed(*story) == PullTimes(1.0, None, 2.0, 3.0, 4.0, 5.0)
+    story = (E.BLOCKS_ALLOCATED, 2.0), (E.WRITES_GRANTED, 3.0), (E.BYTES_MOVED, 4.0), (E.CONFIRMED, 5.0), (E.PLACED, 6.0)
+    assert timed(*story) == TransferTimes(1.0, None, 2.0, 3.0, 4.0, 5.0)
 
 
 def test_what_was_withdrawn_and_came_again_has_the_last_times_but_began_when_it_began() -> None:
@@ -42,14 +42,14 @@ def test_what_was_withdrawn_and_came_again_has_the_last_times_but_began_when_it_
         (E.PEER_READY, 6.0),
         (E.BYTES_MOVED, 7.0),
     )
-    assert timed(*story, (E.CONFIRMED, 8.0)) == PullTimes(1.0, 6.0, 3.0, 3.0, 7.0, 8.0)
+    assert timed(*story, (E.CONFIRMED, 8.0)) == TransferTimes(1.0, 6.0, 3.0, 3.0, 7.0, 8.0)
 
 
 def test_trouble_leaves_what_had_been_reached() -> None:
-    assert timed((E.PEER_READY, 2.0), (E.PEER_LOST, 3.0), (E.BLOCKS_ALLOCATED, 4.0)) == PullTimes(1.0, 2.0, 4.0)
+    assert timed((E.PEER_READY, 2.0), (E.PEER_LOST, 3.0), (E.BLOCKS_ALLOCATED, 4.0)) == TransferTimes(1.0, 2.0, 4.0)
 
 
 def test_an_unknown_pull_is_nobody_s() -> None:
-    watches = Stopwatches()
+    watches = TransferTimings()
     watches.note(R, E.PEER_READY, TransferState.READY, 1.0)
     assert watches.stop(R) is None

@@ -16,15 +16,15 @@ from kvferry.protocol.messages import (
     PushWithdrawal,
     Ready,
 )
-from kvferry.protocol.pulls import Invitation
-from kvferry.types import Address, EngineLife
+from kvferry.protocol.pulls import PushInfo
+from kvferry.types import Address, EngineIncarnation
 
 
 def reading_from_two_ranks() -> Consumer:
     """A prompt of 8 tokens, offered whole by both."""
     consumer = ranks.make_consumer()
-    invitation = Invitation("h1", fingerprint(range(8), 4, ""), OWN, "PT")
-    consumer.expect(R1, EngineLife(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, invitation, 0)
+    push_info = PushInfo("h1", fingerprint(range(8), 4, ""), OWN, "PT")
+    consumer.expect(R1, EngineIncarnation(PEER.engine, PEER.epoch), Address("p-host", 5600), 2, push_info, 0)
     ranks.connect(consumer, 2)
     consumer.start(R1, [[5, 6]], range(0, 8), now=0)
     for rank in (0, 1):
@@ -71,7 +71,7 @@ def test_a_staged_producer_that_says_ready_of_what_it_has_withdrawn_is_not_belie
     expect(consumer, tokens=WHOLE)
     for request in sent(consumer.take_actions(), HandshakeRequest):
         assert isinstance(request, HandshakeRequest)
-        consumer.receive(SIDE, reply(request.nonce, is_staged=True), now=0)
+        consumer.receive(SIDE, reply(request.nonce, uses_host_buffer=True), now=0)
         consumer.peer_opened(PEER, "memory", now=0)
     consumer.start(R1, [[1, 2, 3, 4]], range(16), now=0)
     offer(consumer, 16)

@@ -1,4 +1,4 @@
-"""A producer that was lent blocks: what it writes, what it says of it, and whatever makes it stop."""
+"""A producer that was granted blocks: what it writes, what it says of it, and whatever makes it stop."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from tests.protocol.test_consumer import PEER, SIDE, connect, make_consumer
 from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.messages import HandshakeRefused, PushRegistration, RegionInfo, Revoke, Revoked, WriteFailed, WriteLease, Written
+from kvferry.protocol.messages import HandshakeRefused, PushRegistration, RegionInfo, Revoke, Revoked, WriteFailed, WriteGrantInfo, Written
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.writers import Landed, Writers, WriterSettings
+from kvferry.protocol.writers import Landed, PushWriter, WriterSettings
 from kvferry.types import EngineId, RequestId, Route
 
 READER, ROUTE = "p/r/0", Route(b"route")
 A = RequestId("a")
-LEASE = WriteLease(7, "memory", 0, [[9, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
+LEASE = WriteGrantInfo(7, "memory", 0, [[9, 2]], 0, 8, [], fingerprint(range(8), 4, ""))
 REGISTRATION = PushRegistration("e0", READER, "r", "p", "p-host", 5600, 1, 30.0, "h1", "PT", "e1", LEASE)
 BLOCK_BYTES = 64
 
@@ -32,15 +32,15 @@ class Side:
 
     def __init__(self, group: int = 0) -> None:
         self.consumer: Consumer = make_consumer(group=group)
-        self.writers = Writers(WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120), self.consumer.peers)
-        self.consumer.share_peers(self.writers)
+        self.writers = PushWriter(WriterSettings(EngineId("us"), write_timeout_s=20, max_lease_s=120), self.consumer.peers)
+        self.consumer.add_peer_user(self.writers)
 
-    def invite(self, **changes: Any) -> "Side":
-        self.writers.invite(ROUTE, msgspec.structs.replace(REGISTRATION, **changes), now=0)
+    def register(self, **changes: Any) -> "Side":
+        self.writers.register(ROUTE, msgspec.structs.replace(REGISTRATION, **changes), now=0)
         return self
 
     def connected(self) -> "Side":
-        self.invite()
+        self.register()
         connect(self.consumer)
         return self
 
@@ -66,13 +66,13 @@ def failed(reason: str) -> list[object]:
 def test_what_is_there_is_written_chunk_by_chunk_and_settled_when_all_has_landed() -> None:
     side = Side().connected().offer(4)
     first = side.started()
-    assert (first.peer, first.plane, first.number) == (PEER, "memory", 7)
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in first.pieces] == [([3 * 64], [9 * 64])]
+    assert (first.peer, first.transport, first.grant_id) == (PEER, "memory", 7)
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in first.segments] == [([3 * 64], [9 * 64])]
     side.writers.write_ended(first.write, None, now=2)
     assert side.said() == [Written(READER, 7, 4, is_last=False)]
     side.offer(8, is_over=True, now=3)
     second = side.started()
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in second.pieces] == [([4 * 64], [2 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in second.segments] == [([4 * 64], [2 * 64])]
     side.writers.write_ended(second.write, None, now=4)
     assert (side.said(), side.writers.take_landed()) == ([], [Landed(A, READER)])
     side.writers.finish(READER)
@@ -86,36 +86,36 @@ def test_what_comes_while_a_write_is_under_way_is_written_after_it() -> None:
     side.offer(8, is_over=True)
     assert side.writers.take_actions() == []
     side.writers.write_ended(first.write, None, now=2)
-    assert side.started().pieces[0].total_bytes == BLOCK_BYTES
+    assert side.started().segments[0].total_bytes == BLOCK_BYTES
 
 
 def test_an_offer_that_comes_before_the_handshake_is_over_waits_for_it() -> None:
-    side = Side().invite().offer(8, is_over=True)
+    side = Side().register().offer(8, is_over=True)
     assert side.writers.take_actions() == []
     connect(side.consumer)
-    assert side.started().pieces[0].total_bytes == 2 * BLOCK_BYTES
+    assert side.started().segments[0].total_bytes == 2 * BLOCK_BYTES
 
 
 def test_only_what_was_asked_for_is_written() -> None:
-    side = Side().invite(write=msgspec.structs.replace(LEASE, first_token=4)).offer(8, is_over=True)
+    side = Side().register(write=msgspec.structs.replace(LEASE, first_token=4)).offer(8, is_over=True)
     connect(side.consumer)
-    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in side.started().pieces] == [([4 * 64], [2 * 64])]
+    assert [(list(p.local_offsets), list(p.remote_offsets)) for p in side.started().segments] == [([4 * 64], [2 * 64])]
 
 
 def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
-    side = Side().invite()
+    side = Side().register()
     side.consumer.receive(SIDE, HandshakeRefused(1, "no"), now=1)
     assert side.said() == failed("the decode side cannot be reached: the producer refused the handshake: no")
     assert len(side.writers) == 0
-    assert side.writers.lives() == set()
-    side.invite()
+    assert side.writers.incarnations() == set()
+    side.register()
     assert [type(message) for message in side.said()] == [WriteFailed], "it is known to be out of reach for a while"
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"plane": "shm"}, "rank 0 of the decode side is not reached by shm from here"),
+        ({"transport": "shm"}, "rank 0 of the decode side is not reached by shm from here"),
         ({"local_block_ids": [[9, 99]]}, "our block list names blocks outside 0..15"),
         ({"local_block_ids": [[9]]}, "our block list of group 0 has 1 blocks, 2 are needed"),
         ({"needed_from": [0, 0]}, "the lease speaks of other groups than it has blocks for"),
@@ -123,7 +123,7 @@ def test_a_decode_side_that_cannot_be_reached_is_told_to_read() -> None:
     ],
 )
 def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) -> None:
-    side = Side().invite(write=msgspec.structs.replace(LEASE, **changes))
+    side = Side().register(write=msgspec.structs.replace(LEASE, **changes))
     connect(side.consumer)
     side.offer(8)
     assert (side.said(), side.writers.take_actions()) == (failed(reason), [])
@@ -131,7 +131,7 @@ def test_what_cannot_be_written_is_told(changes: dict[str, Any], reason: str) ->
 
 @pytest.mark.parametrize("needed_from", [[], [0]])
 def test_a_lease_without_blocks_of_a_group_is_not_written(needed_from: list[int]) -> None:
-    side = Side(group=1).invite(write=msgspec.structs.replace(LEASE, needed_from=needed_from))
+    side = Side(group=1).register(write=msgspec.structs.replace(LEASE, needed_from=needed_from))
     connect(side.consumer, regions=[RegionInfo("l0", 0, 64, 64, 16, "DRAM", 0, group=1)])
     side.offer(8)
     assert [type(message) for message in side.said()] == [WriteFailed]
@@ -149,7 +149,7 @@ def test_a_lease_without_blocks_of_a_group_is_not_written(needed_from: list[int]
     ],
 )
 def test_a_lease_that_makes_no_sense_is_refused_and_nobody_is_dialled(changes: dict[str, Any]) -> None:
-    side = Side().invite(**changes)
+    side = Side().register(**changes)
     assert side.said() == failed("this producer cannot write there")
     assert side.consumer.take_actions() == []
 
@@ -177,7 +177,7 @@ def test_a_preempted_prefill_is_written_anew_from_its_first_token() -> None:
     side.said()
     side.writers.withdraw(READER)
     side.offer(4, serial=2)
-    assert side.started().pieces[0].total_bytes == BLOCK_BYTES
+    assert side.started().segments[0].total_bytes == BLOCK_BYTES
     assert side.said() == []
 
 
@@ -201,12 +201,12 @@ def test_all_that_landed_of_a_prefill_that_is_then_preempted_is_not_settled() ->
     assert side.writers.take_landed() == []
 
 
-@pytest.mark.parametrize("number", [7, 6])
-def test_a_revocation_is_answered_once_nothing_of_that_lease_is_under_way(number: int) -> None:
+@pytest.mark.parametrize("grant_id", [7, 6])
+def test_a_revocation_is_answered_once_nothing_of_that_lease_is_under_way(grant_id: int) -> None:
     side = Side().connected().offer(4)
     write = side.started().write
-    side.writers.revoke(ROUTE, Revoke("e0", READER, number))
-    if number == 6:
+    side.writers.revoke(ROUTE, Revoke("e0", READER, grant_id))
+    if grant_id == 6:
         assert side.said() == [Revoked(READER, 6)]
         assert side.writers.has(READER), "an earlier lease is not this one"
         return
@@ -230,15 +230,15 @@ def test_a_lease_that_is_not_renewed_ends_what_is_written_under_it() -> None:
 def test_a_registration_anew_replaces_what_was_lent() -> None:
     side = Side().connected().offer(4)
     write = side.started().write
-    side.invite(write=None)
+    side.register(write=None)
     assert side.writers.take_actions() == [StopWrite(write)]
     assert not side.writers.has(READER)
 
 
 LEASES = st.builds(
-    WriteLease,
-    number=st.integers(1, 1 << 62),
-    plane=st.sampled_from(["memory", "", "shm"]),
+    WriteGrantInfo,
+    grant_id=st.integers(1, 1 << 62),
+    transport=st.sampled_from(["memory", "", "shm"]),
     tp_rank=st.integers(0, 3),
     local_block_ids=st.lists(st.lists(st.integers(-1, (1 << 31) - 1) | st.integers(-1, 20), max_size=4), max_size=3),
     first_token=st.integers(0, 1 << 40) | st.integers(0, 9),
@@ -250,9 +250,9 @@ LEASES = st.builds(
 
 
 @given(lease=LEASES, tp_size=st.integers(-2, 5000), ready=st.sampled_from([0, 4, 8]))
-def test_no_lease_raises_anything_whatever_it_says(lease: WriteLease, tp_size: int, ready: int) -> None:
+def test_no_lease_raises_anything_whatever_it_says(lease: WriteGrantInfo, tp_size: int, ready: int) -> None:
     side = Side().connected()
-    side.invite(write=lease, decode_tp_size=tp_size)
+    side.register(write=lease, decode_tp_size=tp_size)
     if side.writers.has(READER):
         side.offer(ready, is_over=True)
         for action in side.writers.take_actions():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from kvferry.router.fleet import Fleet, FleetOptions, Leg, State, Wish
+from kvferry.router.fleet import Fleet, FleetOptions, Leg, MemberState, RoutingHints
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.types import Address
@@ -39,11 +39,11 @@ def make_instance(number: int, role: Role = Role.PREFILL) -> Instance:
 
 
 def make_fleet(policy: str, size: int, role: Role = Role.PREFILL, health: HealthOptions | None = None, seed: int = 0) -> Fleet:
-    """All have been found well."""
+    """All have been found healthy."""
     fleet = Fleet(FleetOptions(policies=dict.fromkeys(Role, policy), health=health or HealthOptions()), random.Random(seed).random)
     for number in range(size):
         fleet.add(make_instance(number, role), now=0.0)
-        fleet.note_probe_well(make_instance(number, role), now=0.0)
+        fleet.note_probe_passed(make_instance(number, role), now=0.0)
     return fleet
 
 
@@ -136,7 +136,7 @@ class World:
                 case _Tick():
                     self._tick(event, now)
                 case (Instance() as instance, bool() as is_well):
-                    (self.fleet.note_probe_well if is_well else self.fleet.note_probe_ill)(instance, now)
+                    (self.fleet.note_probe_passed if is_well else self.fleet.note_probe_failed)(instance, now)
 
     def _at(self, at: float, event: object) -> None:
         heappush(self._events, (at, next(self._serial), event))
@@ -147,13 +147,13 @@ class World:
         self._at(now + 0.05, tick)
 
     def _send(self, request: "_Request", now: float) -> None:
-        wish = Wish(request.text)
-        instance = self.fleet.choose(self.role, wish, now, request.tried)
+        hints = RoutingHints(request.text)
+        instance = self.fleet.choose(self.role, hints, now, request.tried)
         if instance is None:
             self.num_lost += 1
             return
         request.tried.append(instance)
-        leg = self.fleet.begin(instance, now, wish)
+        leg = self.fleet.begin(instance, now, hints)
         self.sent[instance] += 1
         engine = self.engines[instance]
         if engine.is_dead(now):
@@ -204,7 +204,7 @@ def answer(fleet: Fleet, instance: Instance, now: float) -> None:
     fleet.end(fleet.begin(instance, now), Outcome.ANSWERED, now)
 
 
-def state_of(fleet: Fleet, instance: Instance, now: float) -> State:
+def state_of(fleet: Fleet, instance: Instance, now: float) -> MemberState:
     member = fleet.get(instance)
     assert member is not None
     return member.state(now)
@@ -214,7 +214,7 @@ def chosen(fleet: Fleet, now: float, times: int = 6) -> set[Instance]:
     """By turns, each leg ended by its client, which says nothing about the instance."""
     found = set()
     for _ in range(times):
-        instance = fleet.choose(Role.PREFILL, Wish(), now)
+        instance = fleet.choose(Role.PREFILL, RoutingHints(), now)
         assert instance is not None
         fleet.end(fleet.begin(instance, now), Outcome.ABANDONED, now)
         found.add(instance)
@@ -228,5 +228,5 @@ def refuse(fleet: Fleet, instance: Instance, now: float) -> None:
 def begin_trial(fleet: Fleet, instance: Instance, now: float) -> Leg:
     """It is given a leg, the others having been tried."""
     others = [member.instance for member in fleet.members(instance.role) if member.instance != instance]
-    assert fleet.choose(instance.role, Wish(), now, others) == instance
+    assert fleet.choose(instance.role, RoutingHints(), now, others) == instance
     return fleet.begin(instance, now)

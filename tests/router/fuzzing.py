@@ -143,8 +143,8 @@ def _frame(method: str, path: str, fields: list[tuple[str, str]], body: bytes, i
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *(f"{name}: {value}" for name, value in fields)]
     if is_chunked:
         lines.append("Transfer-Encoding: chunked")
-        pieces = [body[at : at + 700] for at in range(0, min(len(body), 7000), 700)] + ([body[7000:]] if len(body) > 7000 else [])
-        body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        segments = [body[at : at + 700] for at in range(0, min(len(body), 7000), 700)] + ([body[7000:]] if len(body) > 7000 else [])
+        body = b"".join(b"%x\r\n%s\r\n" % (len(segment), segment) for segment in segments) + b"0\r\n\r\n"
     else:
         lines.append(f"Content-Length: {len(body)}")
     return Fuzzed(method, "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body)

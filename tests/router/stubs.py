@@ -18,9 +18,9 @@ from kvferry.router.instances import Instance, Role
 from kvferry.router.legs import Handover
 from kvferry.router.options import RouterOptions
 from kvferry.router.registration import Registrar
-from kvferry.router.release import Releases
+from kvferry.router.release import BlockReleaser
 from kvferry.router.server import make_server, server_tls
-from kvferry.router.turn_keeper import AskTurn
+from kvferry.router.turn_keeper import TurnQuery
 from kvferry.types import Address, FailurePolicy
 
 DEADLINE_S = 50.0
@@ -149,7 +149,7 @@ async def stage(
     push_key: PushTicketKey | None = None,
     modes: Sequence[str] = (),
     registrar: Registrar | None = None,
-    ask: AskTurn | None = None,
+    ask: TurnQuery | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
     """A router before stub engines; `modes` of the decode side, if not all push; `ask`: its side channel. Everything inside must be over
@@ -189,14 +189,14 @@ def changed(options: RouterOptions, settings: Mapping[str, Any]) -> RouterOption
 @asynccontextmanager
 async def serving(
     options: RouterOptions,
-    releases: Releases,
+    releases: BlockReleaser,
     push_key: PushTicketKey | None = None,
     registrar: Registrar | None = None,
-    ask: AskTurn | None = None,
+    ask: TurnQuery | None = None,
 ) -> AsyncIterator[int]:
     """A router; its port."""
     tls = server_tls(options)
-    app = RouterApp(options, releases, push_key=push_key, registrar=registrar, make_ask=None if ask is None else lambda watch: ask)
+    app = RouterApp(options, releases, push_key=push_key, registrar=registrar, make_turn_query=None if ask is None else lambda watcher: ask)
     server = make_server(app)
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)

@@ -13,9 +13,9 @@ from tests.router.stubs import completes, prefills, stage
 from tests.router.test_proxy import ONE, message
 
 from kvferry.errors import ConfigError
-from kvferry.router.access import Gate
+from kvferry.router.access import AccessPolicy
 from kvferry.router.http1.messages import Headers
-from kvferry.router.options import Access
+from kvferry.router.options import AccessOptions
 from kvferry.router.tenants import ApiKeys, read_key_file, tenant_of_header
 
 KEYS = (("one", "sk-one"), ("two", "sk-two"))
@@ -112,7 +112,9 @@ def test_the_admins_pages_need_the_admins_key(path: str) -> None:
     ],
 )
 def test_without_an_admins_key_only_this_machine_is_let_in_and_no_other_sites_page(peer: str, headers: dict[str, str], is_in: bool) -> None:
-    assert Gate.of(Access()).is_admin(Headers(values={name.lower(): value for name, value in headers.items()}), peer) is is_in
+    assert (
+        AccessPolicy.of(AccessOptions()).is_admin(Headers(values={name.lower(): value for name, value in headers.items()}), peer) is is_in
+    )
 
 
 # -- tenants -----------------------------------------------------------------------------------------------------------
@@ -248,12 +250,12 @@ def test_every_answer_to_a_request_has_its_id(method: str, path: str, status: in
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "Forwarded", "X-Real-IP"])
 def test_a_proxy_on_this_machine_does_not_make_strangers_neighbours(name: str) -> None:
     """Without an admin key only this machine may ask. What a web server here passes on comes from elsewhere."""
-    gate = Gate.of(Access())
+    access_policy = AccessPolicy.of(AccessOptions())
     plain = Headers(values={"host": "127.0.0.1:8000"})
     passed_on = Headers(values={"host": "127.0.0.1:8000", name.lower(): "203.0.113.9"})
-    assert gate.is_admin(plain, "127.0.0.1")
-    assert not gate.is_admin(passed_on, "127.0.0.1")
-    keyed = Gate.of(Access(admin_key="sk"))
+    assert access_policy.is_admin(plain, "127.0.0.1")
+    assert not access_policy.is_admin(passed_on, "127.0.0.1")
+    keyed = AccessPolicy.of(AccessOptions(admin_key="sk"))
     assert keyed.is_admin(Headers(values={name.lower(): "203.0.113.9", "authorization": "Bearer sk"}), "127.0.0.1")
 
 

@@ -62,7 +62,7 @@ def test_a_drained_instance_finishes_what_it_has_and_comes_back_when_it_is_added
             await s.d.entered.wait()
             await ask(s, "POST", "/admin/instances/drain", named(s.d))
             status, _, body = await s.post(ONE)
-            assert (status, message(body)) == (503, "no decode instance can be had now; try again")
+            assert (status, message(body)) == (503, "no decode instance is available; try again")
             go.set()
             assert (await under_way)[0] == 200
             await ask(s, "POST", "/admin/instances", named(s.d))

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.router.admission import Admission, AdmissionOptions, AdmissionQueue, Pass, Refused, Why
+from kvferry.router.admission import AdmissionController, AdmissionOptions, AdmissionQueue, AdmissionRefused, AdmissionSlot, RefusalReason
 
 DEADLINE_S = 30.0
 T = TypeVar("T")
 
 
-def arrive(queue: AdmissionQueue, tenant: str = "ann", now: float = 0.0) -> Pass:
+def arrive(queue: AdmissionQueue, tenant: str = "ann", now: float = 0.0) -> AdmissionSlot:
     entry = queue.arrive(tenant, now)
-    assert isinstance(entry, Pass)
+    assert isinstance(entry, AdmissionSlot)
     return entry
 
 
-def refuse(queue: AdmissionQueue, tenant: str = "ann") -> Refused:
+def refuse(queue: AdmissionQueue, tenant: str = "ann") -> AdmissionRefused:
     refused = queue.arrive(tenant, 0.0)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, AdmissionRefused)
     return refused
 
 
@@ -46,7 +46,7 @@ def test_a_tenant_that_waits_for_itself_is_told_so_and_others_still_have_room() 
     for _ in range(3):
         arrive(queue, "greedy")
     refused = refuse(queue, "greedy")
-    assert (refused.why, refused.status) == (Why.TENANT, 429)
+    assert (refused.reason, refused.status) == (RefusalReason.TENANT, 429)
     assert not arrive(queue, "modest").is_admitted
 
 
@@ -92,7 +92,7 @@ def test_a_tenant_is_told_to_wait_for_its_own_places() -> None:
     queue.leave(arrive(queue, now=0.0), now=4.0)
     for _ in range(3):
         arrive(queue)
-    assert refuse(queue) == Refused(Why.TENANT, 12)
+    assert refuse(queue) == AdmissionRefused(RefusalReason.TENANT, 12)
 
 
 def test_nobody_leaves_twice() -> None:
@@ -117,8 +117,8 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[Pass] = []
-        self.waiting: dict[str, deque[Pass]] = {}
+        self.running: list[AdmissionSlot] = []
+        self.waiting: dict[str, deque[AdmissionSlot]] = {}
         self.admissions_of_others: Counter[str] = Counter()
         """Since a tenant that waits and may run was last given its turn."""
 
@@ -132,14 +132,14 @@ class AdmissionMachine(RuleBasedStateMachine):
         waiting, num_waiting = len(self.waiting.get(tenant, ())), sum(map(len, self.waiting.values()))
         entry = self.queue.arrive(tenant, 0.0)
         match entry:
-            case Refused(why=Why.TENANT):
+            case AdmissionRefused(reason=RefusalReason.TENANT):
                 assert waiting == self.options.tenant_waiting
-            case Refused(why=Why.FULL):
+            case AdmissionRefused(reason=RefusalReason.FULL):
                 assert num_waiting == self.options.max_waiting
-            case Pass(is_admitted=True):
+            case AdmissionSlot(is_admitted=True):
                 assert waiting == 0
                 self.running.append(entry)
-            case Pass():
+            case AdmissionSlot():
                 self.waiting.setdefault(tenant, deque()).append(entry)
 
     @precondition(lambda self: self.running)
@@ -155,7 +155,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def _check_turn(self, tenant: str) -> None:
         """While somebody waits who may run, no other tenant is served twice."""
         for other, queue in self.waiting.items():
-            may_run = self.options.tenant_running is None or self.queue.running_of(other) < self.options.tenant_running
+            may_run = self.options.tenant_running is None or self.queue.num_running_of(other) < self.options.tenant_running
             self.admissions_of_others[other] = self.admissions_of_others[other] + 1 if queue and may_run and other != tenant else 0
         assert max(self.admissions_of_others.values(), default=0) <= len(self.waiting)
 
@@ -173,15 +173,15 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert self.queue.num_running == len(self.running) <= self.options.max_running
         assert self.queue.num_waiting == sum(map(len, self.waiting.values())) <= self.options.max_waiting
         for tenant in "abc":
-            assert self.queue.running_of(tenant) == sum(entry.tenant == tenant for entry in self.running)
-            assert self.queue.running_of(tenant) <= (self.options.tenant_running or self.options.max_running)
-            assert self.queue.waiting_of(tenant) == len(self.waiting.get(tenant, ()))
+            assert self.queue.num_running_of(tenant) == sum(entry.tenant == tenant for entry in self.running)
+            assert self.queue.num_running_of(tenant) <= (self.options.tenant_running or self.options.max_running)
+            assert self.queue.num_waiting_of(tenant) == len(self.waiting.get(tenant, ()))
 
     @invariant()
     def nobody_waits_beside_a_free_place(self) -> None:
         if len(self.running) < self.options.max_running:
             for tenant, queue in self.waiting.items():
-                assert not queue or self.queue.running_of(tenant) == self.options.tenant_running
+                assert not queue or self.queue.num_running_of(tenant) == self.options.tenant_running
 
     def teardown(self) -> None:
         """Everybody who waits is admitted in the end."""
@@ -205,13 +205,13 @@ def run(story: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def make_admission(**options: int) -> Admission:
-    return Admission(AdmissionOptions(**options), clock=lambda: 0.0)
+def make_admission(**options: int) -> AdmissionController:
+    return AdmissionController(AdmissionOptions(**options), clock=lambda: 0.0)
 
 
-async def enter(admission: Admission, tenant: str = "ann") -> Pass:
+async def enter(admission: AdmissionController, tenant: str = "ann") -> AdmissionSlot:
     entry = await admission.enter(tenant, DEADLINE_S)
-    assert isinstance(entry, Pass)
+    assert isinstance(entry, AdmissionSlot)
     return entry
 
 
@@ -239,7 +239,7 @@ def test_a_deadline_ends_the_waiting() -> None:
     async def story() -> None:
         admission = make_admission(max_running=1)
         first = await enter(admission)
-        assert await admission.enter("ann", timeout_s=0.001) == Refused(Why.LATE, 1)
+        assert await admission.enter("ann", timeout_s=0.001) == AdmissionRefused(RefusalReason.LATE, 1)
         assert admission.queue.num_waiting == 0
         admission.leave(first)
         admission.leave(await enter(admission))
@@ -257,7 +257,7 @@ def test_a_place_that_is_free_in_the_moment_of_the_deadline_is_taken() -> None:
         loop.call_later(0.05, admission.leave, first)
         loop.call_soon(time.sleep, 0.7)
         entry = await waiting
-        assert isinstance(entry, Pass)
+        assert isinstance(entry, AdmissionSlot)
         admission.leave(entry)
         assert (admission.queue.num_running, admission.queue.num_waiting) == (0, 0)
 
@@ -309,7 +309,7 @@ def test_a_cancel_in_the_moment_of_admission_hands_the_place_on(events: list[tup
 def test_nothing_is_kept_of_those_who_are_gone() -> None:
     async def story() -> None:
         admission = make_admission(max_running=1)
-        gone: list[weakref.ref[asyncio.Task[Pass]]] = []
+        gone: list[weakref.ref[asyncio.Task[AdmissionSlot]]] = []
         for _ in range(20):
             first, second = await enter(admission), asyncio.create_task(enter(admission))
             await settle()
@@ -332,8 +332,8 @@ def test_who_closes_serves_those_who_wait_and_nobody_new() -> None:
         await settle()
         admission.close()
         refused = await admission.enter("ann", DEADLINE_S)
-        assert isinstance(refused, Refused)
-        assert (refused.why, refused.status) == (Why.CLOSING, 503)
+        assert isinstance(refused, AdmissionRefused)
+        assert (refused.reason, refused.status) == (RefusalReason.CLOSING, 503)
         admission.leave(first)
         admission.leave(await waiting)
 

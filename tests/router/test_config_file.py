@@ -5,7 +5,7 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_config_file
-from kvferry.router.release import NoReleases
+from kvferry.router.release import NullReleaser
 from kvferry.types import FailurePolicy
 
 WHOLE = """
@@ -61,6 +61,7 @@ def test_an_empty_file_is_a_router_whose_instances_come_by_themselves() -> None:
     ("text", "sentence"),
     [
         ("port = ", "not valid TOML"),
+        ("[health]\nill_probes = 3", "health.ill_probes in the configuration file is now called health.max_failed_probes"),
         ("prot = 1", "prot, which is no setting; did you mean port?"),
         ("[timeouts]\nconect = 1", "timeouts.conect, which is no setting; did you mean timeouts.connect?"),
         ("[timeouts]\nconnect = 0", "timeouts.connect must be more than 0"),
@@ -98,6 +99,6 @@ def test_an_authority_that_cannot_be_loaded_is_found_at_the_start() -> None:
     async def scene() -> None:
         options = read_config_file('[access]\ninstance_ca_file = "/nowhere/ca.pem"', FILES.__getitem__)
         with pytest.raises(ConfigError, match=r"/nowhere/ca\.pem cannot be loaded"):
-            RouterApp(options, NoReleases())
+            RouterApp(options, NullReleaser())
 
     asyncio.run(scene())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.router.stubs import PARAMS, Behaviour, Stage, completes, drops_connection, prefills, stage, streams
 
 from kvferry.router.instances import Instance
-from kvferry.router.turns import EventFilter, take_from_answer
+from kvferry.router.turns import TurnParamsFilter, take_turn_params
 
 TURN = {"do_remote_decode": True, "do_remote_prefill": False, "ticket": "ticket-of-d", "remote_num_tokens": 40, "ttl_s": 60.0}
 TALK = {"messages": [{"role": "user", "content": "hi"}], "conversation_id": "c1"}
@@ -191,8 +191,8 @@ def test_however_a_stream_is_cut_only_ds_word_is_taken_out(cuts: list[int], has_
     whole, kept = b"".join([*EVENTS, LAST, DONE]), b"".join([*EVENTS, DONE])
     if has_crlf:
         whole, kept = whole.replace(b"\n", b"\r\n"), kept.replace(b"\n", b"\r\n")
-    look = EventFilter()
-    passed = b"".join(look.pass_on(piece) for piece in [*cut(whole, cuts), b""])
+    look = TurnParamsFilter()
+    passed = b"".join(look.feed(segment) for segment in [*cut(whole, cuts), b""])
     assert passed == kept
     assert look.params is not None
     assert json.loads(look.params) == TURN
@@ -200,36 +200,36 @@ def test_however_a_stream_is_cut_only_ds_word_is_taken_out(cuts: list[int], has_
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
 def test_any_bytes_pass_a_filter_that_finds_nothing(data: bytes, cuts: list[int]) -> None:
-    look = EventFilter()
-    assert b"".join(look.pass_on(piece) for piece in [*cut(data, cuts), b""]) == data
+    look = TurnParamsFilter()
+    assert b"".join(look.feed(segment) for segment in [*cut(data, cuts), b""]) == data
     assert look.params is None
 
 
 def test_an_event_is_passed_on_as_soon_as_it_is_whole() -> None:
-    look = EventFilter()
-    assert look.pass_on(EVENTS[0] + EVENTS[1][:5]) == EVENTS[0]
-    assert look.pass_on(EVENTS[1][5:]) == EVENTS[1]
+    look = TurnParamsFilter()
+    assert look.feed(EVENTS[0] + EVENTS[1][:5]) == EVENTS[0]
+    assert look.feed(EVENTS[1][5:]) == EVENTS[1]
 
 
 def test_an_event_without_end_is_not_kept_for_ever() -> None:
-    look = EventFilter()
-    assert len(look.pass_on(b"data: " + b"x" * (5 << 20))) > 1 << 20
+    look = TurnParamsFilter()
+    assert len(look.feed(b"data: " + b"x" * (5 << 20))) > 1 << 20
 
 
 def test_a_last_event_that_says_more_keeps_the_rest() -> None:
-    look = EventFilter()
+    look = TurnParamsFilter()
     event = b'data: {"choices":[],"usage":{"total_tokens":3},"kv_transfer_params":{"ticket":"t"}}\n\n'
-    assert json.loads(look.pass_on(event).removeprefix(b"data: ")) == {"choices": [], "usage": {"total_tokens": 3}}
+    assert json.loads(look.feed(event).removeprefix(b"data: ")) == {"choices": [], "usage": {"total_tokens": 3}}
     assert look.params == b'{"ticket":"t"}'
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"[]", b'{"a":1}', b"\xff"])
 def test_a_whole_answer_without_ds_word_is_passed_on_as_it_is(body: bytes) -> None:
-    assert take_from_answer(body) == (None, body)
+    assert take_turn_params(body) == (None, body)
 
 
 def test_a_null_is_no_word() -> None:
-    assert take_from_answer(b'{"a":1,"kv_transfer_params":null}') == (None, b'{"a":1}')
+    assert take_turn_params(b'{"a":1,"kv_transfer_params":null}') == (None, b'{"a":1}')
 
 
 def test_params_of_p_pass_unchanged() -> None:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.router.fleet_world import make_instance
 
 from kvferry.errors import ConfigError
-from kvferry.router.conversations import Conversations, Turn
+from kvferry.router.conversations import Conversations, LastTurn
 from kvferry.router.instances import Instance, Role
 
 D1, D2 = make_instance(1, Role.DECODE), make_instance(2, Role.DECODE)
@@ -19,8 +19,8 @@ TENANTS = st.sampled_from(["ann", "bob", ""])
 NAMES = st.sampled_from(["x", "y", "z", "ann", ""])
 
 
-def turn(text: bytes = b"{}", decoder: Instance = D1) -> Turn:
-    return Turn(text, decoder, P)
+def turn(text: bytes = b"{}", decoder: Instance = D1) -> LastTurn:
+    return LastTurn(text, decoder, P)
 
 
 def test_a_ticket_is_used_once() -> None:
@@ -94,7 +94,7 @@ def test_negative_limits_are_refused() -> None:
 
 @dataclass(frozen=True)
 class Kept:
-    turn: Turn
+    turn: LastTurn
     until: float
 
 
@@ -110,7 +110,7 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(tenant=TENANTS, name=NAMES, size=st.integers(0, 2500), ttl_s=st.integers(0, 30), decoder=st.sampled_from([D1, D2]))
     def put(self, tenant: str, name: str, size: int, ttl_s: int, decoder: Instance) -> None:
-        added = Turn(bytes(size), decoder)
+        added = LastTurn(bytes(size), decoder)
         self.model.pop((tenant, name), None)
         if self.store.put(tenant, name, added, ttl_s, self.now):
             self.model[tenant, name] = Kept(added, self.now + ttl_s - 2)

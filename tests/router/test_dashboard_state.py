@@ -6,20 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.router.dashboard_state import SHOWN_LIVE, SHOWN_RECENT, InstanceFacts, RouterFacts, build_state, encode_state
-from kvferry.router.instance_metrics import MetricsWatch, read_metrics
-from kvferry.router.request_view import RequestView, state_of, view_request
-from kvferry.router.timeline import Ending, Mark, RecentRequests, Timeline
-from kvferry.router.vital_signs import VitalSigns
-from kvferry.web.handover_records import HandoverRecord, HandoverRecords, read_records
+from kvferry.router.instance_metrics import MetricsWatcher, read_metrics
+from kvferry.router.request_view import RequestDetail, state_of, view_request
+from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome, Timeline
+from kvferry.router.vital_signs import TimeSeries
+from kvferry.web.handover_records import TransferRecord, TransferRecords, read_transfer_records
 
 ROUTER = RouterFacts(version="1", uptime_s=5.0, policies={"prefill": "round_robin"})
 
 
-def state(recent: RecentRequests, *instances: InstanceFacts, signs: VitalSigns | None = None, now: float = 100.0) -> Any:
-    return json.loads(encode_state(build_state(ROUTER, instances, signs or VitalSigns(), recent, now)))
+def state(recent: RecentRequests, *instances: InstanceFacts, time_series: TimeSeries | None = None, now: float = 100.0) -> Any:
+    return json.loads(encode_state(build_state(ROUTER, instances, time_series or TimeSeries(), recent, now)))
 
 
-def phases(view: RequestView) -> list[tuple[str, float, float | None]]:
+def phases(view: RequestDetail) -> list[tuple[str, float, float | None]]:
     return [(phase.name, phase.began_s, phase.ended_s) for phase in view.phases]
 
 
@@ -27,18 +27,18 @@ def handed_over() -> Timeline:
     recent = RecentRequests()
     timeline = recent.begin("r1", "/v1/completions", 100.0)
     for mark, at, about in (
-        (Mark.ADMITTED, 101.0, None),
-        (Mark.PREFILL_BEGAN, 101.0, "p1"),
-        (Mark.PREFILL_ENDED, 103.0, None),
-        (Mark.DECODE_BEGAN, 103.0, "d1"),
-        (Mark.FIRST_TOKEN, 104.0, None),
+        (RequestEvent.ADMITTED, 101.0, None),
+        (RequestEvent.PREFILL_BEGAN, 101.0, "p1"),
+        (RequestEvent.PREFILL_ENDED, 103.0, None),
+        (RequestEvent.DECODE_BEGAN, 103.0, "d1"),
+        (RequestEvent.FIRST_TOKEN, 104.0, None),
     ):
         timeline.mark(mark, at, about)
-    recent.end(timeline, Ending.ANSWERED, 200, 106.0)
+    recent.end(timeline, RequestOutcome.ANSWERED, 200, 106.0)
     return timeline
 
 
-RECORD = HandoverRecord(
+RECORD = TransferRecord(
     request_id="cmpl-r1-0",
     age_s=7.0,
     attached_s=0.125,
@@ -47,8 +47,8 @@ RECORD = HandoverRecord(
     confirmed_s=0.625,
     scheduled_s=0.75,
     bytes=4096,
-    pieces=8,
-    plane="shm",
+    segments=8,
+    transport="shm",
 )
 
 
@@ -73,7 +73,7 @@ def test_where_d_tells_the_wait_for_it_is_shown_in_its_parts() -> None:
         ("streaming", 4.0, 6.0),
     ]
     assert view.has_transfer
-    assert view.phases[4].detail == "4,096 bytes in 8 pieces by shm"
+    assert view.phases[4].detail == "4,096 bytes in 8 segments by shm"
 
 
 def test_what_passed_before_d_s_engine_had_the_request_is_a_part_too() -> None:
@@ -90,8 +90,8 @@ def test_d_s_parts_end_before_its_first_token_whatever_the_delay_of_its_words() 
 
 
 def test_of_two_requests_with_one_name_the_record_of_the_same_age_is_shown() -> None:
-    older = HandoverRecord(request_id="cmpl-r1-0", age_s=500.0, attached_s=0.5, read_began_s=0.6)
-    choice = HandoverRecord(request_id="cmpl-r1-1", age_s=7.0)
+    older = TransferRecord(request_id="cmpl-r1-0", age_s=500.0, attached_s=0.5, read_began_s=0.6)
+    choice = TransferRecord(request_id="cmpl-r1-1", age_s=7.0)
     view = view_request(handed_over(), [older, choice, RECORD], now=110.0)
     assert ("lease", 3.0, 3.125) in phases(view)
 
@@ -99,11 +99,11 @@ def test_of_two_requests_with_one_name_the_record_of_the_same_age_is_shown() -> 
 def test_each_try_is_shown_and_why_it_failed() -> None:
     recent = RecentRequests()
     timeline = recent.begin("r", "/", 0.0)
-    timeline.mark(Mark.PREFILL_BEGAN, 1.0, "p1")
-    timeline.mark(Mark.PREFILL_FAILED, 2.0, "it cannot be reached")
-    timeline.mark(Mark.PREFILL_BEGAN, 2.0, "p2")
-    timeline.mark(Mark.PREFILL_ENDED, 3.0)
-    timeline.mark(Mark.DECODE_BEGAN, 3.0, "d1")
+    timeline.mark(RequestEvent.PREFILL_BEGAN, 1.0, "p1")
+    timeline.mark(RequestEvent.PREFILL_FAILED, 2.0, "it cannot be reached")
+    timeline.mark(RequestEvent.PREFILL_BEGAN, 2.0, "p2")
+    timeline.mark(RequestEvent.PREFILL_ENDED, 3.0)
+    timeline.mark(RequestEvent.DECODE_BEGAN, 3.0, "d1")
     view = view_request(timeline, (), now=9.0)
     assert phases(view) == [("queued", 0.0, 1.0), ("prefill", 1.0, 2.0), ("prefill", 2.0, 3.0), ("decode", 3.0, None)]
     assert [(phase.is_failed, phase.detail) for phase in view.phases[1:3]] == [(True, "it cannot be reached"), (False, "")]
@@ -113,10 +113,10 @@ def test_each_try_is_shown_and_why_it_failed() -> None:
 def test_a_stream_that_breaks_off_says_so() -> None:
     recent = RecentRequests()
     timeline = recent.begin("r", "/", 0.0)
-    timeline.mark(Mark.DECODE_BEGAN, 1.0, "d1")
-    timeline.mark(Mark.FIRST_TOKEN, 2.0)
-    timeline.mark(Mark.DECODE_FAILED, 3.0, "d1")
-    recent.end(timeline, Ending.BROKEN_OFF, 200, 3.0, "d1 broke off its answer")
+    timeline.mark(RequestEvent.DECODE_BEGAN, 1.0, "d1")
+    timeline.mark(RequestEvent.FIRST_TOKEN, 2.0)
+    timeline.mark(RequestEvent.DECODE_FAILED, 3.0, "d1")
+    recent.end(timeline, RequestOutcome.BROKEN_OFF, 200, 3.0, "d1 broke off its answer")
     last = view_request(timeline, (), now=9.0).phases[-1]
     assert (last.name, last.ended_s, last.is_failed, last.detail) == ("streaming", 3.0, True, "d1 broke off its answer")
 
@@ -124,9 +124,9 @@ def test_a_stream_that_breaks_off_says_so() -> None:
 def test_a_failed_handover_is_the_last_of_its_parts() -> None:
     recent = RecentRequests()
     timeline = recent.begin("r", "/", 0.0)
-    timeline.mark(Mark.DECODE_BEGAN, 1.0, "d1")
-    recent.end(timeline, Ending.FAILED, 502, 4.0, "the KV could not be fetched")
-    record = HandoverRecord(request_id="r", age_s=8.0, attached_s=1.0, failure="P did not answer")
+    timeline.mark(RequestEvent.DECODE_BEGAN, 1.0, "d1")
+    recent.end(timeline, RequestOutcome.FAILED, 502, 4.0, "the KV could not be fetched")
+    record = TransferRecord(request_id="r", age_s=8.0, attached_s=1.0, failure="P did not answer")
     view = view_request(timeline, [record], now=9.0)
     assert phases(view) == [("queued", 0.0, 1.0), ("lease", 1.0, 2.0), ("failed", 2.0, 4.0)]
     assert view.phases[-1].detail == "P did not answer"
@@ -135,7 +135,12 @@ def test_a_failed_handover_is_the_last_of_its_parts() -> None:
 def test_legs_that_run_at_once_overlap() -> None:
     recent = RecentRequests()
     timeline = recent.begin("r", "/", 0.0)
-    for mark, at in ((Mark.PREFILL_BEGAN, 1.0), (Mark.DECODE_BEGAN, 1.0), (Mark.PREFILL_ENDED, 2.0), (Mark.FIRST_TOKEN, 3.0)):
+    for mark, at in (
+        (RequestEvent.PREFILL_BEGAN, 1.0),
+        (RequestEvent.DECODE_BEGAN, 1.0),
+        (RequestEvent.PREFILL_ENDED, 2.0),
+        (RequestEvent.FIRST_TOKEN, 3.0),
+    ):
         timeline.mark(mark, at)
     assert phases(view_request(timeline, (), 4.0))[1:3] == [("prefill", 1.0, 2.0), ("decode", 1.0, 3.0)]
     assert state_of(timeline) == "streaming"
@@ -145,11 +150,11 @@ times = st.one_of(st.none(), st.floats(0, 100))
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(list(Mark)), st.floats(0, 10)), max_size=12),
-    st.one_of(st.none(), st.sampled_from(list(Ending))),
+    st.lists(st.tuples(st.sampled_from(list(RequestEvent)), st.floats(0, 10)), max_size=12),
+    st.one_of(st.none(), st.sampled_from(list(RequestOutcome))),
     st.lists(
         st.builds(
-            HandoverRecord,
+            TransferRecord,
             request_id=st.just("r"),
             age_s=st.floats(0, 100),
             attached_s=times,
@@ -162,7 +167,7 @@ times = st.one_of(st.none(), st.floats(0, 100))
     ),
 )
 def test_whatever_was_marked_no_phase_ends_before_it_begins(
-    marks: list[tuple[Mark, float]], ending: Ending | None, records: list[HandoverRecord]
+    marks: list[tuple[RequestEvent, float]], ending: RequestOutcome | None, records: list[TransferRecord]
 ) -> None:
     recent, now = RecentRequests(), 50.0
     timeline = recent.begin("r", "/", now)
@@ -179,9 +184,9 @@ def test_whatever_was_marked_no_phase_ends_before_it_begins(
 
 
 def test_the_state_names_instances_with_what_their_metrics_say() -> None:
-    watch = MetricsWatch()
-    watch.note(read_metrics(b"vllm:num_requests_running 2\nkvferry:num_leases 3\n"), now=98.0)
-    known = InstanceFacts("p1", "prefill", "healthy", in_flight=1, watch=watch)
+    watcher = MetricsWatcher()
+    watcher.note(read_metrics(b"vllm:num_requests_running 2\nkvferry:num_leases 3\n"), now=98.0)
+    known = InstanceFacts("p1", "prefill", "healthy", in_flight=1, watcher=watcher)
     silent = InstanceFacts("d1", "decode", "ejected", failures=5, last_error="it cannot be reached", returns_in_s=2.5)
     shown = state(RecentRequests(), known, silent)["instances"]
     assert [(one["name"], one["role"], one["state"]) for one in shown] == [("p1", "prefill", "healthy"), ("d1", "decode", "ejected")]
@@ -194,7 +199,7 @@ def test_the_state_is_bounded_however_much_there_is() -> None:
     for number in range(2000):
         timeline = recent.begin(f"r{number}", "/", 0.0)
         if number % 2:
-            recent.end(timeline, Ending.FAILED, 502, 1.0, f"error {number}")
+            recent.end(timeline, RequestOutcome.FAILED, 502, 1.0, f"error {number}")
     shown = state(recent)
     assert (len(shown["live"]), shown["num_live"], len(shown["recent"])) == (SHOWN_LIVE, 1000, SHOWN_RECENT)
     assert shown["live"][0]["id"] == "r0"
@@ -203,11 +208,11 @@ def test_the_state_is_bounded_however_much_there_is() -> None:
 
 
 def test_series_have_one_row_per_second() -> None:
-    signs = VitalSigns()
-    signs.note_end(90.0, relayed_bytes=10)
-    signs.note_ttft(0.1, 95.0)
-    signs.note_end(95.0, relayed_bytes=10, is_error=True)
-    shown = state(RecentRequests(), signs=signs, now=100.0)
+    time_series = TimeSeries()
+    time_series.note_end(90.0, relayed_bytes=10)
+    time_series.note_ttft(0.1, 95.0)
+    time_series.note_end(95.0, relayed_bytes=10, is_error=True)
+    shown = state(RecentRequests(), time_series=time_series, now=100.0)
     series = shown["series"]
     assert series["last_index"] == 99
     assert series["requests"] == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0]
@@ -225,6 +230,6 @@ def test_a_router_that_has_seen_nothing_has_a_state() -> None:
 
 
 def test_records_cross_the_wire_and_anything_else_is_none() -> None:
-    assert list(read_records(msgspec.json.encode(HandoverRecords([RECORD])))) == [RECORD]
+    assert list(read_transfer_records(msgspec.json.encode(TransferRecords([RECORD])))) == [RECORD]
     for body in (b"", b"{}", b"null", b"<html>", b'{"transfers":[{"request_id":1}]}', b"[" * 100_000):
-        assert read_records(body) == ()
+        assert read_transfer_records(body) == ()

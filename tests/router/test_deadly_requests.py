@@ -50,7 +50,7 @@ class Mortal:
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_a_deadly_request_takes_no_more_instances_with_it_than_there_are_tries(is_warm: bool) -> None:
-    """A connection kept warm is replaced once by a fresh one. That none can be made does not mean that nothing was sent."""
+    """A keep-alive connection is replaced once by a fresh one. That none can be made does not mean that nothing was sent."""
 
     async def scene() -> None:
         async with AsyncExitStack() as stack:

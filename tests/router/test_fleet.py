@@ -11,7 +11,7 @@ from tests.operations import count_instructions
 from tests.router.fleet_world import make_fleet, make_instance
 
 from kvferry.errors import LocalProtocolError
-from kvferry.router.fleet import Fleet, FleetOptions, Leg, Member, State, Wish
+from kvferry.router.fleet import Fleet, FleetOptions, Leg, Member, MemberState, RoutingHints
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.router.policies import POLICIES
@@ -31,9 +31,9 @@ def test_one_address_may_have_both_roles() -> None:
     both = [Instance(role, Address("host", 1)) for role in Role]
     for instance in both:
         fleet.add(instance, 0.0)
-    assert [fleet.choose(role, Wish(), 0.0) for role in Role] == both
+    assert [fleet.choose(role, RoutingHints(), 0.0) for role in Role] == both
     fleet.remove(both[0])
-    assert [fleet.choose(role, Wish(), 0.0) for role in Role] == [None, both[1]]
+    assert [fleet.choose(role, RoutingHints(), 0.0) for role in Role] == [None, both[1]]
 
 
 def test_adding_again_changes_nothing_but_ends_draining() -> None:
@@ -42,7 +42,7 @@ def test_adding_again_changes_nothing_but_ends_draining() -> None:
     member = get(fleet, A)
     fleet.drain(A)
     assert fleet.add(A, 1.0) is member
-    assert (member.state(1.0), member.num_running, len(fleet.members())) == (State.HEALTHY, 1, 2)
+    assert (member.state(1.0), member.num_running, len(fleet.members())) == (MemberState.HEALTHY, 1, 2)
     fleet.end(leg, Outcome.ANSWERED, 1.0)
 
 
@@ -58,7 +58,7 @@ def test_a_draining_member_gets_nothing_and_is_drained_when_nothing_is_under_way
     leg = fleet.begin(A, 0.0)
     assert not fleet.is_drained(A)
     assert fleet.drain(A)
-    assert {fleet.choose(Role.PREFILL, Wish(conversation=A), 0.0) for _ in range(4)} == {B}
+    assert {fleet.choose(Role.PREFILL, RoutingHints(conversation=A), 0.0) for _ in range(4)} == {B}
     assert not fleet.is_drained(A)
     fleet.end(leg, Outcome.ANSWERED, 1.0)
     assert fleet.is_drained(A)
@@ -67,7 +67,7 @@ def test_a_draining_member_gets_nothing_and_is_drained_when_nothing_is_under_way
 def test_a_draining_member_is_not_even_the_last_resort() -> None:
     fleet = make_fleet("round_robin", 1)
     fleet.drain(A)
-    assert fleet.choose(Role.PREFILL, Wish(), 0.0) is None
+    assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) is None
 
 
 def test_a_leg_may_outlive_its_member_and_says_nothing_about_the_next_at_its_address() -> None:
@@ -79,7 +79,7 @@ def test_a_leg_may_outlive_its_member_and_says_nothing_about_the_next_at_its_add
     assert not fleet.is_current(legs[0])
     for leg in legs:
         fleet.end(leg, Outcome.FAILED, 0.0)
-    assert (get(fleet, A).load, get(fleet, A).num_running, get(fleet, A).state(0.0)) == (0, 0, State.NEW)
+    assert (get(fleet, A).load, get(fleet, A).num_running, get(fleet, A).state(0.0)) == (0, 0, MemberState.NEW)
 
 
 def test_a_member_that_registered_itself_goes_unless_it_renews() -> None:
@@ -96,20 +96,20 @@ def test_renewing_does_not_undo_an_operators_word() -> None:
     assert fleet.expire(100.0) == []
     fleet.drain(A)
     fleet.renew(A, ttl_s=10, now=101.0)
-    assert get(fleet, A).state(101.0) is State.DRAINING
+    assert get(fleet, A).state(101.0) is MemberState.DRAINING
 
 
 def test_one_that_has_left_by_its_own_word_may_come_back_and_one_that_was_drained_may_not() -> None:
     fleet = make_fleet("round_robin", 0)
     fleet.renew(A, ttl_s=10, now=0.0)
     assert fleet.leave(A)
-    assert get(fleet, A).state(1.0) is State.DRAINING
+    assert get(fleet, A).state(1.0) is MemberState.DRAINING
     fleet.renew(A, ttl_s=10, now=2.0)
-    assert get(fleet, A).state(2.0) is State.NEW
+    assert get(fleet, A).state(2.0) is MemberState.NEW
     fleet.drain(A)
     fleet.leave(A)
     fleet.renew(A, ttl_s=10, now=3.0)
-    assert get(fleet, A).state(3.0) is State.DRAINING, "an operator has said so"
+    assert get(fleet, A).state(3.0) is MemberState.DRAINING, "an operator has said so"
     assert not fleet.leave(B)
 
 
@@ -124,7 +124,7 @@ def test_the_next_deadline_is_the_first_probe_or_lease_end() -> None:
     fleet = make_fleet("round_robin", 0, health=HealthOptions(jitter=0))
     assert fleet.next_deadline() is None
     fleet.renew(A, ttl_s=3, now=0.0)
-    fleet.note_probe_well(A, 0.0)
+    fleet.note_probe_passed(A, 0.0)
     assert fleet.next_deadline() == 3.0
     fleet.renew(A, ttl_s=30, now=0.0)
     assert fleet.next_deadline() == 5.0
@@ -133,10 +133,10 @@ def test_the_next_deadline_is_the_first_probe_or_lease_end() -> None:
 def test_what_is_not_here_is_answered_plainly() -> None:
     fleet = make_fleet("round_robin", 0)
     fleet.restarted(A, 0.0)
-    fleet.note_probe_well(A, 0.0)
-    fleet.note_probe_ill(A, 0.0)
+    fleet.note_probe_passed(A, 0.0)
+    fleet.note_probe_failed(A, 0.0)
     assert (fleet.drain(A), fleet.remove(A), fleet.is_drained(A), fleet.get(A)) == (False, False, True, None)
-    assert fleet.choose(Role.PREFILL, Wish(), 0.0) is None
+    assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) is None
 
 
 def test_a_leg_is_given_to_members_and_ended_once() -> None:
@@ -160,18 +160,18 @@ def test_outcomes_are_counted_and_a_client_that_left_is_not_the_last_one() -> No
 
 def test_a_prompt_is_load_while_it_is_under_way() -> None:
     fleet = make_fleet("least_load", 2)
-    heavy = fleet.begin(A, 0.0, Wish(bytes(64 * 1024)))
-    light = [fleet.begin(B, 0.0, Wish(bytes(100))) for _ in range(10)]
-    assert fleet.choose(Role.PREFILL, Wish(), 0.0) == B
+    heavy = fleet.begin(A, 0.0, RoutingHints(bytes(64 * 1024)))
+    light = [fleet.begin(B, 0.0, RoutingHints(bytes(100))) for _ in range(10)]
+    assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) == B
     fleet.end(heavy, Outcome.ANSWERED, 0.0)
-    assert fleet.choose(Role.PREFILL, Wish(), 0.0) == A
+    assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) == A
     for leg in light:
         fleet.end(leg, Outcome.ANSWERED, 0.0)
 
 
 def test_who_begins_a_leg_may_say_what_it_weighs() -> None:
     fleet = make_fleet("least_load", 1)
-    leg = fleet.begin(A, 0.0, Wish(bytes(1000)), weight=7)
+    leg = fleet.begin(A, 0.0, RoutingHints(bytes(1000)), weight=7)
     assert get(fleet, A).load == 7
     fleet.end(leg, Outcome.ANSWERED, 0.0)
     assert get(fleet, A).load == 0
@@ -180,16 +180,16 @@ def test_who_begins_a_leg_may_say_what_it_weighs() -> None:
 @pytest.mark.parametrize("policy", ["round_robin", "least_load", "prefix_affinity"])
 def test_requests_that_come_at_once_are_spread_before_any_has_begun(policy: str) -> None:
     fleet = make_fleet(policy, 4)
-    chosen = Counter(fleet.choose(Role.PREFILL, Wish(bytes([number]) * 600), 0.0) for number in range(16))
+    chosen = Counter(fleet.choose(Role.PREFILL, RoutingHints(bytes([number]) * 600), 0.0) for number in range(16))
     assert sorted(chosen.values()) == [4, 4, 4, 4]
 
 
 def test_a_look_at_who_is_next_takes_nothing() -> None:
     fleet = make_fleet("round_robin", 3)
-    assert {fleet.peek(Role.PREFILL, Wish(), 0.0) for _ in range(5)} == {A}
-    assert fleet.choose(Role.PREFILL, Wish(), 0.0) == A
-    assert (fleet.peek(Role.PREFILL, Wish(), 0.0), fleet.reasons(Role.PREFILL)) == (B, {"turn": 1})
-    assert fleet.peek(Role.DECODE, Wish(), 0.0) is None
+    assert {fleet.peek(Role.PREFILL, RoutingHints(), 0.0) for _ in range(5)} == {A}
+    assert fleet.choose(Role.PREFILL, RoutingHints(), 0.0) == A
+    assert (fleet.peek(Role.PREFILL, RoutingHints(), 0.0), fleet.reasons(Role.PREFILL)) == (B, {"turn": 1})
+    assert fleet.peek(Role.DECODE, RoutingHints(), 0.0) is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -198,7 +198,7 @@ def test_a_choice_among_many_is_little_work(policy: str) -> None:
 
     def work(size: int) -> int:
         fleet = make_fleet(policy, size)
-        return count_instructions(lambda: fleet.choose(Role.PREFILL, Wish(b"x" * 2000), 0.0))
+        return count_instructions(lambda: fleet.choose(Role.PREFILL, RoutingHints(b"x" * 2000), 0.0))
 
     assert work(256) - work(16) <= 240 * 40
 
@@ -224,7 +224,7 @@ class FleetMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def start(self, policies: tuple[str, str], spare: frozenset[Role], seed: int) -> None:
-        self.options = FleetOptions(dict(zip(Role, policies, strict=True)), spare_roles=spare, health=HEALTH)
+        self.options = FleetOptions(dict(zip(Role, policies, strict=True)), optional_roles=spare, health=HEALTH)
         self.fleet = Fleet(self.options, random.Random(seed).random)
         self.now = 0.0
         self.known: dict[Instance, Known] = {}
@@ -256,7 +256,7 @@ class FleetMachine(RuleBasedStateMachine):
     def restart(self, instance: Instance) -> None:
         self.fleet.restarted(instance, self.now)
         if (member := self.fleet.get(instance)) is not None:
-            assert member.state(self.now) in (State.HEALTHY, State.DRAINING)
+            assert member.state(self.now) in (MemberState.HEALTHY, MemberState.DRAINING)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -269,25 +269,25 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(role=st.sampled_from(list(Role)), tried=st.sets(st.sampled_from(INSTANCES), max_size=3), data=st.data())
     def send(self, role: Role, tried: set[Instance], data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from([b"", b"a" * 600, b"a" * 600 + b"b" * 600, b"c" * 3000]))
-        wish = Wish(prompt, data.draw(st.none() | st.sampled_from(INSTANCES)))
+        hints = RoutingHints(prompt, data.draw(st.none() | st.sampled_from(INSTANCES)))
         states = {member.instance: member.state(self.now) for member in self.fleet.members(role) if member.instance not in tried}
-        chosen = self.fleet.choose(role, wish, self.now, tried)
+        chosen = self.fleet.choose(role, hints, self.now, tried)
         self._check_choice(role, chosen, states)
         if chosen is not None:
-            self.legs.append(self.fleet.begin(chosen, self.now, wish))
+            self.legs.append(self.fleet.begin(chosen, self.now, hints))
 
-    def _check_choice(self, role: Role, chosen: Instance | None, states: dict[Instance, State]) -> None:
-        good = {instance for instance, state in states.items() if state in (State.HEALTHY, State.NEW)}
-        resting = {instance for instance, state in states.items() if state is State.RESTING}
-        active = {instance for instance, state in states.items() if state is not State.DRAINING}
+    def _check_choice(self, role: Role, chosen: Instance | None, states: dict[Instance, MemberState]) -> None:
+        good = {instance for instance, state in states.items() if state in (MemberState.HEALTHY, MemberState.NEW)}
+        resting = {instance for instance, state in states.items() if state is MemberState.RESTING}
+        active = {instance for instance, state in states.items() if state is not MemberState.DRAINING}
         if chosen is None:
             assert not good
             assert not resting
-            assert not active or role in self.options.spare_roles
+            assert not active or role in self.options.optional_roles
         elif good:
-            assert states[chosen] in (State.NEW, State.HEALTHY, State.SUSPECT, State.HALF_OPEN)
-        elif role in self.options.spare_roles:
-            assert states[chosen] in (State.RESTING, State.HALF_OPEN)
+            assert states[chosen] in (MemberState.NEW, MemberState.HEALTHY, MemberState.SUSPECT, MemberState.HALF_OPEN)
+        elif role in self.options.optional_roles:
+            assert states[chosen] in (MemberState.RESTING, MemberState.HALF_OPEN)
         else:
             assert chosen in active
 
@@ -311,7 +311,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(well=st.sets(st.sampled_from(INSTANCES)))
     def probe(self, well: set[Instance]) -> None:
         for instance in self.fleet.take_probes(self.now):
-            (self.fleet.note_probe_well if instance in well else self.fleet.note_probe_ill)(instance, self.now)
+            (self.fleet.note_probe_passed if instance in well else self.fleet.note_probe_failed)(instance, self.now)
         deadline = self.fleet.next_deadline()
         assert deadline is None or deadline > self.now or self.fleet.expire(self.now) == []
 
@@ -319,7 +319,7 @@ class FleetMachine(RuleBasedStateMachine):
     def the_registry_is_as_was_said(self) -> None:
         assert {member.instance for member in self.fleet.members()} == set(self.known)
         for instance, known in self.known.items():
-            assert (get(self.fleet, instance).state(self.now) is State.DRAINING) == known.is_draining
+            assert (get(self.fleet, instance).state(self.now) is MemberState.DRAINING) == known.is_draining
 
     @invariant()
     def load_is_what_is_under_way(self) -> None:
@@ -331,13 +331,13 @@ class FleetMachine(RuleBasedStateMachine):
     def whoever_is_well_is_ready_and_nobody_else(self) -> None:
         for member in self.fleet.members():
             state = member.state(self.now)
-            if state is not State.HALF_OPEN:  # ready unless a trial is under way
-                assert (member.ready_at <= self.now) == (state in (State.NEW, State.HEALTHY, State.SUSPECT))
+            if state is not MemberState.HALF_OPEN:  # ready unless a trial is under way
+                assert (member.ready_at <= self.now) == (state in (MemberState.NEW, MemberState.HEALTHY, MemberState.SUSPECT))
 
     @invariant()
     def there_is_one_trial_at_a_time(self) -> None:
         for member in self.fleet.members():
-            trials = [leg for leg in self.legs if leg.member is member and leg.is_trial and leg.era == member.breaker.era]
+            trials = [leg for leg in self.legs if leg.member is member and leg.is_trial and leg.generation == member.breaker.generation]
             assert len([leg for leg in trials if not leg.is_answered]) <= 1
 
     def teardown(self) -> None:
@@ -348,12 +348,12 @@ class FleetMachine(RuleBasedStateMachine):
             self.fleet.end(leg, Outcome.ANSWERED, self.now)
         for member in self.fleet.members():
             assert (member.load, member.num_running) == (0, 0)
-            self.fleet.note_probe_well(member.instance, self.now)
+            self.fleet.note_probe_passed(member.instance, self.now)
         later = self.now + HEALTH.longest_ejection_s
         for member in self.fleet.members():
             if not member.is_draining:
                 others = [other.instance for other in self.fleet.members(member.instance.role) if other is not member]
-                assert self.fleet.choose(member.instance.role, Wish(), later, others) == member.instance
+                assert self.fleet.choose(member.instance.role, RoutingHints(), later, others) == member.instance
 
 
 TestFleetMachine = FleetMachine.TestCase

@@ -83,7 +83,7 @@ def test_without_probes_a_dead_instance_is_tried_now_and_then() -> None:
 
 
 def test_without_ejection_a_dead_instance_would_draw_legs_all_the_time() -> None:
-    world = run_with_a_death("least_load", HealthOptions(failures_in_a_row=10**6, window_legs=10**6, ill_probes=10**6))
+    world = run_with_a_death("least_load", HealthOptions(failures_in_a_row=10**6, window_legs=10**6, max_failed_probes=10**6))
     assert len(world.sent_to_dead) > 200
 
 

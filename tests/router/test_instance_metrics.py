@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from kvferry.connectors.stats import TransferStats
 from kvferry.engine.api.metrics import ApiMetrics
-from kvferry.engine.messages import Status, TransferSummary
-from kvferry.router.instance_metrics import MAX_PAGE_BYTES, Growth, InstanceReading, MetricsWatch, read_metrics
+from kvferry.engine.messages import CoreStatus, TransferSummary
+from kvferry.router.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsDelta, MetricsWatcher, read_metrics
 
 VLLM_PAGE = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -36,12 +36,12 @@ def test_the_page_of_a_vllm_with_its_own_connector() -> None:
 
 def test_the_page_of_the_embedded_engine() -> None:
     stats = TransferStats()
-    for level, value in (("num_leases", 3), ("num_held_blocks", 17), ("num_pulls", 2)):
+    for level, value in (("num_leases", 3), ("num_held_blocks", 17), ("num_transfers", 2)):
         stats.set_level(level, "tp0", value)
     stats.count("failed_transfers", 4)
-    planes = [TransferSummary("shm", transfers=5, total_bytes=1000), TransferSummary("tcp", transfers=1, total_bytes=24)]
-    status = Status(
-        nonce=1, num_running=2, num_waiting=1, num_blocks=10, num_used_blocks=4, transfers=planes, connector_stats=stats.to_dict()
+    transports = [TransferSummary("shm", transfers=5, total_bytes=1000), TransferSummary("tcp", transfers=1, total_bytes=24)]
+    status = CoreStatus(
+        nonce=1, num_running=2, num_waiting=1, num_blocks=10, num_used_blocks=4, transfers=transports, connector_stats=stats.to_dict()
     )
     reading = read_metrics(ApiMetrics('odd "name" \\ with } and\nmore', transfer_mode="push").render(status))
     assert (reading.load.running, reading.load.waiting, reading.load.cache_usage) == (2, 1, 0.4)
@@ -93,22 +93,22 @@ def page(tokens: int, moved: int) -> InstanceReading:
 
 
 def test_growth_between_two_readings_and_its_rate() -> None:
-    watch = MetricsWatch()
-    assert watch.note(page(100, 1000), now=10.0) == Growth()
-    assert watch.note(page(140, 3000), now=12.0) == Growth(40, 2000, over_s=2.0)
-    assert (watch.tokens_per_s, watch.moved_bytes_per_s) == (20.0, 1000.0)
+    watcher = MetricsWatcher()
+    assert watcher.note(page(100, 1000), now=10.0) == MetricsDelta()
+    assert watcher.note(page(140, 3000), now=12.0) == MetricsDelta(40, 2000, over_s=2.0)
+    assert (watcher.tokens_per_s, watcher.moved_bytes_per_s) == (20.0, 1000.0)
 
 
 def test_counters_of_another_life_have_grown_by_nothing() -> None:
-    watch = MetricsWatch()
-    watch.note(page(1000, 1000), now=10.0)
-    assert watch.note(page(5, 7), now=12.0) == Growth(0, 0, over_s=2.0)
-    assert watch.note(page(6, 9), now=14.0) == Growth(1, 2, over_s=2.0)
+    watcher = MetricsWatcher()
+    watcher.note(page(1000, 1000), now=10.0)
+    assert watcher.note(page(5, 7), now=12.0) == MetricsDelta(0, 0, over_s=2.0)
+    assert watcher.note(page(6, 9), now=14.0) == MetricsDelta(1, 2, over_s=2.0)
 
 
 def test_an_instance_that_does_not_answer_has_no_figures() -> None:
-    watch = MetricsWatch()
-    watch.note(page(1000, 1000), now=10.0)
-    watch.forget()
-    assert (watch.reading, watch.read_at, watch.tokens_per_s) == (None, None, None)
-    assert watch.note(page(2000, 2000), now=12.0) == Growth()
+    watcher = MetricsWatcher()
+    watcher.note(page(1000, 1000), now=10.0)
+    watcher.forget()
+    assert (watcher.reading, watcher.read_at, watcher.tokens_per_s) == (None, None, None)
+    assert watcher.note(page(2000, 2000), now=12.0) == MetricsDelta()

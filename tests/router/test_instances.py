@@ -2,7 +2,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.router.instances import Role, pair_instances, parse_instance
-from kvferry.router.options import Limits, RouterOptions, Timeouts
+from kvferry.router.options import RouterLimits, RouterOptions, Timeouts
 
 PREFILL = pair_instances(Role.PREFILL, ["a", "b", "c"], [1, 2, 3])
 DECODE = pair_instances(Role.DECODE, ["d", "e"], [4, 5])
@@ -60,8 +60,8 @@ def test_what_is_no_url_of_an_instance_is_refused(url: str) -> None:
         parse_instance(Role.DECODE, url)
 
 
-@pytest.mark.parametrize(("table", "setting"), [(Timeouts, "connect"), (Timeouts, "idle"), (Limits, "max_body_bytes")])
-def test_limits_must_be_positive(table: type[Timeouts] | type[Limits], setting: str) -> None:
+@pytest.mark.parametrize(("table", "setting"), [(Timeouts, "connect"), (Timeouts, "idle"), (RouterLimits, "max_body_bytes")])
+def test_limits_must_be_positive(table: type[Timeouts] | type[RouterLimits], setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
         table(**{setting: 0})
 

@@ -108,14 +108,14 @@ def crossing(before: list[bytes], after: list[bytes], asked: asyncio.Event, hear
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
-        for piece in before:
-            writer.write(piece)
+        for segment in before:
+            writer.write(segment)
             await asyncio.sleep(0.01)
         asked.set()
         assert await reader.read(1) == b""
         heard.set()
-        for piece in after:
-            writer.write(piece)
+        for segment in after:
+            writer.write(segment)
             await asyncio.sleep(0.01)
 
     return talk
@@ -125,7 +125,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "segments",
     [
         [HEAD + TICKET],
         [HEAD, TICKET],
@@ -135,20 +135,20 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r
         [b"HTTP/1.1 200 OK\r\n\r\n", TICKET],
     ],
 )
-def test_a_ticket_that_crosses_with_the_leaving_is_handed_back(pieces: list[bytes]) -> None:
+def test_a_ticket_that_crosses_with_the_leaving_is_handed_back(segments: list[bytes]) -> None:
     async def scene(num_before: int) -> None:
         asked, heard = asyncio.Event(), asyncio.Event()
-        async with raw_stage(crossing(pieces[:num_before], pieces[num_before:], asked, heard)) as (url, releases):
+        async with raw_stage(crossing(segments[:num_before], segments[num_before:], asked, heard)) as (url, releases):
             await leave_raw(url, asked)
             await releases.happened.wait()
             assert releases.tickets == ["ticket-1"]
 
-    for num_before in range(len(pieces)):
+    for num_before in range(len(segments)):
         uvloop.run(scene(num_before))
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "segments",
     [
         [],
         [HEAD + TICKET[:-1]],
@@ -161,10 +161,10 @@ def test_a_ticket_that_crosses_with_the_leaving_is_handed_back(pieces: list[byte
         [b"\0" * 9_000_000],
     ],
 )
-def test_what_is_no_whole_answer_with_a_ticket_hands_nothing_back(pieces: list[bytes]) -> None:
+def test_what_is_no_whole_answer_with_a_ticket_hands_nothing_back(segments: list[bytes]) -> None:
     async def scene() -> None:
         asked, heard = asyncio.Event(), asyncio.Event()
-        async with raw_stage(crossing([], pieces, asked, heard)) as (url, releases):
+        async with raw_stage(crossing([], segments, asked, heard)) as (url, releases):
             await leave_raw(url, asked)
             await heard.wait()
         assert releases.handovers == []

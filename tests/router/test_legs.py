@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError, RequestRefused
 from kvferry.router.failures import error_event
-from kvferry.router.legs import ClientRequest, Handover, Refusal, read_client_request, read_prefill_answer
+from kvferry.router.legs import ClientRequest, Handover, InvalidRequest, read_client_request, read_prefill_answer
 from kvferry.router.request_ids import choose_request_id
 from kvferry.types import Address
 from kvferry.web.errors import error_body
@@ -27,9 +27,9 @@ def accepted(body: Any) -> ClientRequest:
     return request
 
 
-def refused(body: bytes) -> Refusal:
+def refused(body: bytes) -> InvalidRequest:
     request = read_client_request(body)
-    assert isinstance(request, Refusal)
+    assert isinstance(request, InvalidRequest)
     return request
 
 

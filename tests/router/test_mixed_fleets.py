@@ -116,7 +116,7 @@ def test_a_d_that_pulls_and_waits_for_p_is_not_asked_when_p_objects() -> None:
 
 
 def test_a_d_that_fails_is_looked_at_again() -> None:
-    """It may be another life, with another connector."""
+    """It may be another incarnation, with another connector."""
 
     async def scene() -> None:
         fails = answers(500, '{"error":{"message":"given a push ticket"}}')

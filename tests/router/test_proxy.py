@@ -23,7 +23,7 @@ from tests.router.stubs import (
 )
 
 from kvferry.router.legs import read_prefill_answer
-from kvferry.router.release import Held
+from kvferry.router.release import PrefilledBlocks
 
 EVENTS = [b'data: {"text":"a"}\n\n', b"data: {", b'"text":"\xc3', b'\xa9"}\n', b"\n", b": comment\n\n", b"data: [DONE]\n\n"]
 ONE = {"prompt": "hello", "max_tokens": 4}
@@ -81,7 +81,7 @@ def test_a_stream_arrives_byte_for_byte_with_the_status_and_type_of_d() -> None:
     uvloop.run(scene())
 
 
-def test_the_first_piece_of_a_stream_does_not_wait_for_the_last() -> None:
+def test_the_first_segment_of_a_stream_does_not_wait_for_the_last() -> None:
     async def scene() -> None:
         async with (
             stage(prefills, streams(EVENTS[:1], then="hang")) as s,
@@ -458,12 +458,12 @@ def test_blocks_are_released_once_unless_handed_over() -> None:
     async def scene() -> None:
         handover = read_prefill_answer(json.dumps({"kv_transfer_params": PARAMS}).encode())
         releases = RecordedReleases()
-        with Held(releases, handover) as held:
-            held.hand_over()
+        with PrefilledBlocks(releases, handover) as held:
+            held.mark_handed_over()
         assert releases.handovers == []
-        with Held(releases, handover):
+        with PrefilledBlocks(releases, handover):
             pass
-        with Held(releases, None):
+        with PrefilledBlocks(releases, None):
             pass
         assert releases.handovers == [handover]
 

@@ -40,13 +40,13 @@ def test_a_router_whose_only_decode_instance_is_down_is_not_ready_and_is_again_w
     async def scene() -> None:
         async with AsyncExitStack() as stack:
             s = await stack.enter_async_context(stage(prefills, [], **PROBED))
-            while await readiness(s) != (503, "no decode instance can be had"):  # until P has been reached
+            while await readiness(s) != (503, "no decode instance is available"):  # until P has been reached
                 await asyncio.sleep(0.01)
             engine = StubEngine(completes)
             async with stub_engine(engine):
                 await join(s, "decode", engine.port)
                 assert await becomes(s, 200) == "ready"
-            assert await becomes(s, 503) == "no decode instance can be had"
+            assert await becomes(s, 503) == "no decode instance is available"
             app = await stack.enter_async_context(stub_engine(StubEngine(completes)))
             await join(s, "decode", app.port)
             assert await becomes(s, 200) == "ready"
@@ -82,7 +82,7 @@ def test_prefill_instances_are_needed_only_where_decode_instances_may_not_comput
     async def scene() -> None:
         async with stage([], completes, without_prefill=without_prefill, **PROBED) as s:
             await join(s, "prefill", free_port())
-            wanted = (503, "no prefill instance can be had") if without_prefill is FailurePolicy.FAIL else (200, "ready")
+            wanted = (503, "no prefill instance is available") if without_prefill is FailurePolicy.FAIL else (200, "ready")
             while await readiness(s) != wanted:
                 await asyncio.sleep(0.01)
             assert (await s.post(ONE))[0] == (502 if without_prefill is FailurePolicy.FAIL else 200)

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
-from kvferry.ports.control import ControlEvent, ControlPlane, Disconnected, Received, Route
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
+from kvferry.ports.control import ControlEvent, ControlTransport, Disconnected, Received, Route
 from kvferry.protocol.codec import decode
 from kvferry.protocol.messages import Release
 from kvferry.router.legs import Handover
-from kvferry.router.release import NoReleases, ReleaseSender
+from kvferry.router.release import NullReleaser, SideChannelSender
 from kvferry.types import Address
 
 SIDE_CHANNEL = Address("127.0.0.1", 5600)
@@ -21,7 +21,7 @@ SIDE_CHANNEL = Address("127.0.0.1", 5600)
 
 @dataclass
 class WatchedControl:
-    """A control plane that goes nowhere: it shows what its one thread did with it."""
+    """A control transport that goes nowhere: it shows what its one thread did with it."""
 
     refuses: bool = False
     gate: threading.Event = field(default_factory=threading.Event)
@@ -81,8 +81,8 @@ def open_control(refuses: bool = False) -> WatchedControl:
     return control
 
 
-def started(control: ControlPlane, capacity: int = 1024) -> ReleaseSender:
-    sender = ReleaseSender(control, capacity)
+def started(control: ControlTransport, capacity: int = 1024) -> SideChannelSender:
+    sender = SideChannelSender(control, capacity)
     sender.start()
     return sender
 
@@ -98,7 +98,7 @@ def test_a_release_presents_the_ticket_at_the_side_channel_it_came_from() -> Non
     assert decode(frame) == Release(ticket="ticket-7")
 
 
-def test_one_thread_touches_the_plane_and_closes_it() -> None:
+def test_one_thread_touches_the_transport_and_closes_it() -> None:
     control = open_control()
     sender = started(control)
     sender.release(handover())
@@ -136,10 +136,10 @@ def test_without_a_ticket_or_an_address_there_is_nothing_to_send(params: Handove
     sender.release(params)
     sender.close()
     assert (control.sent, sender.dropped) == ([], 1)
-    NoReleases().release(params)
+    NullReleaser().release(params)
 
 
-def test_a_plane_that_refuses_a_frame_does_not_stop_the_next() -> None:
+def test_a_transport_that_refuses_a_frame_does_not_stop_the_next() -> None:
     control = open_control(refuses=True)
     sender = started(control)
     sender.release(handover())
@@ -153,9 +153,9 @@ def test_a_plane_that_refuses_a_frame_does_not_stop_the_next() -> None:
 
 def test_a_release_arrives_at_a_real_side_channel() -> None:
     keys = CurveKeys.from_secret(b"the secret of this cluster")
-    with closing(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys)) as side_channel:
+    with closing(ZmqTransport("127.0.0.1", "127.0.0.1", 0, keys)) as side_channel:
         host, port = side_channel.address.removeprefix("tcp://").rsplit(":", 1)
-        with closing(started(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys))) as sender:
+        with closing(started(ZmqTransport("127.0.0.1", "127.0.0.1", 0, keys))) as sender:
             sender.release(handover("ticket-8", Address(host, int(port))))
             arrived: list[ControlEvent] = []
             deadline = time.monotonic() + 10
@@ -168,9 +168,9 @@ def test_a_release_arrives_at_a_real_side_channel() -> None:
 
 def test_a_release_of_the_last_moment_arrives_too() -> None:
     keys = CurveKeys.from_secret(b"the secret of this cluster")
-    with closing(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys)) as side_channel:
+    with closing(ZmqTransport("127.0.0.1", "127.0.0.1", 0, keys)) as side_channel:
         host, port = side_channel.address.removeprefix("tcp://").rsplit(":", 1)
-        sender = started(ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, keys))
+        sender = started(ZmqTransport("127.0.0.1", "127.0.0.1", 0, keys))
         sender.release(handover("ticket-9", Address(host, int(port))))
         closing_thread = threading.Thread(target=sender.close)
         closing_thread.start()

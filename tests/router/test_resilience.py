@@ -218,10 +218,10 @@ def test_an_objection_is_not_tried_again() -> None:
     uvloop.run(scene())
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_without_a_prefill_instance_a_decode_instance_computes_the_prompt(is_there: bool) -> None:
+@pytest.mark.parametrize("is_reachable", [True, False])
+def test_without_a_prefill_instance_a_decode_instance_computes_the_prompt(is_reachable: bool) -> None:
     async def scene() -> None:
-        behaviours: list[Behaviour] = [drops_connection] if is_there else []
+        behaviours: list[Behaviour] = [drops_connection] if is_reachable else []
         async with stage(behaviours, completes, without_prefill=FailurePolicy.RECOMPUTE) as s:
             for _ in range(5):
                 assert (await s.post(ONE))[0] == 200

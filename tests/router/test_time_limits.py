@@ -68,7 +68,7 @@ def test_a_client_that_leaves_at_the_last_moment_has_left(is_left_first: bool) -
         (limit,) = begun
         if is_left_first:
             task.cancel()
-        limit.run_out(loop.time())
+        limit.on_deadline(loop.time())
         if not is_left_first:
             task.cancel()
         await asyncio.wait([task], timeout=10)

@@ -81,7 +81,7 @@ def test_p_is_asked_first_once_and_both_at_once_from_then_on() -> None:
             assert (await s.post(ONE, X_Request_Id="same"))[0] == 200
             to_p, to_d = leg(s)
             ticket = KEY.open(to_d["push_ticket"])
-            assert ticket == PushTicket(ticket.handover, "p", "e1", "127.0.0.1", 5600, 2)
+            assert ticket == PushTicket(ticket.match_id, "p", "e1", "127.0.0.1", 5600, 2)
             assert (to_p["push_ticket"], to_p["do_remote_decode"]) == (to_d["push_ticket"], True)
             assert (to_d["do_remote_prefill"], "ticket" in to_d) == (True, False)
             assert [engine.calls[-1].headers["X-Request-Id"] for engine in (s.p, s.d)] == ["same", "same"]
@@ -95,7 +95,7 @@ def test_every_request_has_a_handover_of_its_own() -> None:
         async with stage(pushes, completes, push_key=KEY) as s:
             for _ in range(3):
                 await s.post(ONE)
-            handovers = [KEY.open(leg(s, number)[1]["push_ticket"]).handover for number in (1, 2)]
+            handovers = [KEY.open(leg(s, number)[1]["push_ticket"]).match_id for number in (1, 2)]
             assert len(set(handovers)) == 2
 
     uvloop.run(scene())

@@ -1,16 +1,16 @@
-"""The pieces of a transfer, counted by planning it, in cases that can be counted by hand."""
+"""The segments of a transfer, counted by planning it, in cases that can be counted by hand."""
 
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_pieces, planned_pieces
-from kvferry.sizing.shape import CacheShape, LayerGroup, LayerKind
+from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_segments, planned_segments
+from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape
 
-LLAMA = CacheShape((LayerGroup(LayerKind.FULL, 80, 8, 256),), "bfloat16")
+LLAMA = ModelCacheShape((LayerGroup(LayerCacheKind.FULL, 80, 8, 256),), "bfloat16")
 
 
 @pytest.mark.parametrize(
-    ("layout", "sides", "pieces", "piece_bytes"),
+    ("layout", "sides", "segments", "segment_bytes"),
     [
         ("HND", Sides(1, 1, 16, 16), 80 * 64, 65_536),
         ("cross-layer", Sides(1, 1, 16, 16), 64, 80 * 65_536),
@@ -23,22 +23,24 @@ LLAMA = CacheShape((LayerGroup(LayerKind.FULL, 80, 8, 256),), "bfloat16")
     ],
 )
 def test_blocks_of_all_layers_and_blocks_of_unequal_size_fall_into_so_many(
-    layout: str, sides: Sides, pieces: int, piece_bytes: int
+    layout: str, sides: Sides, segments: int, segment_bytes: int
 ) -> None:
-    counted = count_pieces(LLAMA, layout, sides, 1024)
-    assert (counted.pieces, counted.piece_bytes) == (pieces, piece_bytes)
-    assert counted.pieces * counted.piece_bytes == LLAMA.prompt_bytes(1024) // sides.d_tp
+    counted = count_segments(LLAMA, layout, sides, 1024)
+    assert (counted.segments, counted.segment_bytes) == (segments, segment_bytes)
+    assert counted.segments * counted.segment_bytes == LLAMA.prompt_bytes(1024) // sides.d_tp
 
 
 def test_a_latent_cache_is_read_from_one_rank_whatever_the_tp() -> None:
-    latent = CacheShape((LayerGroup(LayerKind.LATENT, 61, 1, 576, rotary=64),), "bfloat16")
-    counts = {tp: count_pieces(latent, "HND", Sides(tp, other, 64, 64), 6400).pieces for tp, other in ((1, 1), (8, 1), (1, 8), (8, 8))}
+    latent = ModelCacheShape((LayerGroup(LayerCacheKind.LATENT, 61, 1, 576, rotary=64),), "bfloat16")
+    counts = {tp: count_segments(latent, "HND", Sides(tp, other, 64, 64), 6400).segments for tp, other in ((1, 1), (8, 1), (1, 8), (8, 8))}
     assert set(counts.values()) == {61 * 100}
 
 
 def test_layers_with_a_window_send_only_the_blocks_they_hold() -> None:
-    hybrid = CacheShape((LayerGroup(LayerKind.FULL, 12, 8, 128), LayerGroup(LayerKind.SLIDING, 12, 8, 128, window=128)), "bfloat16")
-    assert count_pieces(hybrid, "HND", Sides(1, 1, 16, 16), 1600).pieces == 12 * 100 + 12 * 8
+    hybrid = ModelCacheShape(
+        (LayerGroup(LayerCacheKind.FULL, 12, 8, 128), LayerGroup(LayerCacheKind.SLIDING, 12, 8, 128, window=128)), "bfloat16"
+    )
+    assert count_segments(hybrid, "HND", Sides(1, 1, 16, 16), 1600).segments == 12 * 100 + 12 * 8
 
 
 SIDES = [
@@ -56,30 +58,31 @@ SIDES = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sides", SIDES, ids=lambda sides: sides.title)
 @pytest.mark.parametrize(
-    ("kind", "heads", "width"), [(LayerKind.FULL, 8, 256), (LayerKind.FULL, 8, 16), (LayerKind.FULL, 1, 256), (LayerKind.LATENT, 1, 576)]
+    ("kind", "heads", "width"),
+    [(LayerCacheKind.FULL, 8, 256), (LayerCacheKind.FULL, 8, 16), (LayerCacheKind.FULL, 1, 256), (LayerCacheKind.LATENT, 1, 576)],
 )
 def test_counting_from_a_few_blocks_is_what_planning_all_of_them_gives(
-    kind: LayerKind, heads: int, width: int, sides: Sides, layout: str
+    kind: LayerCacheKind, heads: int, width: int, sides: Sides, layout: str
 ) -> None:
-    grain = min(sides.p_block, sides.d_block)
+    granularity = min(sides.p_block, sides.d_block)
     for layers in (1, 2, 3, 7, 32):
-        shape = CacheShape((LayerGroup(kind, layers, heads, width),), "bfloat16")
+        shape = ModelCacheShape((LayerGroup(kind, layers, heads, width),), "bfloat16")
         together, apart = (layers, 1) if layout == CROSS_LAYER else (1, layers)
-        for tokens in (1, grain, 3 * grain + 1, 500, 1024, 1031, 2000):
-            grains = -(-tokens // grain)
-            pieces, smallest = planned_pieces(heads, together, 2 * width, layout, sides, grains)
-            counted = count_pieces(shape, layout, sides, tokens)
-            assert (counted.pieces, counted.piece_bytes) == (pieces * apart, smallest), (layers, tokens)
-            assert count_pieces(shape, layout, sides, tokens + grain).pieces > counted.pieces
+        for tokens in (1, granularity, 3 * granularity + 1, 500, 1024, 1031, 2000):
+            chunks = -(-tokens // granularity)
+            segments, smallest = planned_segments(heads, together, 2 * width, layout, sides, chunks)
+            counted = count_segments(shape, layout, sides, tokens)
+            assert (counted.segments, counted.segment_bytes) == (segments * apart, smallest), (layers, tokens)
+            assert count_segments(shape, layout, sides, tokens + granularity).segments > counted.segments
 
 
 def test_a_prompt_of_a_thousand_million_tokens_is_counted_from_a_few_blocks() -> None:
-    assert count_pieces(LLAMA, "HND", Sides(1, 1, 16, 16), 10**9).pieces == 80 * 10**9 // 16
-    assert count_pieces(LLAMA, "NHD", Sides(1, 2, 16, 16), 10**9).pieces == 80 * 10**9
-    assert count_pieces(LLAMA, "NHD", Sides(1, 2, 16, 16), 10**9 + 1).pieces == 80 * (10**9 + 16)
+    assert count_segments(LLAMA, "HND", Sides(1, 1, 16, 16), 10**9).segments == 80 * 10**9 // 16
+    assert count_segments(LLAMA, "NHD", Sides(1, 2, 16, 16), 10**9).segments == 80 * 10**9
+    assert count_segments(LLAMA, "NHD", Sides(1, 2, 16, 16), 10**9 + 1).segments == 80 * (10**9 + 16)
 
 
 def test_blocks_too_large_to_plan_are_refused() -> None:
-    many = CacheShape((LayerGroup(LayerKind.FULL, 1, 4096, 2),), "bfloat16")
+    many = ModelCacheShape((LayerGroup(LayerCacheKind.FULL, 1, 4096, 2),), "bfloat16")
     with pytest.raises(ConfigError, match=r"blocks of 512 tokens and 4,096 KV heads are too large to plan, .*; use smaller blocks"):
-        count_pieces(many, "HND", Sides(1, 1, 16, 512), 1000)
+        count_segments(many, "HND", Sides(1, 1, 16, 512), 1000)

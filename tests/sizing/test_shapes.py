@@ -7,13 +7,13 @@ from tests.sizing import configs
 
 from kvferry.errors import ConfigError
 from kvferry.sizing.from_config import auto_dtype, shape_of_config
-from kvferry.sizing.shape import CacheShape, LayerGroup, LayerKind, canonical_dtype
+from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
 
 GEMMA3_4B_GLOBAL = 5
 """Of 34 layers, every sixth."""
 
 
-def shape(config: dict[str, Any], dtype: str = "") -> CacheShape:
+def shape(config: dict[str, Any], dtype: str = "") -> ModelCacheShape:
     return shape_of_config(config, dtype or auto_dtype(config) or "bfloat16")
 
 
@@ -85,7 +85,7 @@ def test_layers_with_a_window_are_told_from_those_without(config: dict[str, Any]
 
 
 def test_layers_that_see_chunks_are_named_so() -> None:
-    assert {group.kind for group in shape(configs.LLAMA4_SCOUT).groups} == {LayerKind.FULL, LayerKind.CHUNKED}
+    assert {group.kind for group in shape(configs.LLAMA4_SCOUT).groups} == {LayerCacheKind.FULL, LayerCacheKind.CHUNKED}
     listed = {**configs.LLAMA4_SCOUT["text_config"], "no_rope_layers": [1, 1, 1, 0] * 12}
     assert shape(listed).groups == shape(configs.LLAMA4_SCOUT).groups
 
@@ -116,7 +116,7 @@ def test_lightning_layers_cache_nothing() -> None:
 
 def test_values_of_no_width_mean_plain_attention_where_nothing_is_latent() -> None:
     (group,) = shape(configs.DEEPSEEK_VL2_TINY).groups
-    assert (group.kind, group.kv_heads, group.width) == (LayerKind.FULL, 10, 256)
+    assert (group.kind, group.kv_heads, group.width) == (LayerCacheKind.FULL, 10, 256)
 
 
 def test_a_window_bounds_what_a_prompt_takes_but_not_what_full_layers_take() -> None:
@@ -128,9 +128,9 @@ def test_a_window_bounds_what_a_prompt_takes_but_not_what_full_layers_take() -> 
 
 
 def test_a_layer_with_a_window_holds_the_blocks_its_last_tokens_lie_in() -> None:
-    windowed = LayerGroup(LayerKind.SLIDING, 1, 1, 2, window=32)
+    windowed = LayerGroup(LayerCacheKind.SLIDING, 1, 1, 2, window=32)
     assert [windowed.held_blocks(tokens, 16) for tokens in (1, 16, 32, 33, 48, 49, 1600)] == [1, 1, 2, 3, 2, 3, 2]
-    assert LayerGroup(LayerKind.FULL, 1, 1, 2).held_blocks(49, 16) == 4
+    assert LayerGroup(LayerCacheKind.FULL, 1, 1, 2).held_blocks(49, 16) == 4
 
 
 def test_ranks_share_heads_and_neighbours_hold_the_same_when_there_are_more_ranks() -> None:

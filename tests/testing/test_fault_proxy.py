@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.testing.fault_proxy import Direction, FaultProxy, Side
+from kvferry.testing.fault_proxy import FaultProxy, ProxyDirection, ProxySide
 from kvferry.types import Address
 
 PATIENCE_S = 10.0
@@ -96,7 +96,7 @@ def test_bytes_go_through_unchanged_and_are_counted(proxy: FaultProxy, client: s
     sender.start()
     assert received(client, len(sent)) == sent
     sender.join(PATIENCE_S)
-    assert proxy.carried_bytes(Direction.TO_SERVER) == proxy.carried_bytes(Direction.TO_CLIENT) == len(sent) + 5
+    assert proxy.carried_bytes(ProxyDirection.TO_SERVER) == proxy.carried_bytes(ProxyDirection.TO_CLIENT) == len(sent) + 5
     assert proxy.num_accepted == 1
 
 
@@ -106,8 +106,8 @@ def test_a_client_that_closes_is_closed_at_the_server(client: socket.socket, ech
     assert echo.endings == ["closed"]
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_a_stall_holds_everything_back_and_loses_nothing(proxy: FaultProxy, client: socket.socket, direction: Direction) -> None:
+@pytest.mark.parametrize("direction", list(ProxyDirection))
+def test_a_stall_holds_everything_back_and_loses_nothing(proxy: FaultProxy, client: socket.socket, direction: ProxyDirection) -> None:
     proxy.stall(direction)
     client.sendall(b"one")
     assert is_silent(client)
@@ -120,7 +120,7 @@ def test_a_stall_holds_everything_back_and_loses_nothing(proxy: FaultProxy, clie
 
 
 def test_a_delay_holds_bytes_back_for_a_while_and_keeps_their_order(proxy: FaultProxy, client: socket.socket) -> None:
-    proxy.delay(2 * SOON_S, Direction.TO_SERVER)
+    proxy.delay(2 * SOON_S, ProxyDirection.TO_SERVER)
     client.sendall(b"one")
     assert is_silent(client)
     client.sendall(b"two")
@@ -138,15 +138,15 @@ def test_a_reset_reaches_both_sides_and_the_next_connection_works(proxy: FaultPr
 
 
 def test_a_cut_lets_so_many_bytes_pass(proxy: FaultProxy, client: socket.socket) -> None:
-    proxy.cut_after(3, Direction.TO_CLIENT)
+    proxy.cut_after(3, ProxyDirection.TO_CLIENT)
     client.sendall(b"hello")
     with contextlib.suppress(ConnectionResetError):
         assert b"hel".startswith(received(client, 5))
-    assert proxy.carried_bytes(Direction.TO_CLIENT) == 8
+    assert proxy.carried_bytes(ProxyDirection.TO_CLIENT) == 8
 
 
 def test_a_vanished_server_is_not_noticed_by_its_client(proxy: FaultProxy, client: socket.socket, echo: Echo) -> None:
-    proxy.vanish(Side.SERVER)
+    proxy.vanish(ProxySide.SERVER)
     client.sendall(b"anybody?")
     assert is_silent(client)
     assert client.send(b"still open") == 10
@@ -154,7 +154,7 @@ def test_a_vanished_server_is_not_noticed_by_its_client(proxy: FaultProxy, clien
 
 
 def test_a_vanished_client_is_not_noticed_by_its_server(proxy: FaultProxy, client: socket.socket, echo: Echo) -> None:
-    proxy.vanish(Side.CLIENT)
+    proxy.vanish(ProxySide.CLIENT)
     with pytest.raises(ConnectionResetError):
         client.recv(1)
     assert echo.endings == []

@@ -1,4 +1,4 @@
-"""One made model for all tests with real vLLM, and servers that several tests share, because starting one takes most of a minute."""
+"""One generated model for all tests with real vLLM, and servers that several tests share, because starting one takes most of a minute."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

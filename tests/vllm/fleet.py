@@ -10,8 +10,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import Engine, Household
-from tests.nursery.nursery import Nursery
+from tests.e2e.harness import Engine, ProcessRegistry
+from tests.nursery.nursery import ForkServer
 
 from kvferry.bench.vllm_servers import VllmServer, free_ports
 from kvferry.cli.http_client import is_healthy
@@ -24,7 +24,7 @@ START_S = 240.0
 TAIL_LINES = 40
 LOOPBACK = "127.0.0.1"
 OUR_ROUTER = "kvferry router"
-VLLM = Nursery(
+VLLM = ForkServer(
     PYTHON,
     ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3"),
     {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -33,7 +33,7 @@ BY_MODULE_PATH = {"kv_connector": "NixlConnector", "kv_connector_module_path": "
 BY_PLUGIN = {"kv_connector": "KVFerryConnector", "kv_role": "kv_both"}
 
 
-class Fleet(Household):
+class Fleet(ProcessRegistry):
     def __init__(self, directory: Path, model: Path, secret: bytes | None = None) -> None:
         """`secret`: another fleet's, to hand over to its members; empty: members find one by themselves."""
         super().__init__(directory, 20.0, VLLM)

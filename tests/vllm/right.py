@@ -8,9 +8,9 @@ from tests.vllm.fleet import Fleet, ready
 from tests.vllm.vllm_asking import random_prompts
 
 PROMPTS = random_prompts(100, seed=1)
-CHATS = ["Where does the ferry go?", "What is a lease, in two words, please? " * 20]
+CHATS = ["Where does the transfer worker go?", "What is a lease, in two words, please? " * 20]
 BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
-"""Of the made model: layers, KV heads, K and V, head size, float32."""
+"""Of the generated model: layers, KV heads, K and V, head size, float32."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tests.vllm.yard import (
     FINISHED,
     SOON_S,
     Decoder,
-    Yard,
+    VllmCluster,
     ask_wrongly,
     assert_hands_over,
     fresh,
@@ -42,15 +42,15 @@ CONTEXT = 2048
 
 
 @pytest.fixture(scope="module")
-def yard(trio: Trio) -> Iterator[Yard]:
-    yard = Yard.start(trio)
-    yield yard
-    yard.stop()
+def vllm_cluster(trio: Trio) -> Iterator[VllmCluster]:
+    vllm_cluster = VllmCluster.start(trio)
+    yield vllm_cluster
+    vllm_cluster.stop()
 
 
 @pytest.fixture(params=["fail", "recompute"])
-def d(request: pytest.FixtureRequest, yard: Yard) -> Decoder:
-    return Decoder(yard.trio.d if request.param == "fail" else yard.lenient, request.param)
+def d(request: pytest.FixtureRequest, vllm_cluster: VllmCluster) -> Decoder:
+    return Decoder(vllm_cluster.trio.d if request.param == "fail" else vllm_cluster.lenient, request.param)
 
 
 def nobodys_params(genuine: Mapping[str, Any], another_key: TicketKey, key: TicketKey) -> Iterator[dict[str, Any]]:
@@ -68,21 +68,21 @@ def nobodys_params(genuine: Mapping[str, Any], another_key: TicketKey, key: Tick
     yield {**genuine, "do_remote_prefill": "yes"}
 
 
-def test_parameters_without_a_genuine_ticket_get_the_failure_policy(yard: Yard, d: Decoder) -> None:
+def test_parameters_without_a_genuine_ticket_get_the_failure_policy(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """T1 and T3 of the list that a pull connector is measured by are among them."""
 
     async def check() -> None:
-        async with unharmed(yard, d.engine) as session:
-            genuine = await prefill(session, yard.brief, fresh())
-            key = TicketKey(yard.trio.fleet.secret)
+        async with unharmed(vllm_cluster, d.engine) as session:
+            genuine = await prefill(session, vllm_cluster.brief, fresh())
+            key = TicketKey(vllm_cluster.trio.fleet.secret)
             for params in nobodys_params(genuine, TicketKey(b"another cluster"), key):
-                answer = await ask_wrongly(session, yard, d, fresh(max_tokens=2), params)
+                answer = await ask_wrongly(session, vllm_cluster, d, fresh(max_tokens=2), params)
                 assert answer.is_ok == d.computes, (params, answer.body)
 
     asyncio.run(check())
 
 
-def test_what_stands_beside_a_genuine_ticket_is_not_used(yard: Yard, d: Decoder) -> None:
+def test_what_stands_beside_a_genuine_ticket_is_not_used(vllm_cluster: VllmCluster, d: Decoder) -> None:
     lies: list[dict[str, Any]] = [
         {"remote_host": "192.0.2.1", "remote_port": 1, "remote_block_ids": [[99_999]], "tp_size": 64},
         {"remote_host": None, "remote_engine_id": ["x"], "remote_request_id": {"a": 1}, "pp_size": "1", "dcp_size": -1},
@@ -93,26 +93,26 @@ def test_what_stands_beside_a_genuine_ticket_is_not_used(yard: Yard, d: Decoder)
     ]
 
     async def check() -> None:
-        async with unharmed(yard, d.engine, timeout_s=SOON_S) as session:
+        async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             for lie in lies:
                 prompt = fresh()
-                answer = await ask_wrongly(session, yard, d, prompt, {**await prefill(session, yard.trio.p, prompt), **lie})
+                answer = await ask_wrongly(session, vllm_cluster, d, prompt, {**await prefill(session, vllm_cluster.trio.p, prompt), **lie})
                 assert answer.is_ok, answer.body
 
     asyncio.run(check())
 
 
-def test_values_of_every_kind_never_kill_an_engine(yard: Yard) -> None:
+def test_values_of_every_kind_never_kill_an_engine(vllm_cluster: VllmCluster) -> None:
     prompt = fresh(40, max_tokens=1)
-    targets = [yard.trio.d, yard.lenient, yard.trio.p]
+    targets = [vllm_cluster.trio.d, vllm_cluster.lenient, vllm_cluster.trio.p]
     # Deep ones pass JSON and msgpack, and would end the engine when it pickles them for its workers.
     deep = [nested(200), nested(300), {"do_remote_prefill": True, "ticket": nested(400)}, {"do_remote_decode": True, "x": nested(400)}]
     cases = [*zip(examples(60), itertools.cycle(targets), strict=False)]
     cases += [(params, target) for params in [*deep, {"do_remote_prefill": "\ud800"}] for target in targets]
 
     async def check() -> None:
-        async with unharmed(yard) as session:
-            right = await ask(session, yard.trio.p, prompt)
+        async with unharmed(vllm_cluster) as session:
+            right = await ask(session, vllm_cluster.trio.p, prompt)
             for params, target in cases:
                 answer = await ask(session, target, prompt, kv_transfer_params=params)
                 assert answer == right if answer.is_ok else answer.status in (400, 500), answer.body
@@ -139,7 +139,7 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(yard: Yard, d: Decoder) -> None:
+def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """T6: D's prompt is longer than P's, or shorter, or another; also by whole blocks and at their edges."""
 
     def variants(tokens: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
@@ -157,107 +157,109 @@ def test_a_ticket_is_good_for_the_tokens_it_was_issued_for_and_no_others(yard: Y
         ]
 
     async def check() -> None:
-        async with unharmed(yard, d.engine) as session:
+        async with unharmed(vllm_cluster, d.engine) as session:
             for index in range(9):
                 prompt = fresh(96 if index % 2 else 100)
-                params = await prefill(session, yard.trio.p, prompt)
+                params = await prefill(session, vllm_cluster.trio.p, prompt)
                 asked = Prompt(variants(prompt.token_ids)[index], max_tokens=8)
-                answer = await ask_wrongly(session, yard, d, asked, params)
+                answer = await ask_wrongly(session, vllm_cluster, d, asked, params)
                 assert answer.is_ok, (index, answer.body)
 
     asyncio.run(check())
 
 
-def test_a_ticket_used_again_never_gives_wrong_tokens(yard: Yard, d: Decoder) -> None:
+def test_a_ticket_used_again_never_gives_wrong_tokens(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """By the same prompt and by another, one after the other and at the same time."""
 
     async def check() -> None:
-        async with unharmed(yard, d.engine) as session:
+        async with unharmed(vllm_cluster, d.engine) as session:
             first, second = fresh(), fresh()
-            params = await prefill(session, yard.trio.p, first)
+            params = await prefill(session, vllm_cluster.trio.p, first)
             for prompt in (first, second, first):
-                await ask_wrongly(session, yard, d, prompt, params)
+                await ask_wrongly(session, vllm_cluster, d, prompt, params)
             first = fresh()
-            params = await prefill(session, yard.trio.p, first)
+            params = await prefill(session, vllm_cluster.trio.p, first)
             prompts = [first, fresh(), Prompt((*first.token_ids[:70], *fresh(30).token_ids), 8), first, fresh()]
-            answers = await asyncio.gather(*(ask_wrongly(session, yard, d, prompt, params) for prompt in prompts))
+            answers = await asyncio.gather(*(ask_wrongly(session, vllm_cluster, d, prompt, params) for prompt in prompts))
             assert answers[0].is_ok
 
     asyncio.run(check())
 
 
-def test_one_ticket_may_be_read_by_two_engines_at_the_same_time(yard: Yard) -> None:
-    both = [Decoder(yard.trio.d, "fail"), Decoder(yard.lenient, "recompute")]
+def test_one_ticket_may_be_read_by_two_engines_at_the_same_time(vllm_cluster: VllmCluster) -> None:
+    both = [Decoder(vllm_cluster.trio.d, "fail"), Decoder(vllm_cluster.lenient, "recompute")]
 
     async def check() -> None:
-        async with unharmed(yard) as session:
+        async with unharmed(vllm_cluster) as session:
             for _ in range(3):
                 prompt = fresh(300)
-                params = await prefill(session, yard.trio.p, prompt)
-                answers = await asyncio.gather(*(ask_wrongly(session, yard, one, prompt, params) for one in both))
+                params = await prefill(session, vllm_cluster.trio.p, prompt)
+                answers = await asyncio.gather(*(ask_wrongly(session, vllm_cluster, one, prompt, params) for one in both))
                 assert answers[1].is_ok
 
     asyncio.run(check())
 
 
 @pytest.mark.parametrize("do_remote_prefill", [True, False])
-def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(yard: Yard, do_remote_prefill: bool) -> None:
+def test_parameters_of_another_direction_do_no_harm_to_the_prefill_side(vllm_cluster: VllmCluster, do_remote_prefill: bool) -> None:
     """T7: P's own ticket at P, and parameters as a D of a multi-turn router would send them, twice."""
 
     async def check() -> None:
-        p = Decoder(yard.trio.p, "fail")
-        async with unharmed(yard) as session:
+        p = Decoder(vllm_cluster.trio.p, "fail")
+        async with unharmed(vllm_cluster) as session:
             for _ in range(2):
                 prompt = fresh()
-                params = await prefill(session, yard.trio.p, prompt)
-                assert (await ask_wrongly(session, yard, p, prompt, params)).is_ok
+                params = await prefill(session, vllm_cluster.trio.p, prompt)
+                assert (await ask_wrongly(session, vllm_cluster, p, prompt, params)).is_ok
                 backward = {**params, "do_remote_prefill": do_remote_prefill, "do_remote_decode": True, "remote_engine_id": "decode"}
-                answer = await ask_wrongly(session, yard, p, prompt, {**backward, "remote_num_tokens": 96})
+                answer = await ask_wrongly(session, vllm_cluster, p, prompt, {**backward, "remote_num_tokens": 96})
                 assert answer.is_ok != do_remote_prefill
                 if answer.is_ok:
-                    await ask_wrongly(session, yard, Decoder(yard.trio.d, "fail"), prompt, answer.body["kv_transfer_params"])
+                    await ask_wrongly(
+                        session, vllm_cluster, Decoder(vllm_cluster.trio.d, "fail"), prompt, answer.body["kv_transfer_params"]
+                    )
 
     asyncio.run(check())
 
 
-def test_four_choices_leave_no_lease_behind(yard: Yard, d: Decoder) -> None:
+def test_four_choices_leave_no_lease_behind(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """T11: P has computed the prompt four times and answers with the parameters of one; then nobody comes at all."""
 
     async def check() -> None:
-        async with unharmed(yard, d.engine, timeout_s=SOON_S) as session:
+        async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             prompt = fresh(200)
             four = {"n": 4, **ONLY_THE_BEST}
-            made = await ask(session, yard.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)
+            made = await ask(session, vllm_cluster.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)
             answer = await ask(session, d.engine, prompt, kv_transfer_params=made.body["kv_transfer_params"], **four)
-            assert answer.token_ids == (await ask(session, yard.trio.p, prompt)).token_ids * 4
-            assert (await ask(session, yard.brief, fresh(), max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)).is_ok
+            assert answer.token_ids == (await ask(session, vllm_cluster.trio.p, prompt)).token_ids * 4
+            assert (await ask(session, vllm_cluster.brief, fresh(), max_tokens=1, kv_transfer_params=PREFILL_PARAMS, **four)).is_ok
 
     asyncio.run(check())
 
 
-def test_odd_requests_for_prefill_and_decode(yard: Yard, d: Decoder) -> None:
+def test_odd_requests_for_prefill_and_decode(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """Streamed, of one token, of many tokens, longer than the context; the parameters of a stream reach nobody."""
 
     async def check() -> None:
-        async with unharmed(yard, d.engine, timeout_s=SOON_S) as session:
+        async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             prompt = fresh()
-            right = await ask(session, yard.trio.p, prompt)
-            assert (await stream(session, yard.brief, prompt, kv_transfer_params=PREFILL_PARAMS),) == right.token_ids
-            params = await prefill(session, yard.trio.p, prompt)
+            right = await ask(session, vllm_cluster.trio.p, prompt)
+            assert (await stream(session, vllm_cluster.brief, prompt, kv_transfer_params=PREFILL_PARAMS),) == right.token_ids
+            params = await prefill(session, vllm_cluster.trio.p, prompt)
             assert (await stream(session, d.engine, prompt, kv_transfer_params=params),) == right.token_ids
 
             prompt = fresh(64)
-            answer = await ask_wrongly(session, yard, d, prompt, await prefill(session, yard.trio.p, prompt), max_tokens=1)
+            answer = await ask_wrongly(session, vllm_cluster, d, prompt, await prefill(session, vllm_cluster.trio.p, prompt), max_tokens=1)
             assert answer.is_ok
 
             prompt = fresh(60, max_tokens=20)
-            decoded = await ask(session, yard.trio.p, prompt, kv_transfer_params=PREFILL_PARAMS)
-            assert (await ask_wrongly(session, yard, d, prompt, decoded.body["kv_transfer_params"])).is_ok
+            decoded = await ask(session, vllm_cluster.trio.p, prompt, kv_transfer_params=PREFILL_PARAMS)
+            assert (await ask_wrongly(session, vllm_cluster, d, prompt, decoded.body["kv_transfer_params"])).is_ok
 
             too_long = fresh(CONTEXT + 10)
-            assert (await ask(session, yard.trio.p, too_long, kv_transfer_params=PREFILL_PARAMS)).status == 400
+            assert (await ask(session, vllm_cluster.trio.p, too_long, kv_transfer_params=PREFILL_PARAMS)).status == 400
             # D tells P that it will not come: without that, P would hold the blocks for its whole lease.
-            params = await prefill(session, yard.trio.p, fresh())
+            params = await prefill(session, vllm_cluster.trio.p, fresh())
             assert (await ask(session, d.engine, too_long, kv_transfer_params=params)).status == 400
             assert (await ask(session, d.engine, too_long, kv_transfer_params={"do_remote_prefill": True})).status == 400
 
@@ -265,32 +267,32 @@ def test_odd_requests_for_prefill_and_decode(yard: Yard, d: Decoder) -> None:
 
 
 @pytest.mark.parametrize("name", ["a,b", "HB:1,2:3", "0_1", "x" * 600, "É ö %s {}"])
-def test_ids_that_clients_choose_change_nothing(yard: Yard, d: Decoder, name: str) -> None:
+def test_ids_that_clients_choose_change_nothing(vllm_cluster: VllmCluster, d: Decoder, name: str) -> None:
     """T10, and two requests of one name at the same time."""
 
     async def check() -> None:
-        async with unharmed(yard, d.engine, timeout_s=SOON_S), aiohttp.ClientSession(headers={"X-Request-Id": name}) as named:
+        async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S), aiohttp.ClientSession(headers={"X-Request-Id": name}) as named:
 
             async def one(prompt: Prompt) -> None:
-                answer = await ask(named, yard.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)
-                await ask_wrongly(named, yard, d, prompt, answer.body["kv_transfer_params"])
+                answer = await ask(named, vllm_cluster.trio.p, prompt, max_tokens=1, kv_transfer_params=PREFILL_PARAMS)
+                await ask_wrongly(named, vllm_cluster, d, prompt, answer.body["kv_transfer_params"])
 
             await asyncio.wait_for(asyncio.gather(*(one(fresh()) for _ in range(3))), DEADLINE_S)
 
     asyncio.run(check())
 
 
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(yard: Yard, d: Decoder) -> None:
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(vllm_cluster: VllmCluster, d: Decoder) -> None:
     """T2 among it: some wait in D's queue, load or decode when they leave, some with parameters that name nobody."""
 
     async def check() -> None:
         rng = random.Random(d.policy)
-        async with unharmed(yard, d.engine, timeout_s=SOON_S) as session:
+        async with unharmed(vllm_cluster, d.engine, timeout_s=SOON_S) as session:
             load = [asyncio.create_task(ask(session, d.engine, fresh(40, max_tokens=150))) for _ in range(6)]
             leaving = []
             for number in range(24):
                 prompt = fresh(300, max_tokens=40)
-                params = {"do_remote_prefill": True} if number % 6 == 5 else await prefill(session, yard.trio.p, prompt)
+                params = {"do_remote_prefill": True} if number % 6 == 5 else await prefill(session, vllm_cluster.trio.p, prompt)
                 leaving.append(asyncio.create_task(ask(session, d.engine, prompt, kv_transfer_params=params)))
                 if number % 2:
                     await asyncio.sleep(rng.random() * 0.5)
@@ -304,13 +306,13 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(yard: Yard, d: De
     asyncio.run(check())
 
 
-def test_clients_that_leave_the_prefill_side_leave_nothing_behind(yard: Yard) -> None:
+def test_clients_that_leave_the_prefill_side_leave_nothing_behind(vllm_cluster: VllmCluster) -> None:
     async def check() -> None:
         rng = random.Random(3)
-        async with unharmed(yard) as session:
+        async with unharmed(vllm_cluster) as session:
             for _ in range(16):
                 tasks = [
-                    asyncio.create_task(ask(session, yard.brief, fresh(length, max_tokens=1), kv_transfer_params=PREFILL_PARAMS))
+                    asyncio.create_task(ask(session, vllm_cluster.brief, fresh(length, max_tokens=1), kv_transfer_params=PREFILL_PARAMS))
                     for length in (1000, 400)
                 ]
                 await asyncio.sleep(rng.random() * 0.4)
@@ -321,13 +323,13 @@ def test_clients_that_leave_the_prefill_side_leave_nothing_behind(yard: Yard) ->
     asyncio.run(check())
 
 
-def test_noise_at_every_port_changes_nothing(yard: Yard) -> None:
+def test_noise_at_every_port_changes_nothing(vllm_cluster: VllmCluster) -> None:
     """T4: side channels and the ports of the workers, of P and of D; by strangers, and by a member of the cluster with a bug."""
-    secret = yard.trio.fleet.secret
+    secret = vllm_cluster.trio.fleet.secret
 
     async def check() -> None:
-        async with unharmed(yard) as session:
-            for engine in (yard.trio.p, yard.trio.d):
+        async with unharmed(vllm_cluster) as session:
+            for engine in (vllm_cluster.trio.p, vllm_cluster.trio.d):
                 address = await side_channel(session, engine, fresh())
                 ports = listening(engine) - {engine.address.port}
                 assert int(address.rpartition(":")[2]) in ports
@@ -340,18 +342,18 @@ def test_noise_at_every_port_changes_nothing(yard: Yard) -> None:
     asyncio.run(check())
 
 
-def test_notifications_of_a_foreign_nixl_agent_are_ignored(yard: Yard) -> None:
-    """T5: our planes use none; what vLLM's connector would read as news of a request must not even be looked at."""
+def test_notifications_of_a_foreign_nixl_agent_are_ignored(vllm_cluster: VllmCluster) -> None:
+    """T5: our transports use none; what vLLM's connector would read as news of a request must not even be looked at."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     notes = [b"no colon", b"request:many", b"\xff\xfe\x00", b"HB:", b"PUSH_REG:" + b"x" * 5_000, b"", b"a" * 100_000]
 
     async def check() -> None:
-        async with unharmed(yard) as session:
+        async with unharmed(vllm_cluster) as session:
             stranger = nixl_agent("stranger", nixl_agent_config(backends=["UCX"]))
-            for engine in (yard.trio.p, yard.trio.d):
-                layout = greet(yard.trio.fleet.secret, await side_channel(session, engine, fresh()))
-                blob = next(offer.blob for offer in layout.offers if offer.plane == "nixl")
+            for engine in (vllm_cluster.trio.p, vllm_cluster.trio.d):
+                layout = greet(vllm_cluster.trio.fleet.secret, await side_channel(session, engine, fresh()))
+                blob = next(offer.blob for offer in layout.offers if offer.transport == "nixl")
                 _, metadata = msgspec.msgpack.decode(blob)
                 name = stranger.add_remote_agent(metadata)
                 for note in notes:
@@ -362,32 +364,32 @@ def test_notifications_of_a_foreign_nixl_agent_are_ignored(yard: Yard) -> None:
     asyncio.run(check())
 
 
-def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(yard: Yard, d: Decoder) -> None:
-    """T9: by then P has given the blocks to other prompts. Once D learns of it on attaching, once it was asked before and stood still."""
+def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(vllm_cluster: VllmCluster, d: Decoder) -> None:
+    """T9: by then P has given the blocks to other prompts. Once D learns of it on attaching, once it was asked before and stalled."""
 
     async def check() -> None:
-        async with unharmed(yard, d.engine) as session:
+        async with unharmed(vllm_cluster, d.engine) as session:
             for is_paused in (False, True):
-                await assert_hands_over(session, yard, d.engine, yard.brief)
+                await assert_hands_over(session, vllm_cluster, d.engine, vllm_cluster.brief)
                 failed = (await metrics(session, d.engine))[FAILED]
                 prompt = fresh(300)
-                params = await prefill(session, yard.brief, prompt)
-                # In a session of its own: the API server closes connections that were idle before it stood still.
+                params = await prefill(session, vllm_cluster.brief, prompt)
+                # In a session of its own: the API server closes connections that were idle before it stalled.
                 async with new_session(DEADLINE_S) as own:
                     if is_paused:
                         d.engine.pause()
                         late = asyncio.create_task(ask(own, d.engine, prompt, kv_transfer_params=params))
                     try:
-                        await assert_free(session, yard.brief)
+                        await assert_free(session, vllm_cluster.brief)
                         for _ in range(7):
-                            assert (await ask(session, yard.brief, fresh(1500, max_tokens=1))).is_ok
+                            assert (await ask(session, vllm_cluster.brief, fresh(1500, max_tokens=1))).is_ok
                     finally:
                         d.engine.resume()
                     if not is_paused:
                         late = asyncio.create_task(ask(own, d.engine, prompt, kv_transfer_params=params))
                     answer = await late
                 assert answer.is_ok == d.computes
-                right = await ask(session, yard.trio.p, prompt)
+                right = await ask(session, vllm_cluster.trio.p, prompt)
                 assert not answer.is_ok or answer == right
                 assert await ask(session, d.engine, prompt) == right
                 assert (await metrics(session, d.engine))[FAILED] == failed + 1
@@ -395,19 +397,19 @@ def test_a_ticket_whose_lease_ran_out_is_refused_never_read_wrong(yard: Yard, d:
     asyncio.run(check())
 
 
-def test_a_silent_prefill_side_delays_nobody_elses_first_contact(yard: Yard) -> None:
+def test_a_silent_prefill_side_delays_nobody_elses_first_contact(vllm_cluster: VllmCluster) -> None:
     """T13: D knows nobody any more; four requests wait for a P that does not answer while another P's blocks are fetched."""
-    d = yard.lenient
+    d = vllm_cluster.lenient
 
     async def check() -> None:
-        async with unharmed(yard, d) as session:
+        async with unharmed(vllm_cluster, d) as session:
             lost = [fresh() for _ in range(4)]
-            tickets = [await prefill(session, yard.brief, prompt) for prompt in lost]
+            tickets = [await prefill(session, vllm_cluster.brief, prompt) for prompt in lost]
             prompt = fresh()
-            params = await prefill(session, yard.trio.p, prompt)
+            params = await prefill(session, vllm_cluster.trio.p, prompt)
             await until("D has forgotten its peers", lambda: _knows_nobody(session, d))
             finished = (await metrics(session, d))[FINISHED]
-            yard.brief.pause()
+            vllm_cluster.brief.pause()
             try:
                 waiting = [asyncio.create_task(ask(session, d, p, kv_transfer_params=t)) for p, t in zip(lost, tickets, strict=True)]
                 await until("D waits for all four", lambda: _is_pulling(session, d, 4))
@@ -416,9 +418,9 @@ def test_a_silent_prefill_side_delays_nobody_elses_first_contact(yard: Yard) -> 
                 assert (await metrics(session, d))[FINISHED] == finished + 1
                 late = await asyncio.gather(*waiting)
             finally:
-                yard.brief.resume()
+                vllm_cluster.brief.resume()
             for asked, given in zip([prompt, *lost], [answer, *late], strict=True):
-                assert given == await ask(session, yard.trio.p, asked), given.body
+                assert given == await ask(session, vllm_cluster.trio.p, asked), given.body
 
     asyncio.run(check())
 
@@ -430,18 +432,18 @@ async def _knows_nobody(session: aiohttp.ClientSession, engine: Engine) -> bool:
 
 
 async def _is_pulling(session: aiohttp.ClientSession, engine: Engine, count: int) -> bool:
-    return (await metrics(session, engine))["kvferry:num_pulls"] >= count
+    return (await metrics(session, engine))["kvferry:num_transfers"] >= count
 
 
-def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(yard: Yard) -> None:
-    """T12: killed with -9 while both read; stood still before that, so that some have bytes and no confirmation. Then another life of it
+def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(vllm_cluster: VllmCluster) -> None:
+    """T12: killed with -9 while both read; stalled before that, so that some have bytes and no confirmation. Then another incarnation of it
     answers at the same address, and does not honour the tickets of the old one."""
-    both = [Decoder(yard.trio.d, "fail"), Decoder(yard.lenient, "recompute")]
+    both = [Decoder(vllm_cluster.trio.d, "fail"), Decoder(vllm_cluster.lenient, "recompute")]
     prompts = {decoder.policy: [fresh(64) for _ in range(30)] for decoder in both}
 
     async def outcome(session: aiohttp.ClientSession, decoder: Decoder, prompt: Prompt, params: dict[str, Any]) -> Answer:
         answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params)
-        assert not answer.is_ok or answer == await ask(session, yard.trio.p, prompt)
+        assert not answer.is_ok or answer == await ask(session, vllm_cluster.trio.p, prompt)
         assert answer.is_ok or not decoder.computes
         return answer
 
@@ -449,17 +451,17 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(yard: Y
         async with new_session(DEADLINE_S) as session:
             asked: dict[str, list[asyncio.Task[Answer]]] = {"fail": [], "recompute": []}
             for decoder in both:
-                made = await asyncio.gather(*(prefill(session, yard.brief, prompt) for prompt in prompts[decoder.policy]))
+                made = await asyncio.gather(*(prefill(session, vllm_cluster.brief, prompt) for prompt in prompts[decoder.policy]))
                 pairs = list(zip(prompts[decoder.policy], made, strict=True))
                 asked[decoder.policy] += [asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[:10]]
                 done, _ = await asyncio.wait(asked[decoder.policy], return_when=asyncio.FIRST_COMPLETED)
                 assert any(task.result().is_ok for task in done)
                 if decoder is both[-1]:
-                    yard.brief.pause()
+                    vllm_cluster.brief.pause()
                 asked[decoder.policy] += [asyncio.create_task(outcome(session, decoder, *pair)) for pair in pairs[10:20]]
                 if decoder is both[-1]:
-                    await until("D waits for some", lambda: _is_pulling(session, yard.lenient, 1))
-                    kill(yard.brief)
+                    await until("D waits for some", lambda: _is_pulling(session, vllm_cluster.lenient, 1))
+                    kill(vllm_cluster.brief)
                 leftover[decoder.policy] = pairs[20:]
             for decoder in both:
                 tasks = [
@@ -471,13 +473,13 @@ def test_the_decode_sides_survive_the_death_and_return_of_a_prefill_side(yard: Y
 
     leftover: dict[str, list[tuple[Prompt, dict[str, Any]]]] = {}
     asyncio.run(die())
-    yard.replace_brief()
+    vllm_cluster.replace_brief()
 
     async def go_on() -> None:
-        async with unharmed(yard) as session:
+        async with unharmed(vllm_cluster) as session:
             for decoder in both:
-                assert (await ask_wrongly(session, yard, decoder, *leftover[decoder.policy][0])).is_ok == decoder.computes
+                assert (await ask_wrongly(session, vllm_cluster, decoder, *leftover[decoder.policy][0])).is_ok == decoder.computes
                 for _ in range(5):
-                    await assert_hands_over(session, yard, decoder.engine, yard.brief)
+                    await assert_hands_over(session, vllm_cluster, decoder.engine, vllm_cluster.brief)
 
     asyncio.run(go_on())

@@ -40,7 +40,7 @@ def test_tokens_with_everything_set_differently(trio: Trio, other: Trio) -> None
         async with new_session(60) as session:
             seen = await metrics(session, other.d)
             assert seen["vllm:num_preemptions_total"] > 0, "the cache was not small enough to try it"
-            assert seen["kvferry:finished_pulls_total"] > 0
+            assert seen["kvferry:finished_loads_total"] > 0
             await assert_free(session, other.p, other.d)
 
     asyncio.run(check())
@@ -87,7 +87,7 @@ def test_tokens_beside_another_connector(trio: Trio, tmp_path: Path) -> None:
             for prompt in prompts:
                 params = await prefill(session, trio.p, prompt)
                 assert await ask(session, d, prompt, kv_transfer_params=params) == await ask(session, trio.p, prompt)
-            assert (await metrics(session, d))["kvferry:finished_pulls_total"] == len(prompts)
+            assert (await metrics(session, d))["kvferry:finished_loads_total"] == len(prompts)
             await assert_free(session, trio.p, d)
 
     asyncio.run(check())

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 PATIENT = {"kv_lease_duration": 600}
 SOON_S = 30.0
 CHUNKS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
-FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
+FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 MOVED = "vllm:nixl_bytes_transferred_sum"
 PUSHED = ("kvferry:pushed_tokens_total", "kvferry:pushed_tokens_left_total")
 AT_ONCE = "kvferry:router_legs_at_once_total"
@@ -51,7 +51,7 @@ class Pushing:
         # P's blocks for it are taken at once.
         assert (await ask(session, self.p, fresh(1), kv_transfer_params=params)).is_ok
         ticket = PushTicket(
-            handover=f"handover {next(self._handovers)} of a test",
+            match_id=f"handover {next(self._handovers)} of a test",
             engine=params["remote_engine_id"],
             epoch=params["remote_epoch"],
             host=params["remote_host"],
@@ -71,7 +71,7 @@ class Pushing:
 
         async def is_waiting() -> bool:
             seen = await metrics(session, self.d)
-            return seen["kvferry:num_pulls"] == 1 and seen["kvferry:num_peers"] > 0 and seen["vllm:kv_cache_usage_perc"] > 0
+            return seen["kvferry:num_transfers"] == 1 and seen["kvferry:num_peers"] > 0 and seen["vllm:kv_cache_usage_perc"] > 0
 
         await until("D waits for P", is_waiting)
 

@@ -29,8 +29,8 @@ BLOCK = 32
 ANSWER_TOKENS = 24
 EAGER = {"kv_recompute_threshold": 0, "kv_lease_duration": 600}
 UNCACHED = "--no-enable-prefix-caching"
-PULLED, BYTES = "kvferry:reuse_pulled_tokens_total", "kvferry:reuse_pulled_bytes_total"
-KEPT, EVICTED, LAPSED = "kvferry:kept_turns_total", "kvferry:kept_turns_evicted_total", "kvferry:kept_turns_lapsed_total"
+PULLED, BYTES = "kvferry:reuse_loaded_tokens_total", "kvferry:reuse_loaded_bytes_total"
+KEPT, EVICTED, LAPSED = "kvferry:retained_turns_total", "kvferry:retained_turns_evicted_total", "kvferry:retained_turns_expired_total"
 REFUSED = "kvferry:reuse_skipped_refused_total"
 
 _rng = random.Random(60)
@@ -139,13 +139,13 @@ def test_of_six_turns_p_computes_only_what_is_new(scene: Scene) -> None:
                 assert told.answer == await alone(session, scene.p, told.prompt)
                 before = told
             seen = await metrics(session, scene.p)
-            assert (seen["kvferry:failed_pulls_total"], seen["kvferry:reuse_failed_pulls_total"]) == (0, 0)
+            assert (seen["kvferry:failed_loads_total"], seen["kvferry:reuse_failed_loads_total"]) == (0, 0)
 
     asyncio.run(check())
 
 
 def without_thoughts(told: Told) -> tuple[int, ...]:
-    """A client that strips what the model thought: a piece from the middle of its answer is missing."""
+    """A client that strips what the model thought: a segment from the middle of its answer is missing."""
     return told.prompt + told.answer[:3] + told.answer[11:] + says()
 
 
@@ -196,7 +196,7 @@ def test_chats_go_on_whatever_becomes_of_the_text(scene: Scene) -> None:
 
     async def check() -> None:
         async with talking(scene) as (session, name):
-            messages = [{"role": "system", "content": "You know all ferries. " * 8}]
+            messages = [{"role": "system", "content": "You know all transfer workers. " * 8}]
             changes: list[Callable[[str], str]] = [str, lambda text: text + " ", lambda text: text[len(text) // 2 :], str]
             for number, change in enumerate(changes):
                 messages.append({"role": "user", "content": f"Where does ferry {number} of {name} go?"})
@@ -301,7 +301,7 @@ def test_kept_turns_give_way_run_out_and_die_with_their_keeper(scene: Scene) -> 
 
             async def is_over() -> bool:
                 seen = await metrics(session, new)
-                return seen[LAPSED] == seen[KEPT] > 0 and seen["kvferry:num_kept_turns"] == seen["vllm:kv_cache_usage_perc"] == 0
+                return seen[LAPSED] == seen[KEPT] > 0 and seen["kvferry:num_retained_turns"] == seen["vllm:kv_cache_usage_perc"] == 0
 
             await until("all kept turns have run out", is_over, 60)
             scene.fleet.stop(new)

@@ -13,7 +13,7 @@ from tests.vllm.fleet import ROOT, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from tests.vllm.yard import SOON_S
 
-from kvferry.bench.router_contestants import Tools, missing
+from kvferry.bench.router_contestants import Tools, missing_packages
 from kvferry.bench.router_rows import Router
 from kvferry.bench.vllm_servers import free_ports
 
@@ -54,7 +54,7 @@ def _start_kvferry(trio: Trio) -> Engine:
 
 def _start_toy(trio: Trio) -> Engine:
     tools = Tools(ROUTER_PYTHON)
-    if not ROUTER_PYTHON.exists() or missing(Router.TOY, tools):
+    if not ROUTER_PYTHON.exists() or missing_packages(Router.TOY, tools):
         pytest.skip("what vLLM's toy proxy is made of is not installed here; make setup-vllm does it")
     (port,) = free_ports(1)
     command = [str(tools.python), str(tools.toy_program), "--host", "127.0.0.1", "--port", str(port)]
@@ -123,7 +123,7 @@ def test_streams_and_chats_give_the_answers_of_one_engine(routed: Routed) -> Non
             prompt = routed.prompt(150, "stream", max_tokens=24)
             tokens = await stream(session, routed.router, prompt, stream_options={"include_usage": True}, min_tokens=2)
             assert (tokens,) == (await ask(session, routed.p, prompt)).token_ids
-            text = f"Where does the ferry of {routed.name} go, and what does it carry? " * 8
+            text = f"Where does the transfer worker of {routed.name} go, and what does it carry? " * 8
             chat = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_completion_tokens": 12}
             chat |= {"temperature": 0, "ignore_eos": True}
             through, direct = [await post(session, engine, chat, "/v1/chat/completions") for engine in (routed.router, routed.p)]
@@ -138,7 +138,7 @@ def test_four_choices_of_one_request_read_one_lease_and_leave_none(routed: Route
     async def check() -> None:
         async with new_session() as session:
             prompt = routed.prompt(200, "choices")
-            pulls = "kvferry:finished_pulls_total"
+            pulls = "kvferry:finished_loads_total"
             before = (await metrics(session, routed.d))[pulls]
             answer = await ask(session, routed.router, prompt, n=4, **ONLY_THE_BEST)
             assert answer.is_ok, answer.body

@@ -48,9 +48,9 @@ def hand_over(fleet: Fleet, p: Engine, d: Engine, salt: str) -> list[Answer]:
 
     async def check() -> list[Answer]:
         async with new_session(240) as session:
-            before = (await metrics(session, d))["kvferry:finished_pulls_total"]
+            before = (await metrics(session, d))["kvferry:finished_loads_total"]
             answers = await ask_all(router, PROMPTS, concurrency=4, timeout_s=240, cache_salt=salt)
-            assert (await metrics(session, d))["kvferry:finished_pulls_total"] > before
+            assert (await metrics(session, d))["kvferry:finished_loads_total"] > before
             # Before any lease can have run out: every rank was told.
             await assert_free(session, p, d, timeout_s=SOON_S)
         return answers

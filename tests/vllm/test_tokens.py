@@ -28,7 +28,7 @@ def test_tokens_through_prefill_and_decode_equal_a_plain_vllms(right: Right, tri
             # Not because nothing moved.
             moved = after["vllm:nixl_bytes_transferred_sum"] - before["vllm:nixl_bytes_transferred_sum"]
             assert moved >= sum(len(prompt.token_ids) for prompt in PROMPTS) * BYTES_PER_TOKEN
-            assert after["kvferry:finished_pulls_total"] - before["kvferry:finished_pulls_total"] == len(PROMPTS)
+            assert after["kvferry:finished_loads_total"] - before["kvferry:finished_loads_total"] == len(PROMPTS)
             await assert_free(session, trio.p, trio.d)
 
     asyncio.run(check())

@@ -66,7 +66,7 @@ def test_the_documented_commands_for_two_hosts(tmp_path: Path, model: Path, othe
         async def check() -> None:
             assert await ask_all(router, prompts, concurrency=4, timeout_s=120) == await ask_all(p, prompts, timeout_s=120)
             async with new_session() as session:
-                assert (await metrics(session, d))["kvferry:finished_pulls_total"] == len(prompts)
+                assert (await metrics(session, d))["kvferry:finished_loads_total"] == len(prompts)
                 await assert_free(session, p, d)
 
         asyncio.run(check())

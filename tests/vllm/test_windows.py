@@ -54,7 +54,7 @@ def test_tokens_equal_a_single_engines_and_only_what_is_seen_is_moved(windowed: 
                 windowed.p, prompts, timeout_s=240
             )
             seen = await metrics(session, windowed.d)
-            assert seen["kvferry:finished_pulls_total"] == len(handed_over)
+            assert seen["kvferry:finished_loads_total"] == len(handed_over)
             assert seen["vllm:nixl_bytes_transferred_sum"] == sum(map(blocks_to_move, handed_over)) * 2 * BLOCK * LAYER_BYTES
             await assert_free(session, windowed.p, windowed.d)
 

@@ -6,24 +6,24 @@ import aiohttp
 import msgspec
 from tests.e2e.harness import Engine, Prompt, ask, prefill
 
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
 from kvferry.protocol import codec
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, RankLayout
 
 
 def greet(secret: bytes, address: str) -> RankLayout:
     """What a member of the cluster learns of an engine from its side channel."""
-    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
-        plane.send(address, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)))
+        transport.send(address, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0)))
         for _ in range(50):
-            for news in plane.poll(0.2):
+            for news in transport.poll(0.2):
                 reply = codec.decode(news.frame) if hasattr(news, "frame") else None
                 if isinstance(reply, HandshakeReply):
                     return msgspec.msgpack.decode(reply.layout, type=RankLayout)
         raise AssertionError(f"{address} does not answer")
     finally:
-        plane.close()
+        transport.close()
 
 
 async def side_channel(session: aiohttp.ClientSession, engine: Engine, prompt: Prompt) -> str:
@@ -43,11 +43,11 @@ def listening(engine: Engine) -> set[int]:
 
 
 def send_noise(secret: bytes, address: str) -> None:
-    """Noise for a worker's control plane, which answers nothing it does not know."""
-    plane = ZmqControlPlane("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
+    """Noise for a worker's control transport, which answers nothing it does not know."""
+    transport = ZmqTransport("127.0.0.1", "127.0.0.1", 0, CurveKeys.from_secret(secret))
     try:
         for frame in (b"", b"\xc1", os.urandom(500), b"\x91" * 50_000, codec.encode(HandshakeRequest(1, WIRE_VERSION, 0))):
-            plane.send(address, frame)
-        plane.poll(0.5)
+            transport.send(address, frame)
+        transport.poll(0.5)
     finally:
-        plane.close()
+        transport.close()

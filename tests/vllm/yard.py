@@ -20,7 +20,7 @@ DEADLINE_S = 45.0
 """Above every deadline of the connector's own that a request can meet here."""
 SOON_S = 20.0
 """Below the trio's lease of 30 s: what is free so soon was released."""
-FINISHED, FAILED = "kvferry:finished_pulls_total", "kvferry:failed_pulls_total"
+FINISHED, FAILED = "kvferry:finished_loads_total", "kvferry:failed_loads_total"
 BRIEF = {"kv_lease_duration": 4}
 FORGETFUL = {"engine_ttl": 1, "handshake_timeout": 10}
 """Every peer is soon a stranger again, and a dead one is waited for long enough to see what others do meanwhile."""
@@ -29,7 +29,7 @@ _rng = random.Random(20)
 
 
 @dataclass
-class Yard:
+class VllmCluster:
     """The trio, a second D that computes what it cannot fetch, and a second P with short leases and a small cache, which gets killed."""
 
     trio: Trio
@@ -42,20 +42,20 @@ class Yard:
         return [self.trio.p, self.trio.d, self.lenient, self.brief]
 
     @classmethod
-    def start(cls, trio: Trio) -> "Yard":
+    def start(cls, trio: Trio) -> "VllmCluster":
         lenient = trio.fleet.vllm("lenient decode", "--max-num-seqs", "4", policy="recompute", extra=FORGETFUL, cores="0")
         http, side_channel = free_ports(2)
-        yard = cls(trio, lenient, lenient, (http, side_channel))
-        yard.brief = yard.start_brief()
-        ready(yard.lenient, yard.brief)
-        return yard
+        vllm_cluster = cls(trio, lenient, lenient, (http, side_channel))
+        vllm_cluster.brief = vllm_cluster.start_brief()
+        ready(vllm_cluster.lenient, vllm_cluster.brief)
+        return vllm_cluster
 
     def stop(self) -> None:
         for engine in (self.lenient, self.brief):
             self.trio.fleet.stop(engine)
 
     def replace_brief(self) -> None:
-        """Another life of it, at the same address and with the same engine id."""
+        """Another incarnation of it, at the same address and with the same engine id."""
         self.trio.fleet.stop(self.brief)
         self.brief = self.start_brief()
         ready(self.brief)
@@ -82,19 +82,19 @@ def fresh(length: int = 100, max_tokens: int = 8) -> Prompt:
 
 
 @asynccontextmanager
-async def unharmed(yard: Yard, *decoders: Engine, timeout_s: float = 60) -> AsyncIterator[aiohttp.ClientSession]:
+async def unharmed(vllm_cluster: VllmCluster, *decoders: Engine, timeout_s: float = 60) -> AsyncIterator[aiohttp.ClientSession]:
     """Around each case. `timeout_s`: how long blocks may take to come back."""
-    before = [pids(engine) for engine in yard.everybody]
+    before = [pids(engine) for engine in vllm_cluster.everybody]
     try:
         async with new_session(DEADLINE_S) as session:
             yield session
-            assert [pids(engine) for engine in yard.everybody] == before
-            assert all(is_healthy(engine.address) for engine in yard.everybody)
-            await assert_free(session, *yard.everybody, timeout_s=timeout_s)
-            for decoder in decoders or (yard.trio.d, yard.lenient):
-                await assert_hands_over(session, yard, decoder)
+            assert [pids(engine) for engine in vllm_cluster.everybody] == before
+            assert all(is_healthy(engine.address) for engine in vllm_cluster.everybody)
+            await assert_free(session, *vllm_cluster.everybody, timeout_s=timeout_s)
+            for decoder in decoders or (vllm_cluster.trio.d, vllm_cluster.lenient):
+                await assert_hands_over(session, vllm_cluster, decoder)
     except BaseException:
-        for engine in yard.everybody:
+        for engine in vllm_cluster.everybody:
             print(f"--- last lines of {engine.process.name}", *engine.process.tail(40), sep="\n")
         raise
 
@@ -103,18 +103,20 @@ def pids(engine: Engine) -> set[int]:
     return {process.pid for process in engine.family()}
 
 
-async def assert_hands_over(session: aiohttp.ClientSession, yard: Yard, decoder: Engine, p: Engine | None = None) -> None:
+async def assert_hands_over(session: aiohttp.ClientSession, vllm_cluster: VllmCluster, decoder: Engine, p: Engine | None = None) -> None:
     prompt = fresh()
     finished = (await metrics(session, decoder))[FINISHED]
-    answer = await ask(session, decoder, prompt, kv_transfer_params=await prefill(session, p or yard.trio.p, prompt))
-    assert answer == await ask(session, yard.trio.p, prompt), answer.body
+    answer = await ask(session, decoder, prompt, kv_transfer_params=await prefill(session, p or vllm_cluster.trio.p, prompt))
+    assert answer == await ask(session, vllm_cluster.trio.p, prompt), answer.body
     assert (await metrics(session, decoder))[FINISHED] == finished + 1
 
 
-async def ask_wrongly(session: aiohttp.ClientSession, yard: Yard, decoder: Decoder, prompt: Prompt, params: Any, **changes: Any) -> Answer:
+async def ask_wrongly(
+    session: aiohttp.ClientSession, vllm_cluster: VllmCluster, decoder: Decoder, prompt: Prompt, params: Any, **changes: Any
+) -> Answer:
     """Whatever D makes of these parameters: an answer is right, and D's prefix cache holds nothing wrong afterwards."""
     answer = await ask(session, decoder.engine, prompt, kv_transfer_params=params, **changes)
-    right = await ask(session, yard.trio.p, prompt)
+    right = await ask(session, vllm_cluster.trio.p, prompt)
     assert right.is_ok
     if answer.is_ok:
         assert answer.token_ids == tuple(choice[: len(answer.token_ids[0])] for choice in right.token_ids), params

@@ -1,7 +1,7 @@
-"""`kvferry bench decode-beside`: how long a decode step takes while KV arrives in the same process, beside how long it takes alone.
+"""`kvferry bench decode-interference`: how long a decode step takes while KV arrives in the same process, beside how long it takes alone.
 
-The embedded engine's runner decodes in this thread; a thread beside it reads 64 MiB at a time from another process, as a ferry does. All
-paces take turns in one run, so that whatever else the machine does meets all of them.
+The embedded engine's runner decodes in this thread; a thread beside it reads 64 MiB at a time from another process, as a transfer worker
+does. All paces take turns in one run, so that whatever else the machine does meets all of them.
 """
 
 import argparse
@@ -15,32 +15,32 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvferry.bench.arrivals import Arrivals, Pace
+from kvferry.bench.arrivals import BackgroundReader, Pace
 from kvferry.bench.decode_stream import DecodeStream
 from kvferry.bench.figures import quantile, ratio, rounded
 from kvferry.bench.transfer import parse_device
-from kvferry.bench.transfer_memory import HostPlace, Place
+from kvferry.bench.transfer_memory import HostAllocator, MemoryAllocator
 from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
 from kvferry.bench.transfer_sides import Shape, start_producer
-from kvferry.bench.vllm_pairs import parse_count, say
+from kvferry.bench.vllm_pairs import parse_count, print_progress
 from kvferry.cli.interrupts import StopRequest, stop_requests
 from kvferry.cli.parser import Parser
 from kvferry.engine.make_model import make_model
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Steps", "add_arguments", "make_rows", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "StepTimes", "add_arguments", "make_rows", "run"]
 
 DESCRIPTION = (
-    "Decode with the embedded engine's runner while another thread of the process receives 64 MiB at a time, as a ferry does:\n"
+    "Decode with the embedded engine's runner while another thread of the process receives 64 MiB at a time, as a transfer worker does:\n"
     "not at all, every 10 ms, and without pause. Tells the median and the 99th percentile of a step, and their ratios."
 )
 EXAMPLES = """\
-  kvferry bench decode-beside
-  kvferry bench decode-beside --device cuda --json
-  kvferry bench decode-beside --device cuda --plane nixl"""
+  kvferry bench decode-interference
+  kvferry bench decode-interference --device cuda --json
+  kvferry bench decode-interference --device cuda --transport nixl"""
 
 MIB = 1024 * 1024
 MOVED_MIB, SPREAD, REGIONS = 64, 4, 8
-PIECE_BYTES = 16 * 1024
+SEGMENT_BYTES = 16 * 1024
 SECONDS, ROUNDS = 8.0, 8
 WARM_STEPS = 3
 SEQUENCES, CONTEXT_TOKENS = 8, 512
@@ -58,20 +58,20 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What decodes, and by which plane KV arrives beside it, unless something else is asked for."""
+class Preset:
+    """What decodes, and by which transport KV arrives beside it, unless something else is asked for."""
 
-    plane: str
+    transport: str
     model_size: str
     dtype: str
 
 
-HOST = Stage("shm", "tiny", "float32")
-GPU = Stage("cuda_ipc", "middle", "bfloat16")
+HOST = Preset("shm", "tiny", "float32")
+GPU = Preset("cuda_ipc", "middle", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepTimes:
     """What was measured at one pace: seconds of each step, and of each transfer."""
 
     steps: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="cpu|cuda[:N]", help="where the model and what arrives lie (default: %(default)s)"
     )
-    parser.add_argument("--plane", metavar="NAME", help="by which KV arrives (default: shm; cuda: cuda_ipc)")
+    parser.add_argument("--transport", metavar="NAME", help="by which KV arrives (default: shm; cuda: cuda_ipc)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint (default: a random one, larger on a GPU)")
     parser.add_argument("--sequences", type=parse_count, default=SEQUENCES, metavar="N", help="that decode together (default: %(default)s)")
     parser.add_argument(
@@ -98,22 +98,24 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    place = parse_device(arguments.device)
-    stage = HOST if isinstance(place, HostPlace) else GPU
-    plane = arguments.plane or stage.plane
+    allocator = parse_device(arguments.device)
+    preset = HOST if isinstance(allocator, HostAllocator) else GPU
+    transport = arguments.transport or preset.transport
     with stop_requests() as stop, ExitStack() as stack:
-        model = arguments.model or make_random_model(Path(stack.enter_context(TemporaryDirectory())), stage.model_size)
+        model = arguments.model or make_random_model(Path(stack.enter_context(TemporaryDirectory())), preset.model_size)
         stop.check()
-        with closing(DecodeStream.opened(model, arguments.device, stage.dtype, arguments.sequences, arguments.context)) as stream:
-            say(f"{arguments.sequences} sequences of {arguments.context} tokens decode; {MOVED_MIB} MiB at a time arrive over {plane}")
-            measured = measure(stream.step, place, plane, arguments.seconds, stop)
+        with closing(DecodeStream.opened(model, arguments.device, preset.dtype, arguments.sequences, arguments.context)) as stream:
+            print_progress(
+                f"{arguments.sequences} sequences of {arguments.context} tokens decode; {MOVED_MIB} MiB at a time arrive over {transport}"
+            )
+            measured = measure(stream.step, allocator, transport, arguments.seconds, stop)
     rows = make_rows(measured)
     facts = {
         "machine": platform.machine(),
-        **place.facts(),
-        "plane": plane,
+        **allocator.facts(),
+        "transport": transport,
         "moved_mib": MOVED_MIB,
-        "piece_bytes": PIECE_BYTES,
+        "segment_bytes": SEGMENT_BYTES,
         "sequences": arguments.sequences,
         "context_tokens": arguments.context,
     }
@@ -122,32 +124,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_random_model(directory: Path, size: str) -> Path:
-    say(f"making a random model ({size})")
+    print_progress(f"making a random model ({size})")
     make_model(directory / "model", family="llama", size=size)
     return directory / "model"
 
 
-def measure(step: Callable[[], None], place: Place, plane: str, seconds: float, stop: StopRequest) -> dict[Pace, Steps]:
+def measure(
+    step: Callable[[], None], allocator: MemoryAllocator, transport: str, seconds: float, stop: StopRequest
+) -> dict[Pace, StepTimes]:
     shape = Shape(REGIONS, MOVED_MIB * SPREAD * MIB // REGIONS)
-    move = plan_move(Blocks(PIECE_BYTES, REGIONS, shape.region_bytes // PIECE_BYTES), Pattern.SCATTERED, SPREAD, SEED)
+    move = plan_move(Blocks(SEGMENT_BYTES, REGIONS, shape.region_bytes // SEGMENT_BYTES), Pattern.SCATTERED, SPREAD, SEED)
     with (
-        start_producer(shape, stop, place, plane) as producer,
-        closing(Arrivals(place, shape, producer, plane, move)) as arrivals,
+        start_producer(shape, stop, allocator, transport) as producer,
+        closing(BackgroundReader(allocator, shape, producer, transport, move)) as arrivals,
     ):
         arrivals.start()
-        measured = {pace: Steps() for pace in Pace}
-        for turn in range(ROUNDS):
+        measured = {pace: StepTimes() for pace in Pace}
+        for round_index in range(ROUNDS):
             order = list(Pace)
-            for pace in order[turn % len(order) :] + order[: turn % len(order)]:
-                _measure_stretch(step, arrivals, pace, seconds / ROUNDS, stop, measured[pace])
+            for pace in order[round_index % len(order) :] + order[: round_index % len(order)]:
+                _measure_interval(step, arrivals, pace, seconds / ROUNDS, stop, measured[pace])
         return measured
 
 
-def make_rows(measured: Mapping[Pace, Steps]) -> list[dict[str, Any]]:
+def make_rows(measured: Mapping[Pace, StepTimes]) -> list[dict[str, Any]]:
     alone = measured[Pace.NONE].steps
     return [
         {
-            "pace": pace.words,
+            "pace": pace.label,
             "steps": len(found.steps),
             "step_ms_p50": _milliseconds(found.steps, 0.5),
             "step_ms_p99": _milliseconds(found.steps, 0.99),
@@ -163,7 +167,8 @@ def make_rows(measured: Mapping[Pace, Steps]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
     lines = [
-        f"{facts['sequences']} sequences of {facts['context_tokens']} tokens; {facts['moved_mib']} MiB a transfer over {facts['plane']}",
+        f"{facts['sequences']} sequences of {facts['context_tokens']} tokens; {facts['moved_mib']} MiB a transfer over "
+        f"{facts['transport']}",
         f"{'transfers':<15}{'steps':>7}{'p50 ms':>9}{'÷ none':>8}{'p99 ms':>9}{'÷ none':>8}{'arrived':>9}{'p50 ms':>9}{'GB/s':>8}",
     ]
     for row in rows:
@@ -172,18 +177,20 @@ def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _measure_stretch(step: Callable[[], None], arrivals: Arrivals, pace: Pace, seconds: float, stop: StopRequest, into: Steps) -> None:
+def _measure_interval(
+    step: Callable[[], None], arrivals: BackgroundReader, pace: Pace, seconds: float, stop: StopRequest, into: StepTimes
+) -> None:
     arrivals.set_pace(pace)
     for _ in range(WARM_STEPS):
         step()
-    arrivals.taken()
+    arrivals.take_durations()
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         stop.check()
         began = time.perf_counter()
         step()
         into.steps.append(time.perf_counter() - began)
-    into.transfers.extend(arrivals.taken())
+    into.transfers.extend(arrivals.take_durations())
 
 
 def _milliseconds(seconds: Sequence[float], share: float) -> float | None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import SamplingParams, SequenceSlice
-from kvferry.testing.local_kit import LocalKit
+from kvferry.testing.local_kit import LocalTransportKit
 
 __all__ = ["DecodeStream"]
 
 BLOCK_SIZE = 16
-ROOM_TOKENS = 64
+HEADROOM_TOKENS = 64
 """How far a sequence grows before it goes back."""
 TOKEN = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -41,12 +41,12 @@ class DecodeStream:
             compute_dtype=dtype,
             block_size=BLOCK_SIZE,
             num_blocks=sequences * _blocks_each(context_tokens),
-            max_model_len=context_tokens + ROOM_TOKENS,
+            max_model_len=context_tokens + HEADROOM_TOKENS,
         )
         runner = Runner(options)
         try:
             runner.load()
-            runner.allocate_cache(LocalKit())
+            runner.allocate_cache(LocalTransportKit())
         except BaseException:
             runner.close()
             raise
@@ -54,7 +54,7 @@ class DecodeStream:
 
     def step(self) -> None:
         """Until every sequence has its next token here, on the host."""
-        start = self._context_tokens + self._num_steps % ROOM_TOKENS
+        start = self._context_tokens + self._num_steps % HEADROOM_TOKENS
         slices = [
             SequenceSlice(f"s{n}", (token,), start, (table,), GREEDY)
             for n, (token, table) in enumerate(zip(self._tokens, self._tables, strict=True))
@@ -68,4 +68,4 @@ class DecodeStream:
 
 
 def _blocks_each(context_tokens: int) -> int:
-    return -(-(context_tokens + ROOM_TOKENS) // BLOCK_SIZE)
+    return -(-(context_tokens + HEADROOM_TOKENS) // BLOCK_SIZE)

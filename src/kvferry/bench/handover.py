@@ -2,7 +2,7 @@
 
 Two embedded engines for each mode, all alive at once, asked in turn so that whatever else the machine does meets all alike. Below HTTP:
 requests go straight to the engine cores, as an API process sends them. P computes the prompt in chunks; how many bytes were still to be
-moved when it had computed the last is counted by D and by the planes, not derived from times or from tokens.
+moved when it had computed the last is counted by D and by the transports, not derived from times or from tokens.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
-from kvferry.bench.handover_pair import CHUNK_TOKENS, ROOM_TOKENS, HandoverPair, Mode, Moved, start_pair
+from kvferry.bench.handover_pair import CHUNK_TOKENS, HEADROOM_TOKENS, HandoverPair, Mode, Moved, start_pair
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 from kvferry.engine.make_model import make_model
 from kvferry.sizing.from_config import auto_dtype, shape_of_config
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Facts", "Samples", "add_arguments", "make_rows", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "Facts", "HandoverSamples", "add_arguments", "make_rows", "run"]
 
 DESCRIPTION = (
     "Measure the time from the prefill engine's last token to the decode engine's first, in pull, in push, and in push while the prompt\n"
@@ -46,12 +46,12 @@ class Facts:
     chunk_tokens: int
     bytes_per_token: int
     """As the model's config.json has it; what moved was counted without it."""
-    plane: str
+    transport: str
     samples: int
 
 
 @dataclass(slots=True)
-class Samples:
+class HandoverSamples:
     """Of one mode."""
 
     handover_s: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Samples:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--samples", type=int, default=10, metavar="N", help="of each mode (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=4096, metavar="N", help="length of the prompts (default: %(default)s)")
-    parser.add_argument("--plane", default="shm", choices=("shm", "nixl", "tcp"), help="data plane (default: %(default)s)")
+    parser.add_argument("--transport", default="shm", choices=("shm", "nixl", "tcp"), help="data transport (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -69,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     with stop_signals(), tempfile.TemporaryDirectory(prefix="kvferry-handover-") as directory:
         model = Path(directory) / "model"
         token_bytes = _make_model(model, arguments.prompt_tokens)
-        samples = asyncio.run(_measure_all(model, arguments.plane, arguments.samples, arguments.prompt_tokens))
+        samples = asyncio.run(_measure_all(model, arguments.transport, arguments.samples, arguments.prompt_tokens))
     rows = make_rows(samples)
-    facts = Facts(arguments.prompt_tokens, CHUNK_TOKENS, token_bytes, arguments.plane, arguments.samples)
+    facts = Facts(arguments.prompt_tokens, CHUNK_TOKENS, token_bytes, arguments.transport, arguments.samples)
     print(json.dumps({**asdict(facts), "rows": rows}) if arguments.json else _table(rows, facts))
     return 0
 
@@ -81,30 +81,30 @@ def _make_model(directory: Path, prompt_tokens: int) -> int:
     make_model(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    config["max_position_embeddings"] = max(config["max_position_embeddings"], prompt_tokens + ROOM_TOKENS)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], prompt_tokens + HEADROOM_TOKENS)
     path.write_text(json.dumps(config))
     return shape_of_config(config, auto_dtype(config) or config["dtype"]).bytes_per_token()
 
 
-async def _measure_all(model: Path, plane: str, count: int, length: int) -> dict[Mode, Samples]:
-    samples = {mode: Samples() for mode in Mode}
+async def _measure_all(model: Path, transport: str, count: int, length: int) -> dict[Mode, HandoverSamples]:
+    samples = {mode: HandoverSamples() for mode in Mode}
     rng = random.Random(SEED)
     async with AsyncExitStack() as stack:
-        pairs = {mode: await stack.enter_async_context(start_pair(model, plane, mode, length)) for mode in Mode}
+        pairs = {mode: await stack.enter_async_context(start_pair(model, transport, mode, length)) for mode in Mode}
         for number in range(-WARM_UPS, count):
             for mode, pair in pairs.items():
                 tokens = rng.choices(VOCABULARY, k=length if number > -WARM_UPS else CHUNK_TOKENS)
-                await _measure(pair, tokens, samples[mode] if number >= 0 else Samples())
+                await _measure(pair, tokens, samples[mode] if number >= 0 else HandoverSamples())
     return samples
 
 
-async def _measure(pair: HandoverPair, prompt: list[int], into: Samples) -> None:
+async def _measure(pair: HandoverPair, prompt: list[int], into: HandoverSamples) -> None:
     before = await pair.moved()
     into.handover_s.append(await pair.hand_over(prompt))
     into.moved.append((await pair.moved()).since(before))
 
 
-def make_rows(samples: Mapping[Mode, Samples]) -> list[dict[str, Any]]:
+def make_rows(samples: Mapping[Mode, HandoverSamples]) -> list[dict[str, Any]]:
     pull = quantile(samples[Mode.PULL].handover_s, 0.5)
     return [
         {
@@ -137,5 +137,5 @@ def _table(rows: Sequence[Mapping[str, Any]], facts: Facts) -> str:
     }
     lines = ["".join(f"{title:>16}" for title in columns)]
     lines += ["".join(f"{'-' if row[key] is None else row[key]:>16}" for key in columns.values()) for row in rows]
-    told = f"{facts.prompt_tokens} tokens of {facts.bytes_per_token} bytes in chunks of {facts.chunk_tokens} over {facts.plane}"
-    return "\n".join([*lines, "", f"from P's last token to D's first; {told}; left: bytes still to be moved when P was through"])
+    summary = f"{facts.prompt_tokens} tokens of {facts.bytes_per_token} bytes in chunks of {facts.chunk_tokens} over {facts.transport}"
+    return "\n".join([*lines, "", f"from P's last token to D's first; {summary}; left: bytes still to be moved when P was through"])

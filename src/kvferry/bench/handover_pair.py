@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.engine.client import EngineClient
 from kvferry.engine.messages import AddRequest
@@ -22,13 +22,13 @@ from kvferry.engine.step import SamplingParams
 from kvferry.errors import KVFerryError
 from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
 
-__all__ = ["CHUNK_TOKENS", "ROOM_TOKENS", "HandoverPair", "Mode", "Moved", "start_pair"]
+__all__ = ["CHUNK_TOKENS", "HEADROOM_TOKENS", "HandoverPair", "Mode", "Moved", "start_pair"]
 
 BLOCK_SIZE = 16
 CHUNK_TOKENS = 512
 LEG_S = 120.0
 SPARE_BLOCKS = 64
-ROOM_TOKENS = BLOCK_SIZE
+HEADROOM_TOKENS = BLOCK_SIZE
 """For what is generated after a prompt."""
 
 
@@ -40,7 +40,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes of KV, as the planes count them: of one handover, or of all so far."""
+    """Bytes of KV, as the transports count them: of one handover, or of all so far."""
 
     total: int
     early: int
@@ -85,14 +85,14 @@ class HandoverPair:
     async def moved(self) -> Moved:
         """So far. Whoever moves them, D by reading or P by writing, has counted them when D has its first token."""
         prefill, decode = await self.prefill.status(), await self.decode.status()
-        total = sum(carried.total_bytes for status in (prefill, decode) for carried in status.transfers)
+        total = sum(summary.total_bytes for status in (prefill, decode) for summary in status.transfers)
         return Moved(total, int(decode.connector_stats.get("pushed_bytes_early", 0)))
 
     def _push_ticket(self, handover: str) -> str:
         assert self._source is not None
-        told = self._source
-        host, port = told["remote_host"], told["remote_port"]
-        return PushTicketKey(self.secret).sign(PushTicket(handover, told["remote_engine_id"], told["remote_epoch"], host, port, 1))
+        source = self._source
+        host, port = source["remote_host"], source["remote_port"]
+        return PushTicketKey(self.secret).sign(PushTicket(handover, source["remote_engine_id"], source["remote_epoch"], host, port, 1))
 
     async def _prefill(self, name: str, prompt: list[int], params: dict[str, Any]) -> tuple[int, dict[str, Any], float]:
         request = _request(f"p{name}", prompt, {"do_remote_decode": True, **params})
@@ -114,13 +114,13 @@ class HandoverPair:
 
 
 @asynccontextmanager
-async def start_pair(model: Path, plane: str, mode: Mode, prompt_tokens: int) -> AsyncIterator[HandoverPair]:
-    """Both engines on their own processes, joined by this plane alone. Neither keeps a prompt for the next request."""
+async def start_pair(model: Path, transport: str, mode: Mode, prompt_tokens: int) -> AsyncIterator[HandoverPair]:
+    """Both engines on their own processes, joined by this transport alone. Neither keeps a prompt for the next request."""
     secret = secrets.token_bytes(32)
     started: list[EngineClient] = []
     try:
         for role in ("prefill", "decode"):
-            started.append(await _start(model, plane, secret, f"{mode.name.lower()}-{role}", mode, prompt_tokens))
+            started.append(await _start(model, transport, secret, f"{mode.name.lower()}-{role}", mode, prompt_tokens))
         prefill, decode = started
         yield HandoverPair(mode, prefill, decode, secret)
     finally:
@@ -128,21 +128,21 @@ async def start_pair(model: Path, plane: str, mode: Mode, prompt_tokens: int) ->
             await client.close()
 
 
-async def _start(model: Path, plane: str, secret: bytes, name: str, mode: Mode, prompt_tokens: int) -> EngineClient:
-    extra: dict[str, Any] = {"planes": [plane], "push_streaming": mode is Mode.STREAMED}
+async def _start(model: Path, transport: str, secret: bytes, name: str, mode: Mode, prompt_tokens: int) -> EngineClient:
+    extra: dict[str, Any] = {"transports": [transport], "push_streaming": mode is Mode.STREAMED}
     connector = "NixlConnector" if mode is Mode.PULL else "NixlPushConnector"
     mapping = {"kv_connector": connector, "kv_role": "kv_both", "engine_id": name, "kv_connector_extra_config": extra}
     options = EngineOptions(
         model=model,
         block_size=BLOCK_SIZE,
         num_blocks=2 * (prompt_tokens // BLOCK_SIZE) + SPARE_BLOCKS,
-        max_model_len=prompt_tokens + ROOM_TOKENS,
+        max_model_len=prompt_tokens + HEADROOM_TOKENS,
         max_num_batched_tokens=CHUNK_TOKENS,
         enable_prefix_caching=False,
         kv_transfer=KVTransferConfig.from_mapping(mapping),
     )
     side_channel = SideChannelConfig(port=0)
-    kit = Kit(side_channel.bind_host, side_channel.advertised_host, 0, secret, planes=(plane,))
+    kit = ConfiguredTransportKit(side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,))
     return await EngineClient.start(options, kit, secret=secret, side_channel=side_channel)
 
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvferry.bench.figures import quantile
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import (
     ConnectorConfig,
@@ -29,18 +29,20 @@ from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.stats import merge_stats
 from kvferry.errors import KVFerryError
 
-__all__ = ["Asked", "LeaseSide", "run_side"]
+__all__ = ["LeaseBenchEngine", "RemoteCall", "run_engine_process"]
 
 BLOCK_SIZE, NUM_BLOCKS, WIDTH = 16, 256, 32
 LAYERS = ("layer.0", "layer.1")
 PROMPT_TOKENS = 40
 WORK = bytes(2**20)
-"""What is computed on between steps: as a forward pass does, it keeps the core busy for a while and leaves the interpreter to the ferry."""
+"""What is computed on between steps: as a forward pass does, it keeps the core busy for a while and leaves the interpreter to the transfer
+worker.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A call of a method of `LeaseSide`, sent to its process."""
+class RemoteCall:
+    """A call of a method of `LeaseBenchEngine`, sent to its process."""
 
     method: str
     arguments: tuple[Any, ...] = ()
@@ -91,7 +93,7 @@ class _Request:
 
 
 @dataclass(slots=True)
-class LeaseSide:
+class LeaseBenchEngine:
     config: ConnectorConfig
     totals: dict[str, Any] = field(default_factory=dict)
     is_closed: bool = False
@@ -193,21 +195,21 @@ class LeaseSide:
         self.worker.shutdown()
 
 
-def run_side(link: Connection, name: str, plane: str, lease_s: float, secret: bytes) -> None:
+def run_engine_process(link: Connection, name: str, transport: str, lease_s: float, secret: bytes) -> None:
     """The main function of a side's process: answers calls until `close`, or until whoever asks is gone."""
     side_channel = SideChannelConfig(port=0)
-    kit = Kit(side_channel.bind_host, side_channel.advertised_host, 0, secret, planes=(plane,))
-    extra = {"planes": [plane], "kv_lease_duration": lease_s}
+    kit = ConfiguredTransportKit(side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,))
+    extra = {"transports": [transport], "kv_lease_duration": lease_s}
     mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name, "kv_connector_extra_config": extra}
     memory = kit.allocate_cache(len(LAYERS) * NUM_BLOCKS * BLOCK_SIZE * WIDTH)
     identity = ModelIdentity("None", "none", len(LAYERS), 1, WIDTH // 2, "uint8")
     transfer = KVTransferConfig.from_mapping(mapping)
-    side = LeaseSide(ConnectorConfig(transfer, identity, ParallelConfig(), side_channel, secret, f"epoch of {name}", kit, memory))
+    side = LeaseBenchEngine(ConnectorConfig(transfer, identity, ParallelConfig(), side_channel, secret, f"epoch of {name}", kit, memory))
     try:
         while not side.is_closed:
-            asked = link.recv()
-            method: Callable[..., Any] = getattr(side, asked.method)
-            link.send(method(*asked.arguments))
+            call = link.recv()
+            method: Callable[..., Any] = getattr(side, call.method)
+            link.send(method(*call.arguments))
     except EOFError:
         raise KVFerryError("the benchmark has ended") from None
     finally:

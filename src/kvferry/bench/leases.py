@@ -1,7 +1,8 @@
 """`kvferry bench leases`: what live leases cost an engine per step, and a process that has nothing to do.
 
-P and D are two processes with their real connectors and ferries, ZeroMQ and a real data plane. P holds so many leases, D waits for as many
-requests and renews them by heartbeat. The whole takes longer than a lease lasts, so leases that are alive at the end were renewed.
+P and D are two processes with their real connectors and transfer workers, ZeroMQ and a real data transport. P holds so many leases, D waits
+for as many requests and renews them by heartbeat. The whole takes longer than a lease lasts, so leases that are alive at the end were
+renewed.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from kvferry.bench.lease_side import Asked, run_side
-from kvferry.bench.vllm_pairs import say
+from kvferry.bench.lease_side import RemoteCall, run_engine_process
+from kvferry.bench.vllm_pairs import print_progress
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 from kvferry.cli.sizes import parse_size
@@ -30,9 +31,9 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   kvferry bench leases
-  kvferry bench leases --json --leases 10 10k --planes shm"""
+  kvferry bench leases --json --leases 10 10k --transports shm"""
 
-PLANES = ("shm", "nixl", "tcp")
+TRANSPORTS = ("shm", "nixl", "tcp")
 COUNTS = (10, 1_000, 10_000)
 LEASE_S, MEASURE_S, IDLE_S = 30.0, 12.0, 20.0
 ANSWER_S = 120.0
@@ -43,7 +44,7 @@ MAX_RATIO = 2.0
 """Most against fewest leases: less is flat, for a step of a few dozen calls is never measured to the microsecond."""
 
 
-class _Side:
+class _EngineProcess:
     """The benchmark's end of one side's process."""
 
     def __init__(self, name: str, process: BaseProcess, link: Connection) -> None:
@@ -51,21 +52,21 @@ class _Side:
         self._process = process
         self._link = link
 
-    def ask(self, method: str, *arguments: Any) -> None:
-        self._link.send(Asked(method, arguments))
+    def send_call(self, method: str, *arguments: Any) -> None:
+        self._link.send(RemoteCall(method, arguments))
 
-    def answer(self, timeout_s: float = ANSWER_S) -> Any:
+    def receive_result(self, timeout_s: float = ANSWER_S) -> Any:
         """KVFerryError when it has ended or says nothing."""
         try:
             if self._link.poll(timeout_s):
                 return self._link.recv()
         except (EOFError, ConnectionError):
-            raise KVFerryError(f"the {self.name} side has ended; what it said is above") from None
+            raise KVFerryError(f"the {self.name} side has ended; its output is above") from None
         raise KVFerryError(f"the {self.name} side did not answer within {timeout_s:g} s")
 
     def call(self, method: str, *arguments: Any) -> Any:
-        self.ask(method, *arguments)
-        return self.answer()
+        self.send_call(method, *arguments)
+        return self.receive_result()
 
     def end(self) -> None:
         self._link.close()
@@ -78,7 +79,9 @@ class _Side:
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parser.add_argument("--leases", nargs="+", type=parse_size, default=list(COUNTS), metavar="N", help="how many (default: 10 1000 10000)")
-    parser.add_argument("--planes", nargs="+", choices=PLANES, default=list(PLANES), help="one after the other (default: shm nixl tcp)")
+    parser.add_argument(
+        "--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="one after the other (default: shm nixl tcp)"
+    )
     parser.add_argument("--seconds", type=float, default=MEASURE_S, metavar="S", help="of steps at each number (default: %(default)s)")
     parser.add_argument("--lease-seconds", type=float, default=LEASE_S, metavar="S", help="a lease lasts (default: %(default)s)")
     parser.add_argument("--idle-seconds", type=float, default=IDLE_S, metavar="S", help="of nothing (default: %(default)s)")
@@ -87,11 +90,13 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     rows = []
     with stop_signals():
-        for plane in arguments.planes:
+        for transport in arguments.transports:
             for count in arguments.leases:
-                say(f"{count:,} leases by {plane}: {arguments.seconds:g} s of steps, {arguments.idle_seconds:g} s of nothing")
-                with _pair(plane, arguments.lease_seconds) as sides:
-                    rows += _measure(sides, plane, count, arguments)
+                print_progress(
+                    f"{count:,} leases by {transport}: {arguments.seconds:g} s of steps, {arguments.idle_seconds:g} s of nothing"
+                )
+                with _pair(transport, arguments.lease_seconds) as sides:
+                    rows += _measure(sides, transport, count, arguments)
     problems = judge_rows(rows)
     if arguments.json:
         print(json.dumps({"rows": rows, "problems": problems, "is_flat": not problems}))
@@ -104,33 +109,33 @@ def judge_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """One sentence for each thing that is too much."""
     problems = []
     for row in rows:
-        where = f"{row['leases']:,} leases by {row['plane']} on the {row['side']} side"
+        where = f"{row['leases']:,} leases by {row['transport']} on the {row['side']} side"
         if row["us_per_step"] > MAX_STEP_US:
             problems.append(f"a step with {where} takes {row['us_per_step']} µs, more than {MAX_STEP_US:g}")
         if row["idle_share"] > MAX_IDLE_SHARE:
             problems.append(f"an idle process with {where} takes {row['idle_share']:.2%} of a core, more than {MAX_IDLE_SHARE:.0%}")
         if row["leases_at_end"] != row["leases"]:
             problems.append(f"of {where} {row['leases_at_end']:,} were left at the end")
-    for plane, side in dict.fromkeys((row["plane"], row["side"]) for row in rows):
-        ours = sorted((row for row in rows if (row["plane"], row["side"]) == (plane, side)), key=lambda row: int(row["leases"]))
+    for transport, side in dict.fromkeys((row["transport"], row["side"]) for row in rows):
+        ours = sorted((row for row in rows if (row["transport"], row["side"]) == (transport, side)), key=lambda row: int(row["leases"]))
         if ours[-1]["us_per_step"] > MAX_RATIO * ours[0]["us_per_step"]:
-            problems.append(f"a step by {plane} on the {side} side takes {MAX_RATIO:g} times as long with the most leases, or longer")
+            problems.append(f"a step by {transport} on the {side} side takes {MAX_RATIO:g} times as long with the most leases, or longer")
     return problems
 
 
 @contextmanager
-def _pair(plane: str, lease_s: float) -> Iterator[tuple[_Side, _Side]]:
+def _pair(transport: str, lease_s: float) -> Iterator[tuple[_EngineProcess, _EngineProcess]]:
     secret = secrets.token_bytes(32)
     sides = []
     try:
         for name in ("prefill", "decode"):
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.get_context("spawn").Process(
-                target=run_side, args=(theirs, name, plane, lease_s, secret), name=f"kvferry-{name}"
+                target=run_engine_process, args=(theirs, name, transport, lease_s, secret), name=f"kvferry-{name}"
             )
             process.start()
             theirs.close()
-            sides.append(_Side(name, process, ours))
+            sides.append(_EngineProcess(name, process, ours))
         yield sides[0], sides[1]
         for side in sides:
             side.call("close")
@@ -139,25 +144,25 @@ def _pair(plane: str, lease_s: float) -> Iterator[tuple[_Side, _Side]]:
             side.end()
 
 
-def _measure(sides: tuple[_Side, _Side], plane: str, count: int, asked: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(sides: tuple[_EngineProcess, _EngineProcess], transport: str, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     prefill, decode = sides
     started = time.monotonic()
     decode.call("track", prefill.call("issue", count))
     _wait_for(prefill, "num_leases", count)
-    _wait_for(decode, "num_pulls", count)
+    _wait_for(decode, "num_transfers", count)
     _wait_for(decode, "num_peers", 1)
     for side in sides:
-        side.ask("measure", asked.seconds)
-    steps = [side.answer(asked.seconds + ANSWER_S) for side in sides]
+        side.send_call("measure", options.seconds)
+    steps = [side.receive_result(options.seconds + ANSWER_S) for side in sides]
     # Until a lease that nobody renews would be gone.
-    idle_s = max(asked.idle_seconds, started + asked.lease_seconds + 1 - time.monotonic())
+    idle_s = max(options.idle_seconds, started + options.lease_seconds + 1 - time.monotonic())
     for side in sides:
-        side.ask("idle", idle_s)
-    idle = [side.answer(idle_s + ANSWER_S) for side in sides]
-    left = [prefill.call("level", "num_leases"), decode.call("level", "num_pulls")]
+        side.send_call("idle", idle_s)
+    idle = [side.receive_result(idle_s + ANSWER_S) for side in sides]
+    left = [prefill.call("level", "num_leases"), decode.call("level", "num_transfers")]
     return [
         {
-            "plane": plane,
+            "transport": transport,
             "leases": count,
             "side": side.name,
             "us_per_step": step["p50"],
@@ -165,13 +170,13 @@ def _measure(sides: tuple[_Side, _Side], plane: str, count: int, asked: argparse
             "cpu_us_per_step": step["cpu"],
             "steps": step["steps"],
             "idle_share": round(share, 5),
-            "leases_at_end": kept,
+            "leases_at_end": leases_left,
         }
-        for side, step, share, kept in zip(sides, steps, idle, left, strict=True)
+        for side, step, share, leases_left in zip(sides, steps, idle, left, strict=True)
     ]
 
 
-def _wait_for(side: _Side, level: str, value: int) -> None:
+def _wait_for(side: _EngineProcess, level: str, value: int) -> None:
     deadline = time.monotonic() + ANSWER_S
     while (found := side.call("level", level)) != value:
         if time.monotonic() > deadline:
@@ -180,10 +185,10 @@ def _wait_for(side: _Side, level: str, value: int) -> None:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [f"{'plane':<7}{'side':<9}{'leases':>8}{'µs per step':>13}{'p99':>8}{'on the core':>13}{'idle':>9}{'left':>8}"]
+    lines = [f"{'transport':<7}{'side':<9}{'leases':>8}{'µs per step':>13}{'p99':>8}{'on the core':>13}{'idle':>9}{'left':>8}"]
     for row in rows:
         lines.append(
-            f"{row['plane']:<7}{row['side']:<9}{row['leases']:>8,}{row['us_per_step']:>13}{row['us_per_step_p99']:>8}"
+            f"{row['transport']:<7}{row['side']:<9}{row['leases']:>8,}{row['us_per_step']:>13}{row['us_per_step_p99']:>8}"
             f"{row['cpu_us_per_step']:>13}{row['idle_share']:>9.2%}{row['leases_at_end']:>8,}"
         )
     return lines

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
-from kvferry.bench.multiturn_fleet import Arrangement, Counted, Fleet, start_fleets
+from kvferry.bench.multiturn_fleet import Arrangement, BenchFleet, PrefillCounts, start_fleets
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 from kvferry.engine.make_model import make_model
 from kvferry.errors import ConfigError, KVFerryError
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Lengths", "Turn", "add_arguments", "make_rows", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "Lengths", "TurnSample", "add_arguments", "make_rows", "run"]
 
 DESCRIPTION = (
     "Measure the time to the first token of every turn of a conversation with embedded engines behind the router, with and without the\n"
@@ -64,7 +64,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnSample:
     """One turn as it was measured."""
 
     arrangement: Arrangement
@@ -73,7 +73,7 @@ class Turn:
     """From 1."""
     prompt_tokens: int
     ttft_s: float
-    counted: Counted
+    counts: PrefillCounts
 
 
 def add_arguments(parser: Parser) -> None:
@@ -87,7 +87,7 @@ def add_arguments(parser: Parser) -> None:
         parser.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=f"{what} (default: %(default)s)")
     help_text = "of prefill engines: on (2 in turn), off (1) or both, one after the other (default: %(default)s)"
     parser.add_argument("--prefix-caching", default="both", choices=("on", "off", "both"), help=help_text)
-    parser.add_argument("--plane", default="shm", choices=("shm", "nixl", "tcp"), help="data plane (default: %(default)s)")
+    parser.add_argument("--transport", default="shm", choices=("shm", "nixl", "tcp"), help="data transport (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = Lengths(arguments.turns, arguments.first_tokens, arguments.user_tokens, arguments.answer_tokens)
     if arguments.conversations < 1:
         raise ConfigError(f"--conversations must be at least 1, got {arguments.conversations}")
-    turns: list[Turn] = []
+    turns: list[TurnSample] = []
     with stop_signals(), tempfile.TemporaryDirectory(prefix="kvferry-multiturn-") as directory:
         model = Path(directory) / "model"
         _make_model(model, lengths.total)
@@ -103,10 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.prefix_caching != "both" and arrangement.prefix_caching != (arguments.prefix_caching == "on"):
                 continue
             print(f"{arrangement}: starting", file=sys.stderr, flush=True)
-            with start_fleets(model, arrangement, arguments.plane) as fleets:
+            with start_fleets(model, arrangement, arguments.transport) as fleets:
                 turns += _measure(fleets, lengths, arguments.conversations)
     rows = make_rows(turns)
-    facts = {**asdict(lengths), "conversations": arguments.conversations, "plane": arguments.plane, "machine": _machine()}
+    facts = {**asdict(lengths), "conversations": arguments.conversations, "transport": arguments.transport, "machine": _machine()}
     print(json.dumps({**facts, "rows": rows}) if arguments.json else _table(rows))
     return 0
 
@@ -120,38 +120,38 @@ def _make_model(directory: Path, length: int) -> None:
     path.write_text(json.dumps(config))
 
 
-def _measure(fleets: Mapping[bool, Fleet], lengths: Lengths, conversations: int) -> list[Turn]:
+def _measure(fleets: Mapping[bool, BenchFleet], lengths: Lengths, conversations: int) -> list[TurnSample]:
     rng = random.Random(SEED)
-    turns: list[Turn] = []
+    turns: list[TurnSample] = []
     for number in range(-WARM_UPS, conversations):
-        held = _converse(fleets, lengths, rng)
+        samples = _run_conversation(fleets, lengths, rng)
         if number >= 0:
-            turns += held
+            turns += samples
             print(f"conversation {number + 1} of {conversations}", file=sys.stderr, flush=True)
     return turns
 
 
-def _converse(fleets: Mapping[bool, Fleet], lengths: Lengths, rng: random.Random) -> list[Turn]:
+def _run_conversation(fleets: Mapping[bool, BenchFleet], lengths: Lengths, rng: random.Random) -> list[TurnSample]:
     """One conversation with both fleets. Their answers must be equal."""
     name = secrets.token_hex(8)
-    said = rng.choices(VOCABULARY, k=lengths.first_tokens)
+    prompt = rng.choices(VOCABULARY, k=lengths.first_tokens)
     turns = []
     for number in range(1, lengths.turns + 1):
         answers = []
         for reuse in rng.sample(sorted(fleets), k=len(fleets)):
             fleet = fleets[reuse]
-            before = fleet.counted()
-            heard = fleet.ask(name, said, lengths.answer_tokens)
-            turns.append(Turn(fleet.arrangement, reuse, number, len(said), heard.ttft_s, fleet.counted().since(before)))
-            answers.append(heard.token_ids)
+            before = fleet.counts()
+            turn_answer = fleet.ask(name, prompt, lengths.answer_tokens)
+            turns.append(TurnSample(fleet.arrangement, reuse, number, len(prompt), turn_answer.ttft_s, fleet.counts().since(before)))
+            answers.append(turn_answer.token_ids)
         if any(answer != answers[0] for answer in answers):
             raise KVFerryError(f"turn {number} was answered differently with and without reuse: the KV that was used again is wrong")
-        said = [*said, *answers[0], *rng.choices(VOCABULARY, k=lengths.user_tokens)]
+        prompt = [*prompt, *answers[0], *rng.choices(VOCABULARY, k=lengths.user_tokens)]
     return turns
 
 
-def make_rows(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    groups: dict[tuple[Arrangement, int, bool], list[Turn]] = {}
+def make_rows(turns: Sequence[TurnSample]) -> list[dict[str, Any]]:
+    groups: dict[tuple[Arrangement, int, bool], list[TurnSample]] = {}
     for turn in turns:
         groups.setdefault((turn.arrangement, turn.number, turn.reuse), []).append(turn)
     order = sorted(groups, key=lambda key: (-key[0].prefill_engines, key[1], key[2]))
@@ -159,7 +159,7 @@ def make_rows(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def _row(
-    arrangement: Arrangement, number: int, reuse: bool, groups: Mapping[tuple[Arrangement, int, bool], Sequence[Turn]]
+    arrangement: Arrangement, number: int, reuse: bool, groups: Mapping[tuple[Arrangement, int, bool], Sequence[TurnSample]]
 ) -> dict[str, Any]:
     turns = groups[arrangement, number, reuse]
     plain = quantile([turn.ttft_s for turn in groups.get((arrangement, number, False), [])], 0.5)
@@ -173,10 +173,10 @@ def _row(
         "ttft_p90_ms": _ms(ttft, 0.9),
         "of_no_reuse": ratio(quantile(ttft, 0.5), plain),
         "prompt_tokens": turns[0].prompt_tokens,
-        "computed_tokens": _middle([turn.counted.computed for turn in turns]),
-        "cached_tokens": _middle([turn.counted.cached for turn in turns]),
-        "pulled_tokens": _middle([turn.counted.pulled for turn in turns]),
-        "pulled_bytes": _middle([turn.counted.pulled_bytes for turn in turns]),
+        "computed_tokens": _middle([turn.counts.computed for turn in turns]),
+        "cached_tokens": _middle([turn.counts.cached for turn in turns]),
+        "pulled_tokens": _middle([turn.counts.pulled for turn in turns]),
+        "pulled_bytes": _middle([turn.counts.pulled_bytes for turn in turns]),
     }
 
 

@@ -15,21 +15,21 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvferry.bench.vllm_client import Connection
+from kvferry.bench.vllm_client import VllmConnection
 from kvferry.cli.http_client import is_healthy
 from kvferry.cli.launch import child_environment
 from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.types import Address
 
-__all__ = ["MODEL_NAME", "Arrangement", "Counted", "Fleet", "Heard", "start_fleets"]
+__all__ = ["MODEL_NAME", "Arrangement", "BenchFleet", "PrefillCounts", "TurnAnswer", "start_fleets"]
 
 LOOPBACK = "127.0.0.1"
 MODEL_NAME = "tiny"
 NOWHERE = Address(LOOPBACK, 0)
 START_S = 240.0
-LOOK_AGAIN_S = 0.1
-CLOSE_PATIENCE_S = 15.0
+POLL_INTERVAL_S = 0.1
+CLOSE_TIMEOUT_S = 15.0
 _BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 _MOVED = "kvferry:transfer_bytes_total"
 
@@ -48,7 +48,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class PrefillCounts:
     """By all prefill engines so far: prompt tokens by where their KV came from, and bytes that they fetched."""
 
     computed: int
@@ -56,8 +56,8 @@ class Counted:
     pulled: int
     pulled_bytes: int
 
-    def since(self, before: "Counted") -> "Counted":
-        return Counted(
+    def since(self, before: "PrefillCounts") -> "PrefillCounts":
+        return PrefillCounts(
             self.computed - before.computed,
             self.cached - before.cached,
             self.pulled - before.pulled,
@@ -66,7 +66,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class TurnAnswer:
     """One turn's answer."""
 
     ttft_s: float
@@ -74,19 +74,19 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Fleet:
+class BenchFleet:
     arrangement: Arrangement
     reuse: bool
     prefill: list[Address] = field(default_factory=list)
     decode: list[Address] = field(default_factory=list)
     router: Address = NOWHERE
 
-    def ask(self, conversation: str, prompt: Sequence[int], answer_tokens: int) -> Heard:
+    def ask(self, conversation: str, prompt: Sequence[int], answer_tokens: int) -> TurnAnswer:
         """One turn, streamed. The clock stops at the first event that has a token."""
         body = {"model": MODEL_NAME, "prompt": list(prompt), "max_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "return_token_ids": True, "conversation_id": conversation}
         tokens: list[int] = []
-        with Connection(self.router) as connection:
+        with VllmConnection(self.router) as connection:
             since = time.perf_counter()
             first: float | None = None
             for line in connection.post(body):
@@ -96,29 +96,29 @@ class Fleet:
                 tokens += found
         if first is None or len(tokens) != answer_tokens:
             raise KVFerryError(f"a turn of {len(prompt)} tokens was answered with {len(tokens)} tokens instead of {answer_tokens}")
-        return Heard(first, tokens)
+        return TurnAnswer(first, tokens)
 
-    def counted(self) -> Counted:
+    def counts(self) -> PrefillCounts:
         tokens = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
         moved = 0
         for address in self.prefill:
-            with Connection(address) as connection:
+            with VllmConnection(address) as connection:
                 text = connection.get("/metrics").decode()
             for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
                 if sample.name == _BY_SOURCE:
                     tokens[sample.labels["source"]] += int(sample.value)
                 elif sample.name == _MOVED:
                     moved += int(sample.value)
-        return Counted(tokens["local_compute"], tokens["local_cache_hit"], tokens["external_kv_transfer"], moved)
+        return PrefillCounts(tokens["local_compute"], tokens["local_cache_hit"], tokens["external_kv_transfer"], moved)
 
 
 @contextmanager
-def start_fleets(model: Path, arrangement: Arrangement, plane: str) -> Iterator[dict[bool, Fleet]]:
+def start_fleets(model: Path, arrangement: Arrangement, transport: str) -> Iterator[dict[bool, BenchFleet]]:
     """Two that differ in one thing, by it: whether what D has of an earlier turn is used again."""
     directory = Path(tempfile.gettempdir()) / f"kvferry-multiturn-{secrets.token_hex(8)}"
     given = {name: value for name, value in os.environ.items() if name != "KVFERRY_SECRET_FILE"}
     environment = child_environment({**given, "KVFERRY_SECRET": secrets.token_hex(32)}, directory / "unused")
-    fleets = {reuse: Fleet(arrangement, reuse) for reuse in (False, True)}
+    fleets = {reuse: BenchFleet(arrangement, reuse) for reuse in (False, True)}
     processes: list[ChildProcess] = []
     with ProcessGroup(directory) as group:
 
@@ -128,7 +128,7 @@ def start_fleets(model: Path, arrangement: Arrangement, plane: str) -> Iterator[
             return processes[-1]
 
         try:
-            engines = {reuse: _start_engines(fleet, model, plane, start) for reuse, fleet in fleets.items()}
+            engines = {reuse: _start_engines(fleet, model, transport, start) for reuse, fleet in fleets.items()}
             for reuse, fleet in fleets.items():
                 addresses = [_wait_healthy(process) for process in engines[reuse]]
                 fleet.prefill, fleet.decode = addresses[:-1], addresses[-1:]
@@ -138,14 +138,14 @@ def start_fleets(model: Path, arrangement: Arrangement, plane: str) -> Iterator[
             for process in reversed(processes):
                 process.terminate()
             for process in reversed(processes):
-                process.close(CLOSE_PATIENCE_S)
+                process.close(CLOSE_TIMEOUT_S)
 
 
-def _start_engines(fleet: Fleet, model: Path, plane: str, start: Callable[[str, list[str]], ChildProcess]) -> list[ChildProcess]:
+def _start_engines(fleet: BenchFleet, model: Path, transport: str, start: Callable[[str, list[str]], ChildProcess]) -> list[ChildProcess]:
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"planes": [plane], "bidirectional_kv_xfer": fleet.reuse},
+        "kv_connector_extra_config": {"transports": [transport], "bidirectional_kv_xfer": fleet.reuse},
     }
     command = [sys.executable, "-m", "kvferry", "serve", str(model), "--host", LOOPBACK, "--port", "0", "--served-model-name", MODEL_NAME]
     command += ["--drain-timeout", "0", "--kv-transfer-config", json.dumps(transfer)]
@@ -154,7 +154,7 @@ def _start_engines(fleet: Fleet, model: Path, plane: str, start: Callable[[str, 
     return [*prefill, start(f"decode, reuse {fleet.reuse}", command)]
 
 
-def _router(fleet: Fleet) -> list[str]:
+def _router(fleet: BenchFleet) -> list[str]:
     # Turns go from one P to the next, as they do in a large fleet: what the other has is not there.
     command = [sys.executable, "-m", "kvferry", "proxy", "--host", LOOPBACK, "--port", "0", "--prefill-policy", "round_robin"]
     for role, addresses in (("prefiller", fleet.prefill), ("decoder", fleet.decode)):
@@ -169,10 +169,10 @@ def _wait_healthy(process: ChildProcess) -> Address:
         try:
             address = process.poll_address()
         except KVFerryError as error:
-            raise KVFerryError("\n".join([f"{error}; it said last:", *(f"  {line}" for line in process.tail(40))])) from None
+            raise KVFerryError("\n".join([f"{error}; last log lines:", *(f"  {line}" for line in process.tail(40))])) from None
         if address is not None and is_healthy(address):
             return address
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(POLL_INTERVAL_S)
     raise KVFerryError(f"{process.name} did not become healthy within {START_S:g} s")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvferry.errors import KVFerryError
 
-__all__ = ["Holdings", "cpu_seconds", "device_bytes_by_process", "family_of", "look_at", "parse_device_bytes", "waited_seconds"]
+__all__ = ["ProcessUsage", "cpu_seconds", "device_bytes_by_process", "parse_device_bytes", "process_tree", "read_usage", "run_queue_wait_s"]
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
@@ -15,7 +15,7 @@ NVIDIA_SMI_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class ProcessUsage:
     rss_bytes: int
     files: int
     threads: int
@@ -25,12 +25,12 @@ class Holdings:
     """What of it torch holds, as the process says."""
 
 
-def look_at(pid: int) -> Holdings:
+def read_usage(pid: int) -> ProcessUsage:
     """KVFerryError when the process has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         resident = int((folder / "statm").read_text().split()[1])
-        return Holdings(resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
+        return ProcessUsage(resident * PAGE_BYTES, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
     except (OSError, IndexError) as error:
         raise KVFerryError(f"process {pid} cannot be looked at: {error}") from None
 
@@ -61,7 +61,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def waited_seconds(pid: int) -> float:
+def run_queue_wait_s(pid: int) -> float:
     """What its threads that still live have waited so far for a core while they could have run; 0 where the kernel does not count it."""
     waited = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -72,7 +72,7 @@ def waited_seconds(pid: int) -> float:
     return waited / 1e9
 
 
-def family_of(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """A process and all below it."""
     children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return [pid, *(member for child in children for member in family_of(child))]
+    return [pid, *(member for child in children for member in process_tree(child))]

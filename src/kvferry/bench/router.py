@@ -19,21 +19,21 @@ from typing import Any
 import uvloop
 
 from kvferry.bench.figures import quantile, rounded
-from kvferry.bench.process_probe import waited_seconds
+from kvferry.bench.process_probe import run_queue_wait_s
 from kvferry.bench.router_contestants import (
     TOY_PROGRAM,
     Cores,
     RunningRouter,
     Tools,
     default_router_python,
-    missing,
-    share_cores,
+    missing_packages,
+    split_cores,
     start_routers,
 )
-from kvferry.bench.router_load import Lane, Load, direct_lane, drive, router_lane
-from kvferry.bench.router_rows import Cell, Router, Sample, make_rows, progress, table
+from kvferry.bench.router_load import LoadClient, LoadSpec, connect_direct_client, connect_router_client, run_load
+from kvferry.bench.router_rows import Router, RouterCell, Sample, make_rows, progress, table
 from kvferry.bench.router_stubs import Stubs, start_stubs
-from kvferry.bench.router_talk import EVENTS, Talk
+from kvferry.bench.router_talk import EVENTS, BenchMessages
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.limits import raise_file_limit
 from kvferry.cli.parser import Parser
@@ -59,11 +59,11 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RouterBenchPlan:
     routers: Sequence[Router]
     prompt_bytes: Sequence[int]
     concurrency: Sequence[int]
-    load: Load
+    load: LoadSpec
     repeats: int
     writes: int
     tools: Tools
@@ -91,7 +91,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="each router, in each round (default: %(default)s)")
     parser.add_argument("--requests", type=int, metavar="N", help="so many in each round instead")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: %(default)s)")
-    parser.add_argument("--writes", type=int, default=1, metavar="N", help="in how many pieces D writes its stream (default: %(default)s)")
+    parser.add_argument("--writes", type=int, default=1, metavar="N", help="in how many writes D sends its stream (default: %(default)s)")
     parser.add_argument("--toy-proxy", type=Path, default=TOY_PROGRAM, metavar="PATH", help="this program instead of ours: upstream's own")
     parser.add_argument(
         "--router-python", type=Path, default=None, metavar="PATH", help="has the others' packages (default: .venv-router's)"
@@ -102,42 +102,44 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     tools = Tools(arguments.router_python or default_router_python(), arguments.toy_proxy)
     wanted = [router for router in Router if router in arguments.routers]
-    left_out = {str(router): note for router in wanted if (note := missing(router, tools)) is not None}
-    for note in left_out.values():
-        _say(f"left out: {note}")
-    routers = [router for router in wanted if router not in left_out]
+    skipped = {str(router): note for router in wanted if (note := missing_packages(router, tools)) is not None}
+    for note in skipped.values():
+        _print_progress(f"left out: {note}")
+    routers = [router for router in wanted if router not in skipped]
     if not routers:
-        raise ConfigError(f"there is nothing to measure: {'; '.join(left_out.values())}")
-    load = Load(seconds=arguments.seconds) if arguments.requests is None else Load(requests=arguments.requests)
-    plan = Plan(routers, arguments.prompt_bytes, arguments.concurrency, load, arguments.repeats, arguments.writes, tools)
+        raise ConfigError(f"there is nothing to measure: {'; '.join(skipped.values())}")
+    load = LoadSpec(seconds=arguments.seconds) if arguments.requests is None else LoadSpec(requests=arguments.requests)
+    plan = RouterBenchPlan(routers, arguments.prompt_bytes, arguments.concurrency, load, arguments.repeats, arguments.writes, tools)
     raise_file_limit()
-    with stop_signals(), share_cores() as cores, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with stop_signals(), split_cores() as cores, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if not cores.router:
-            _say("this process may use one core only, so the routers share it with the client: the figures are lower and less steady")
+            _print_progress(
+                "this process may use one core only, so the routers share it with the client: the figures are lower and less steady"
+            )
         rows = make_rows(runner.run(_measure_all(plan, cores)))
-    facts = _machine(plan, cores) | {"left_out": left_out}
+    facts = _machine(plan, cores) | {"skipped": skipped}
     print(json.dumps({"rows": rows, "machine": facts}) if arguments.json else table(rows, facts))
     return 1 if any(row["failed"] for row in rows) else 0
 
 
-async def _measure_all(plan: Plan, cores: Cores) -> list[Cell]:
-    talks = [Talk(size, plan.writes) for size in plan.prompt_bytes]
+async def _measure_all(plan: RouterBenchPlan, cores: Cores) -> list[RouterCell]:
+    all_messages = [BenchMessages(size, plan.writes) for size in plan.prompt_bytes]
     processes = [router for router in plan.routers if router is not Router.DIRECT]
     cells = []
     async with (
-        start_stubs(talks[0]) as stubs,
-        start_routers(processes, (stubs.prefill, stubs.decode), plan.tools, cores, talks[0]) as running,
+        start_stubs(all_messages[0]) as stubs,
+        start_routers(processes, (stubs.prefill, stubs.decode), plan.tools, cores, all_messages[0]) as running,
     ):
-        for talk in talks:
-            stubs.talk_about(talk)
+        for messages in all_messages:
+            stubs.set_messages(messages)
             for concurrency in plan.concurrency:
                 cells.append(await _measure_cell(concurrency, plan, stubs, running))
-                _say(progress(cells[-1]))
+                _print_progress(progress(cells[-1]))
     return cells
 
 
-async def _measure_cell(concurrency: int, plan: Plan, stubs: Stubs, running: Mapping[Router, RunningRouter]) -> Cell:
-    cell = Cell(stubs.exchange.talk.prompt_bytes, concurrency, {router: [] for router in plan.routers})
+async def _measure_cell(concurrency: int, plan: RouterBenchPlan, stubs: Stubs, running: Mapping[Router, RunningRouter]) -> RouterCell:
+    cell = RouterCell(stubs.ledger.messages.prompt_bytes, concurrency, {router: [] for router in plan.routers})
     for number in range(plan.repeats):
         first = number % len(plan.routers)
         for router in [*plan.routers[first:], *plan.routers[:first]]:
@@ -145,36 +147,38 @@ async def _measure_cell(concurrency: int, plan: Plan, stubs: Stubs, running: Map
     return cell
 
 
-async def _measure(concurrency: int, load: Load, stubs: Stubs, router: RunningRouter | None) -> Sample:
-    talk = stubs.exchange.talk
-    lanes: list[Lane] = []
+async def _measure(concurrency: int, load: LoadSpec, stubs: Stubs, router: RunningRouter | None) -> Sample:
+    messages = stubs.ledger.messages
+    clients: list[LoadClient] = []
     try:
         for _ in range(concurrency):
-            dialing = router_lane(talk, router.address) if router else direct_lane(talk, stubs.prefill, stubs.decode)
-            lanes.append(await dialing)
-        warm_up = await drive(lanes, Load(requests=WARM_UPS * concurrency))
-        before = _Used.so_far(router)
-        course = await drive(lanes, load)
-        after = _Used.so_far(router)
+            dialing = (
+                connect_router_client(messages, router.address) if router else connect_direct_client(messages, stubs.prefill, stubs.decode)
+            )
+            clients.append(await dialing)
+        warm_up = await run_load(clients, LoadSpec(requests=WARM_UPS * concurrency))
+        before = _CpuUsage.read(router)
+        result = await run_load(clients, load)
+        after = _CpuUsage.read(router)
     finally:
-        for lane in lanes:
-            lane.close()
-    verified = len(course.ttfb_s)
+        for client in clients:
+            client.close()
+    verified = len(result.ttfb_s)
     return Sample(
-        rps=course.rps,
-        ttfb_p50_ms=_ms(course.ttfb_s, 0.5),
-        ttfb_p99_ms=_ms(course.ttfb_s, 0.99),
-        client_share=(after.client_s - before.client_s) / course.wall_s,
-        waited_share=(after.waited_s - before.waited_s) / course.wall_s,
+        rps=result.rps,
+        ttfb_p50_ms=_ms(result.ttfb_s, 0.5),
+        ttfb_p99_ms=_ms(result.ttfb_s, 0.99),
+        client_share=(after.client_s - before.client_s) / result.wall_s,
+        waited_share=(after.waited_s - before.waited_s) / result.wall_s,
         verified=verified,
-        failures=course.failures + warm_up.failures,
+        failures=result.failures + warm_up.failures,
         cpu_s_per_1k=1000 * (after.router_s - before.router_s) / verified if router and verified else None,
         rss_mb=router.rss_bytes() / MIB if router else None,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Used:
+class _CpuUsage:
     """CPU time."""
 
     router_s: float
@@ -184,9 +188,9 @@ class _Used:
     """By both, for a core that others had."""
 
     @classmethod
-    def so_far(cls, router: RunningRouter | None) -> "_Used":
+    def read(cls, router: RunningRouter | None) -> "_CpuUsage":
         ours = os.times()
-        waited_s = waited_seconds(os.getpid()) + (router.waited_s() if router else 0.0)
+        waited_s = run_queue_wait_s(os.getpid()) + (router.waited_s() if router else 0.0)
         return cls(router.cpu_s() if router else 0.0, ours.user + ours.system, waited_s)
 
 
@@ -195,7 +199,7 @@ def _ms(values: Sequence[float], share: float) -> float | None:
     return None if found is None else found * 1000
 
 
-def _machine(plan: Plan, cores: Cores) -> dict[str, Any]:
+def _machine(plan: RouterBenchPlan, cores: Cores) -> dict[str, Any]:
     return {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -212,5 +216,5 @@ def _machine(plan: Plan, cores: Cores) -> dict[str, Any]:
     }
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -14,22 +14,22 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.bench.process_probe import cpu_seconds, family_of, look_at, waited_seconds
-from kvferry.bench.router_load import Load, drive, router_lane
+from kvferry.bench.process_probe import cpu_seconds, process_tree, read_usage, run_queue_wait_s
+from kvferry.bench.router_load import LoadSpec, connect_router_client, run_load
 from kvferry.bench.router_rows import Router
-from kvferry.bench.router_talk import Talk
+from kvferry.bench.router_talk import BenchMessages
 from kvferry.bench.vllm_servers import free_ports
 from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 
-__all__ = ["Cores", "RunningRouter", "Tools", "default_router_python", "missing", "share_cores", "start_routers"]
+__all__ = ["Cores", "RunningRouter", "Tools", "default_router_python", "missing_packages", "split_cores", "start_routers"]
 
 LOOPBACK = "127.0.0.1"
 START_S = 60.0
-LOOK_AGAIN_S = 0.1
+POLL_INTERVAL_S = 0.1
 IMPORT_S = 60.0
-CLOSE_PATIENCE_S = 15.0
+CLOSE_TIMEOUT_S = 15.0
 TOY_PROGRAM = Path(__file__).with_name("toy_proxy.py")
 INSTALL = "`make setup-vllm` makes .venv-router, which has it; or name an interpreter that has it with --router-python"
 
@@ -60,14 +60,14 @@ class RunningRouter:
 
     def cpu_s(self) -> float:
         """So far, all processes and threads of it."""
-        return sum(cpu_seconds(pid) for pid in family_of(self.process.pid))
+        return sum(cpu_seconds(pid) for pid in process_tree(self.process.pid))
 
     def waited_s(self) -> float:
         """So far, while they could have run and others had the core."""
-        return sum(waited_seconds(pid) for pid in family_of(self.process.pid))
+        return sum(run_queue_wait_s(pid) for pid in process_tree(self.process.pid))
 
     def rss_bytes(self) -> int:
-        return sum(look_at(pid).rss_bytes for pid in family_of(self.process.pid))
+        return sum(read_usage(pid).rss_bytes for pid in process_tree(self.process.pid))
 
 
 def default_router_python() -> Path:
@@ -76,7 +76,7 @@ def default_router_python() -> Path:
     return beside.absolute() if beside.exists() else Path(sys.executable)
 
 
-def missing(router: Router, tools: Tools) -> str | None:
+def missing_packages(router: Router, tools: Tools) -> str | None:
     """What this router lacks on this machine and how to get it; None when it can be started. A program of the user's own is not judged."""
     needs = NEEDS.get(router, ())
     if router is Router.TOY and tools.toy_program != TOY_PROGRAM:
@@ -95,7 +95,7 @@ def missing(router: Router, tools: Tools) -> str | None:
 
 
 @contextmanager
-def share_cores() -> Iterator[Cores]:
+def split_cores() -> Iterator[Cores]:
     """The last core is for routers, another for us, while this lasts."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
@@ -111,9 +111,9 @@ def share_cores() -> Iterator[Cores]:
 
 @asynccontextmanager
 async def start_routers(
-    routers: Sequence[Router], engines: tuple[Address, Address], tools: Tools, cores: Cores, talk: Talk
+    routers: Sequence[Router], engines: tuple[Address, Address], tools: Tools, cores: Cores, messages: BenchMessages
 ) -> AsyncIterator[dict[Router, RunningRouter]]:
-    """Each has answered one request as it should. KVFerryError names the one that did not, with its last words."""
+    """Each has answered one request as it should. KVFerryError names the one that did not, with its last log lines."""
     directory = Path(tempfile.gettempdir()) / f"kvferry-routers-{secrets.token_hex(8)}"
     environment = {**os.environ, "KVFERRY_SECRET": secrets.token_hex(32), "PYTHONUNBUFFERED": "1"}
     running: dict[Router, RunningRouter] = {}
@@ -125,13 +125,13 @@ async def start_routers(
                 running[router] = RunningRouter(process, Address(LOOPBACK, port))
                 _start_on(process, group.id, cores)
             for each in running.values():
-                await _wait_ready(each, talk)
+                await _wait_ready(each, messages)
             yield running
         finally:
             for each in running.values():
                 each.process.terminate()
             for each in running.values():
-                each.process.close(CLOSE_PATIENCE_S)
+                each.process.close(CLOSE_TIMEOUT_S)
 
 
 def _command(router: Router, port: int, spare: int, engines: tuple[Address, Address], tools: Tools) -> list[str]:
@@ -164,32 +164,32 @@ def _start_on(process: ChildProcess, group: int, cores: Cores) -> None:
             os.sched_setaffinity(0, cores.load)
 
 
-async def _wait_ready(router: RunningRouter, talk: Talk) -> None:
+async def _wait_ready(router: RunningRouter, messages: BenchMessages) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_S
-    objection = "it does not listen"
+    mismatch = "it does not listen"
     while loop.time() < deadline:
         try:
             router.process.check_alive()
         except KVFerryError as error:
             raise KVFerryError(_with_log(router.process, str(error))) from None
         try:
-            lane = await router_lane(talk, router.address)
+            client = await connect_router_client(messages, router.address)
         except KVFerryError:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             continue
         try:
-            course = await drive([lane], Load(requests=1))
+            result = await run_load([client], LoadSpec(requests=1))
         finally:
-            lane.close()
-        if not course.num_failed:
+            client.close()
+        if not result.num_failed:
             return
-        objection = next(iter(course.failures))
-        await asyncio.sleep(LOOK_AGAIN_S)
+        mismatch = next(iter(result.failures))
+        await asyncio.sleep(POLL_INTERVAL_S)
     raise KVFerryError(
-        _with_log(router.process, f"{router.process.name} answered no request as it should within {START_S:.0f} s: {objection}")
+        _with_log(router.process, f"{router.process.name} answered no request as it should within {START_S:.0f} s: {mismatch}")
     )
 
 
 def _with_log(process: ChildProcess, what: str) -> str:
-    return "\n".join([f"{what}; it said last:", *(f"  {line}" for line in process.tail(40))])
+    return "\n".join([f"{what}; last log lines:", *(f"  {line}" for line in process.tail(40))])

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from kvferry.bench.router_talk import Talk, post
-from kvferry.bench.router_wire import Answer, AnswerReader, BadHttp
+from kvferry.bench.router_talk import BenchMessages, post
+from kvferry.bench.router_wire import HttpResponse, MalformedHttp, ResponseReader
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = ["Course", "Lane", "Load", "direct_lane", "drive", "router_lane"]
+__all__ = ["LoadClient", "LoadResult", "LoadSpec", "connect_direct_client", "connect_router_client", "run_load"]
 
 DIAL_S = 10.0
 PATIENCE_S = 60.0
@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadSpec:
     """How long to go on: for this time, or for so many requests."""
 
     seconds: float | None = None
@@ -33,7 +33,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Course:
+class LoadResult:
     """What was seen while it was driven."""
 
     ttfb_s: list[float] = field(default_factory=list)
@@ -51,11 +51,11 @@ class Course:
         return len(self.ttfb_s) / self.wall_s if self.wall_s else 0.0
 
 
-Done = Callable[["Lane", float, str | None], None]
+Done = Callable[["LoadClient", float, str | None], None]
 """The lane, the time to the first byte of the body, and why the answer is wrong, if it is."""
 
 
-class Lane(Protocol):
+class LoadClient(Protocol):
     """One client that asks one thing at a time."""
 
     def ask(self, done: Done) -> None: ...
@@ -63,14 +63,14 @@ class Lane(Protocol):
     def close(self) -> None: ...
 
 
-class _Line(asyncio.Protocol):
+class _HttpConnection(asyncio.Protocol):
     """One connection: sends a request, hands over its answer. Dials again when the other side has closed it."""
 
-    def __init__(self, address: Address, on_answer: Callable[[Answer], None], on_body: Callable[[], None]) -> None:
+    def __init__(self, address: Address, on_answer: Callable[[HttpResponse], None], on_body: Callable[[], None]) -> None:
         self._address = address
         self._on_answer = on_answer
         self._on_body = on_body
-        self._reader = AnswerReader()
+        self._reader = ResponseReader()
         self._transport: asyncio.Transport | None = None
         self._is_waiting = False
         self._has_body = False
@@ -97,7 +97,7 @@ class _Line(asyncio.Protocol):
         try:
             await self.dial()
         except KVFerryError as error:
-            self._finish(Answer(0, str(error).encode(), keeps_alive=False))
+            self._finish(HttpResponse(0, str(error).encode(), keeps_alive=False))
             return
         assert self._transport is not None
         self._transport.write(message)
@@ -105,7 +105,7 @@ class _Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             answer = self._reader.feed(data)
-        except BadHttp as error:
+        except MalformedHttp as error:
             self._give_up(str(error))
             return
         if not self._has_body and (answer is not None or self._reader.has_body):
@@ -130,58 +130,58 @@ class _Line(asyncio.Protocol):
 
     def _give_up(self, why: str) -> None:
         self._drop()
-        self._finish(Answer(0, why.encode(), keeps_alive=False))
+        self._finish(HttpResponse(0, why.encode(), keeps_alive=False))
 
-    def _finish(self, answer: Answer) -> None:
+    def _finish(self, answer: HttpResponse) -> None:
         self._is_waiting = False
         self._on_answer(answer)
 
     def _drop(self) -> None:
-        self._reader = AnswerReader()
+        self._reader = ResponseReader()
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
 
 
-class _RouterLane:
+class _RouterClient:
     """Asks a router."""
 
-    def __init__(self, talk: Talk, router: Address) -> None:
-        self._expected = talk.stream_body
-        self._message = post(str(router), talk.request_body)
-        self._line = _Line(router, self._answered, self._begun)
+    def __init__(self, messages: BenchMessages, router: Address) -> None:
+        self._expected = messages.stream_body
+        self._message = post(str(router), messages.request_body)
+        self._connection = _HttpConnection(router, self._answered, self._begun)
         self._done: Done | None = None
         self._asked_at = 0.0
         self._ttfb_s = 0.0
 
     async def dial(self) -> None:
-        await self._line.dial()
+        await self._connection.dial()
 
     def ask(self, done: Done) -> None:
         self._done = done
         self._asked_at = time.perf_counter()
-        self._line.send(self._message)
+        self._connection.send(self._message)
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
     def _begun(self) -> None:
         self._ttfb_s = time.perf_counter() - self._asked_at
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: HttpResponse) -> None:
         assert self._done is not None
-        self._done(self, self._ttfb_s, _objection(answer, self._expected))
+        self._done(self, self._ttfb_s, _mismatch(answer, self._expected))
 
 
-class _DirectLane:
+class _DirectClient:
     """Does a router's work itself: asks P, then D with P's parameters."""
 
-    def __init__(self, talk: Talk, prefill: Address, decode: Address) -> None:
-        self._talk = talk
+    def __init__(self, messages: BenchMessages, prefill: Address, decode: Address) -> None:
+        self._messages = messages
         self._decode_host = str(decode)
-        self._prefill_message = post(str(prefill), talk.prefill_body)
-        self._prefill = _Line(prefill, self._prefilled, _ignore)
-        self._decode = _Line(decode, self._answered, self._begun)
+        self._prefill_message = post(str(prefill), messages.prefill_body)
+        self._prefill = _HttpConnection(prefill, self._prefilled, _ignore)
+        self._decode = _HttpConnection(decode, self._answered, self._begun)
         self._done: Done | None = None
         self._asked_at = 0.0
         self._ttfb_s = 0.0
@@ -199,81 +199,81 @@ class _DirectLane:
         self._prefill.close()
         self._decode.close()
 
-    def _prefilled(self, answer: Answer) -> None:
+    def _prefilled(self, answer: HttpResponse) -> None:
         if answer.status != 200:
             self._answered(answer)
             return
-        self._decode.send(post(self._decode_host, self._talk.decode_body(answer.body)))
+        self._decode.send(post(self._decode_host, self._messages.decode_body(answer.body)))
 
     def _begun(self) -> None:
         self._ttfb_s = time.perf_counter() - self._asked_at
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: HttpResponse) -> None:
         assert self._done is not None
-        self._done(self, self._ttfb_s, _objection(answer, self._talk.stream_body))
+        self._done(self, self._ttfb_s, _mismatch(answer, self._messages.stream_body))
 
 
-async def router_lane(talk: Talk, router: Address) -> Lane:
-    lane = _RouterLane(talk, router)
-    await lane.dial()
-    return lane
+async def connect_router_client(messages: BenchMessages, router: Address) -> LoadClient:
+    client = _RouterClient(messages, router)
+    await client.dial()
+    return client
 
 
-async def direct_lane(talk: Talk, prefill: Address, decode: Address) -> Lane:
-    lane = _DirectLane(talk, prefill, decode)
-    await lane.dial()
-    return lane
+async def connect_direct_client(messages: BenchMessages, prefill: Address, decode: Address) -> LoadClient:
+    client = _DirectClient(messages, prefill, decode)
+    await client.dial()
+    return client
 
 
-async def drive(lanes: Sequence[Lane], load: Load) -> Course:
+async def run_load(clients: Sequence[LoadClient], load: LoadSpec) -> LoadResult:
     """All lanes at once until the load is done and everything under way is answered. KVFerryError when an answer never comes."""
-    driver = _Driver(lanes, load)
+    runner = _LoadRunner(clients, load)
     try:
         async with asyncio.timeout((load.seconds or 0.0) + PATIENCE_S):
-            return await driver.run()
+            return await runner.run()
     except TimeoutError:
         raise KVFerryError(f"an answer did not come within {PATIENCE_S:.0f} s") from None
 
 
-class _Driver:
-    def __init__(self, lanes: Sequence[Lane], load: Load) -> None:
-        self._lanes = lanes
-        self._course = Course()
+class _LoadRunner:
+    def __init__(self, clients: Sequence[LoadClient], load: LoadSpec) -> None:
+        self._clients = clients
+        self._result = LoadResult()
         self._left = load.requests if load.requests is not None else 1 << 60
         self._seconds = load.seconds if load.seconds is not None else 1e9
         self._deadline = 0.0
-        self._num_under_way = 0
+        self._num_in_flight = 0
         self._is_over = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> Course:
+    async def run(self) -> LoadResult:
         started = time.perf_counter()
         self._deadline = started + self._seconds
-        for lane in self._lanes:
-            self._go_on(lane)
-        if self._num_under_way:
+        for client in self._clients:
+            self._send_next(client)
+        if self._num_in_flight:
             await self._is_over
-        self._course.wall_s = time.perf_counter() - started
-        return self._course
+        self._result.wall_s = time.perf_counter() - started
+        return self._result
 
-    def _go_on(self, lane: Lane) -> None:
+    def _send_next(self, client: LoadClient) -> None:
         if self._left > 0:
             self._left -= 1
-            self._num_under_way += 1
-            lane.ask(self._done)
+            self._num_in_flight += 1
+            client.ask(self._done)
 
-    def _done(self, lane: Lane, ttfb_s: float, objection: str | None) -> None:
-        self._num_under_way -= 1
-        if objection is None:
-            self._course.ttfb_s.append(ttfb_s)
+    def _done(self, client: LoadClient, ttfb_s: float, mismatch: str | None) -> None:
+        self._num_in_flight -= 1
+        if mismatch is None:
+            self._result.ttfb_s.append(ttfb_s)
         else:
-            self._course.failures[objection] += 1
+            self._result.failures[mismatch] += 1
         if time.perf_counter() < self._deadline:
-            self._go_on(lane)
-        if self._num_under_way == 0 and not self._is_over.done():
+            self._send_next(client)
+        if self._num_in_flight == 0 and not self._is_over.done():
             self._is_over.set_result(None)
 
 
-def _objection(answer: Answer, expected: bytes) -> str | None:
+def _mismatch(answer: HttpResponse, expected: bytes) -> str | None:
     """Why this answer is not what D sent, in few words."""
     if answer.status == 200 and answer.body == expected:
         return None

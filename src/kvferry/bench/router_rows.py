@@ -8,7 +8,7 @@ from typing import Any
 
 from kvferry.bench.figures import quantile, ratio, rounded
 
-__all__ = ["Cell", "Router", "Sample", "make_rows", "progress", "table"]
+__all__ = ["Router", "RouterCell", "Sample", "make_rows", "progress", "table"]
 
 FAILURES_SHOWN = 5
 COLUMNS = {
@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Cell:
+class RouterCell:
     """All samples of one prompt length and concurrency."""
 
     prompt_bytes: int
@@ -65,11 +65,11 @@ class Cell:
         return quantile([value for sample in self.samples.get(router, []) if (value := getattr(sample, name)) is not None], 0.5)
 
 
-def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+def make_rows(cells: Sequence[RouterCell]) -> list[dict[str, Any]]:
     return [_row(cell, router) for cell in cells for router in cell.samples]
 
 
-def _row(cell: Cell, router: Router) -> dict[str, Any]:
+def _row(cell: RouterCell, router: Router) -> dict[str, Any]:
     samples = cell.samples[router]
     failures = sum((Counter(sample.failures) for sample in samples), Counter[str]())
     rps = cell.median(router, "rps")
@@ -97,7 +97,7 @@ def _row(cell: Cell, router: Router) -> dict[str, Any]:
     }
 
 
-def _added(cell: Cell, router: Router, name: str) -> float | None:
+def _added(cell: RouterCell, router: Router, name: str) -> float | None:
     with_router, without = cell.median(router, name), cell.median(Router.DIRECT, name)
     return None if with_router is None or without is None or router is Router.DIRECT else rounded(with_router - without, 3)
 
@@ -109,9 +109,9 @@ def table(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
         lines.append(f"{row['prompt_bytes']:>8}{row['concurrency']:>9}  {row['router']:<12}{figures}")
         lines += [f"{'':>19}{count} × {why}" for why, count in row["failures"].items()]
     each = f"{facts['seconds']:g} s" if facts["seconds"] else f"{facts['requests']} requests"
-    return "\n".join([*lines, "", f"Medians of {facts['repeats']} rounds of {each}. {LEGEND}", *facts["left_out"].values()])
+    return "\n".join([*lines, "", f"Medians of {facts['repeats']} rounds of {each}. {LEGEND}", *facts["skipped"].values()])
 
 
-def progress(cell: Cell) -> str:
-    told = ", ".join(f"{router} {cell.median(router, 'rps') or 0:.0f}/s" for router in cell.samples)
-    return f"{cell.prompt_bytes} bytes, {cell.concurrency} at once: {told}"
+def progress(cell: RouterCell) -> str:
+    summary = ", ".join(f"{router} {cell.median(router, 'rps') or 0:.0f}/s" for router in cell.samples)
+    return f"{cell.prompt_bytes} bytes, {cell.concurrency} at once: {summary}"

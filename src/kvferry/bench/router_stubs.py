@@ -11,47 +11,47 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
-from kvferry.bench.router_talk import Exchange, Talk, json_answer
-from kvferry.bench.router_wire import Arrived, BadHttp, RequestReader
+from kvferry.bench.router_talk import BenchMessages, PrefillLedger, json_answer
+from kvferry.bench.router_wire import HttpRequest, MalformedHttp, StubRequestReader
 from kvferry.types import Address
 
 __all__ = ["Stubs", "start_stubs"]
 
 LOOPBACK = "127.0.0.1"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_ABOUT = json_answer(200, json.dumps({"status": "ok", "object": "list", "data": [{"id": "stub", "object": "model"}]}).encode())
+_STATUS_ANSWER = json_answer(200, json.dumps({"status": "ok", "object": "list", "data": [{"id": "stub", "object": "model"}]}).encode())
 """Whatever else a router asks: health, models, metrics."""
 
-Reply = Callable[[Arrived], Sequence[bytes]]
-"""In pieces that are written one by one."""
+StubReply = Callable[[HttpRequest], Sequence[bytes]]
+"""In chunks that are written one by one."""
 
 
 @dataclass(slots=True)
 class Stubs:
-    """Both engines. `exchange` is what they talk about now."""
+    """Both engines. `ledger` is what they talk about now."""
 
-    exchange: Exchange
+    ledger: PrefillLedger
     prefill: Address
     decode: Address
 
-    def talk_about(self, talk: Talk) -> None:
-        self.exchange = Exchange(talk)
+    def set_messages(self, messages: BenchMessages) -> None:
+        self.ledger = PrefillLedger(messages)
 
-    def answer_prefill(self, request: Arrived) -> Sequence[bytes]:
-        objection = self.exchange.prefill_objection(request.body)
-        return [_refusal(objection) if objection else self.exchange.next_answer()]
+    def answer_prefill(self, request: HttpRequest) -> Sequence[bytes]:
+        mismatch = self.ledger.prefill_mismatch(request.body)
+        return [_refusal(mismatch) if mismatch else self.ledger.next_answer()]
 
-    def answer_decode(self, request: Arrived) -> Sequence[bytes]:
-        objection = self.exchange.decode_objection(request.body)
-        return [_refusal(objection)] if objection else self.exchange.talk.stream
+    def answer_decode(self, request: HttpRequest) -> Sequence[bytes]:
+        mismatch = self.ledger.decode_mismatch(request.body)
+        return [_refusal(mismatch)] if mismatch else self.ledger.messages.stream
 
 
-class _Engine(asyncio.Protocol):
+class _StubConnection(asyncio.Protocol):
     """One connection of a router to an engine."""
 
-    def __init__(self, reply: Reply, connections: set["_Engine"]) -> None:
+    def __init__(self, reply: StubReply, connections: set["_StubConnection"]) -> None:
         self._reply = reply
-        self._reader = RequestReader()
+        self._reader = StubRequestReader()
         self._connections = connections
         self._transport: asyncio.Transport | None = None
 
@@ -66,21 +66,21 @@ class _Engine(asyncio.Protocol):
         assert self._transport is not None
         try:
             requests = self._reader.feed(data)
-        except BadHttp:
+        except MalformedHttp:
             self._transport.abort()
             return
         for request in requests:
-            self._write(self._reply(request) if request.line.startswith(b"POST") else [_ABOUT])
+            self._write(self._reply(request) if request.line.startswith(b"POST") else [_STATUS_ANSWER])
         if self._reader.wants_continue:
             self._reader.wants_continue = False
             self._transport.write(_CONTINUE)
 
-    def _write(self, pieces: Sequence[bytes]) -> None:
-        """The loop joins what is written in one turn of it, so every further piece waits for the next."""
+    def _write(self, chunks: Sequence[bytes]) -> None:
+        """The loop joins what is written in one turn of it, so every further segment waits for the next."""
         assert self._transport is not None
-        self._transport.write(pieces[0])
-        if len(pieces) > 1:
-            asyncio.get_running_loop().call_soon(self._write, pieces[1:])
+        self._transport.write(chunks[0])
+        if len(chunks) > 1:
+            asyncio.get_running_loop().call_soon(self._write, chunks[1:])
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -88,12 +88,12 @@ class _Engine(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def start_stubs(talk: Talk) -> AsyncIterator[Stubs]:
+async def start_stubs(messages: BenchMessages) -> AsyncIterator[Stubs]:
     loop = asyncio.get_running_loop()
-    stubs = Stubs(Exchange(talk), Address(LOOPBACK, 0), Address(LOOPBACK, 0))
-    connections: set[_Engine] = set()
-    prefill = await loop.create_server(lambda: _Engine(stubs.answer_prefill, connections), LOOPBACK, 0, backlog=1024)
-    decode = await loop.create_server(lambda: _Engine(stubs.answer_decode, connections), LOOPBACK, 0, backlog=1024)
+    stubs = Stubs(PrefillLedger(messages), Address(LOOPBACK, 0), Address(LOOPBACK, 0))
+    connections: set[_StubConnection] = set()
+    prefill = await loop.create_server(lambda: _StubConnection(stubs.answer_prefill, connections), LOOPBACK, 0, backlog=1024)
+    decode = await loop.create_server(lambda: _StubConnection(stubs.answer_decode, connections), LOOPBACK, 0, backlog=1024)
     try:
         stubs.prefill, stubs.decode = _where(prefill), _where(decode)
         yield stubs
@@ -108,5 +108,5 @@ def _where(server: asyncio.Server) -> Address:
     return Address(LOOPBACK, int(server.sockets[0].getsockname()[1]))
 
 
-def _refusal(objection: str) -> bytes:
-    return json_answer(400, json.dumps({"error": {"message": objection, "type": "BadRequestError", "code": 400}}).encode())
+def _refusal(mismatch: str) -> bytes:
+    return json_answer(400, json.dumps({"error": {"message": mismatch, "type": "BadRequestError", "code": 400}}).encode())

@@ -14,7 +14,7 @@ import msgspec
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.tickets import Ticket, TicketKey, runs_from_blocks
 
-__all__ = ["EVENTS", "PATH", "Exchange", "Talk", "json_answer", "post"]
+__all__ = ["EVENTS", "PATH", "BenchMessages", "PrefillLedger", "json_answer", "post"]
 
 PATH = "/v1/completions"
 EVENTS = 16
@@ -33,7 +33,7 @@ _decoder: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Dec
 _HEADERS = b"Host: %b\r\nContent-Type: application/json\r\nAccept: */*\r\nUser-Agent: kvferry-bench\r\n"
 
 
-class Talk:
+class BenchMessages:
     """All messages about one prompt, made beforehand."""
 
     def __init__(self, prompt_bytes: int, writes: int = 1) -> None:
@@ -42,8 +42,8 @@ class Talk:
         self.request_body = _json(fields)
         """What a client sends to a router, and, with parameters, to D."""
         nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-        asked = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
-        self.prefill_body = _json(fields | {"stream": False, "max_tokens": 1, "kv_transfer_params": asked})
+        requested = {"do_remote_decode": True, "do_remote_prefill": False, **nothing}
+        self.prefill_body = _json(fields | {"stream": False, "max_tokens": 1, "kv_transfer_params": requested})
         self.params = _params(-(-prompt_bytes // TOKEN_BYTES))
         """As P answers with them, but for the number in `remote_request_id`."""
         whole = json_answer(200, _json(_completion() | {"kv_transfer_params": self.params}))
@@ -51,7 +51,7 @@ class Talk:
         self.events = [_event(number) for number in range(EVENTS)] + [b"data: [DONE]\n\n"]
         self.stream_body = b"".join(self.events)
         self.stream = _stream(self.events, writes)
-        """D's, in as many pieces as it is written in."""
+        """D's, in as many segments as it is written in."""
 
     def answer(self, number: int) -> bytes:
         """P's."""
@@ -63,28 +63,28 @@ class Talk:
         return b"%b,%b:%b}" % (self.request_body[:-1], _PARAMS, params or b"null")
 
 
-class Exchange:
+class PrefillLedger:
     """What P has answered and D has not been asked about yet. `objection` is None for a request as it should be."""
 
-    def __init__(self, talk: Talk) -> None:
-        self.talk = talk
+    def __init__(self, messages: BenchMessages) -> None:
+        self.messages = messages
         self._count = 0
         self._open: set[int] = set()
-        self._expected = {key: msgspec.Raw(_json(value)) for key, value in talk.params.items() if key != "remote_request_id"}
+        self._expected = {key: msgspec.Raw(_json(value)) for key, value in messages.params.items() if key != "remote_request_id"}
 
-    def prefill_objection(self, body: bytes) -> str | None:
-        asked = _read_params(body)
-        if asked is None or asked.get("do_remote_decode") != _TRUE:
+    def prefill_mismatch(self, body: bytes) -> str | None:
+        requested = _read_params(body)
+        if requested is None or requested.get("do_remote_decode") != _TRUE:
             return "P was not asked to keep its blocks"
-        return None if len(body) > self.talk.prompt_bytes else "P did not get the prompt"
+        return None if len(body) > self.messages.prompt_bytes else "P did not get the prompt"
 
     def next_answer(self) -> bytes:
         self._count += 1
         self._open.add(self._count)
-        return self.talk.answer(self._count)
+        return self.messages.answer(self._count)
 
-    def decode_objection(self, body: bytes) -> str | None:
-        if len(body) <= self.talk.prompt_bytes:
+    def decode_mismatch(self, body: bytes) -> str | None:
+        if len(body) <= self.messages.prompt_bytes:
             return "D did not get the prompt"
         params = _read_params(body)
         if not params:

@@ -1,9 +1,9 @@
 """As much HTTP/1.1 as a load client and stub engines need, for many thousands of messages a second. Pure.
 
-Both readers take bytes as they come, in any pieces. The common case, a message in one piece, is a few searches for bytes.
+Both readers take bytes as they come, in any chunks. The common case, a message in one chunk, is a few searches for bytes.
 """
 
-__all__ = ["Answer", "AnswerReader", "Arrived", "BadHttp", "RequestReader"]
+__all__ = ["HttpRequest", "HttpResponse", "MalformedHttp", "ResponseReader", "StubRequestReader"]
 
 _HEAD_END = b"\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -11,11 +11,11 @@ _UNTIL_CLOSED = -1
 _CHUNKED = -2
 
 
-class BadHttp(Exception):
+class MalformedHttp(Exception):
     """What came is no HTTP of the kind that is expected here."""
 
 
-class Arrived:
+class HttpRequest:
     """One request, whole."""
 
     __slots__ = ("body", "line")
@@ -25,7 +25,7 @@ class Arrived:
         self.body = body
 
 
-class Answer:
+class HttpResponse:
     """One answer, whole."""
 
     __slots__ = ("body", "keeps_alive", "status")
@@ -36,7 +36,7 @@ class Answer:
         self.keeps_alive = keeps_alive
 
 
-class RequestReader:
+class StubRequestReader:
     """The requests of one connection. `wants_continue` is set while a sender waits for `100 Continue`; who sends it resets it."""
 
     __slots__ = ("_body_at", "_data", "_length", "_line", "wants_continue")
@@ -48,16 +48,16 @@ class RequestReader:
         self._body_at = 0
         self.wants_continue = False
 
-    def feed(self, data: bytes) -> list[Arrived]:
+    def feed(self, data: bytes) -> list[HttpRequest]:
         self._data = self._data + data if self._data else data
-        found: list[Arrived] = []
+        found: list[HttpRequest] = []
         while self._data and (self._body_at or self._read_head()):
             body = self._take_body()
             if body is None:
                 break
             self._body_at = 0
             self.wants_continue = False
-            found.append(Arrived(self._line, body))
+            found.append(HttpRequest(self._line, body))
         return found
 
     def _read_head(self) -> bool:
@@ -68,7 +68,7 @@ class RequestReader:
         line, _, fields = self._data[:end].partition(b"\r\n")
         head = b"\r\n" + fields.lower() + b"\r\n"
         self._line = line
-        self._length = _CHUNKED if b"\r\ntransfer-encoding:" in head else max(0, _number(head))
+        self._length = _CHUNKED if b"\r\ntransfer-encoding:" in head else max(0, _content_length(head))
         self.wants_continue = b"\r\nexpect: 100-continue" in head
         return True
 
@@ -91,7 +91,7 @@ class RequestReader:
         return body
 
 
-class AnswerReader:
+class ResponseReader:
     """The answer to the one request that is under way on a connection."""
 
     __slots__ = ("_body_at", "_data", "_keeps_alive", "_length", "_status")
@@ -108,13 +108,13 @@ class AnswerReader:
         """Whether any byte behind the head has come."""
         return 0 < self._body_at < len(self._data)
 
-    def feed(self, data: bytes) -> Answer | None:
+    def feed(self, data: bytes) -> HttpResponse | None:
         """The answer once it is whole; then this reader is ready for the next one."""
         self._data = self._data + data if self._data else data
         if not self._body_at and not self._read_head():
             return None
         if self._length == _CHUNKED:
-            # Only the end is looked at until it may be there; a piece of text that looks like it is told apart by reading all chunks.
+            # Only the end is looked at until it may be there; a segment of text that looks like it is told apart by reading all chunks.
             taken = _unchunk(self._data, self._body_at) if self._data.endswith(_LAST_CHUNK) else None
             if taken is None:
                 return None
@@ -127,19 +127,19 @@ class AnswerReader:
                 return None
             body = self._data[self._body_at : end]
         if end != len(self._data):
-            raise BadHttp("more than the answer came")
+            raise MalformedHttp("more than the answer came")
         return self._finish(body)
 
-    def end(self) -> Answer | None:
+    def end(self) -> HttpResponse | None:
         """The connection was closed: an answer without a length ends with it."""
         if self._body_at and self._length == _UNTIL_CLOSED:
             self._keeps_alive = False
             return self._finish(self._data[self._body_at :])
         return None
 
-    def _finish(self, body: bytes) -> Answer:
+    def _finish(self, body: bytes) -> HttpResponse:
         self._data, self._body_at = b"", 0
-        return Answer(self._status, body, self._keeps_alive)
+        return HttpResponse(self._status, body, self._keeps_alive)
 
     def _read_head(self) -> bool:
         end = self._data.find(_HEAD_END)
@@ -147,26 +147,26 @@ class AnswerReader:
             return False
         line, _, fields = self._data[:end].partition(b"\r\n")
         if not line.startswith(b"HTTP/1.1 ") or not line[9:12].isdigit():
-            raise BadHttp(f"no status line: {line[:80]!r}")
+            raise MalformedHttp(f"no status line: {line[:80]!r}")
         self._status = int(line[9:12])
         if self._status == 100:
             self._data = self._data[end + 4 :]
             return self._read_head()
         head = b"\r\n" + fields.lower() + b"\r\n"
-        self._length = _CHUNKED if b"\r\ntransfer-encoding: chunked" in head else _number(head)
+        self._length = _CHUNKED if b"\r\ntransfer-encoding: chunked" in head else _content_length(head)
         self._keeps_alive = b"\r\nconnection: close" not in head
         self._body_at = end + 4
         return True
 
 
-def _number(head: bytes) -> int:
+def _content_length(head: bytes) -> int:
     """`content-length`, or that there is none."""
     at = head.find(b"\r\ncontent-length:")
     if at < 0:
         return _UNTIL_CLOSED
     text = head[at + 17 : head.index(b"\r\n", at + 17)].strip()
     if not text.isdigit():
-        raise BadHttp(f"content-length {text[:40]!r}")
+        raise MalformedHttp(f"content-length {text[:40]!r}")
     return int(text)
 
 
@@ -180,7 +180,7 @@ def _unchunk(data: bytes, at: int) -> tuple[bytes, int] | None:
         try:
             size = int(data[at:line_end].partition(b";")[0], 16)
         except ValueError:
-            raise BadHttp(f"chunk size {data[at:line_end][:40]!r}") from None
+            raise MalformedHttp(f"chunk size {data[at:line_end][:40]!r}") from None
         at = line_end + 2
         if len(data) < at + size + 2:
             return None

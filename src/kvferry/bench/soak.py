@@ -1,6 +1,6 @@
 """`kvferry bench soak`: many transfers between two embedded engines, and whether memory (a GPU's too), files and threads stay flat.
 
-Two engine cores in processes of their own, real ZeroMQ, the data plane asked for; this process drives them. Some requests are broken off
+Two engine cores in processes of their own, real ZeroMQ, the data transport asked for; this process drives them. Some requests are aborted
 at every point where a client may leave. At the end all blocks must be free.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.flatness import MIN_SAMPLES, Tolerance, Verdict, judge
-from kvferry.bench.process_probe import Holdings, device_bytes_by_process, family_of, look_at
-from kvferry.bench.soak_pair import BROKEN_OFF, Load, SoakPair, Tally, start_pair
-from kvferry.bench.vllm_pairs import model_directory, say
+from kvferry.bench.process_probe import ProcessUsage, device_bytes_by_process, process_tree, read_usage
+from kvferry.bench.soak_pair import ABORTED_OUTCOMES, SoakLoad, SoakPair, SoakTally, start_pair
+from kvferry.bench.vllm_pairs import model_directory, print_progress
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 from kvferry.cli.sizes import parse_device, parse_size
@@ -33,15 +33,15 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   kvferry bench soak
-  kvferry bench soak --transfers 2000 --planes shm --json
-  kvferry bench soak --device cuda --planes cuda_ipc --transfers 10000 --longest 600"""
+  kvferry bench soak --transfers 2000 --transports shm --json
+  kvferry bench soak --device cuda --transports cuda_ipc --transfers 10000 --longest 600"""
 
-PLANES = {"cpu": ("shm", "nixl", "tcp"), "cuda": ("cuda_ipc", "nixl")}
+TRANSPORTS = {"cpu": ("shm", "nixl", "tcp"), "cuda": ("cuda_ipc", "nixl")}
 """By kind of device."""
 SAMPLES = {"cpu": 200, "cuda": 40}
 """Of each process over a whole run, at equal numbers of transfers, so that a busy machine only makes it longer. A driver is slow to ask."""
 GPU = "gpu"
-SAY_EVERY_S = 10.0
+PROGRESS_INTERVAL_S = 10.0
 TOLERANCES: Mapping[str, Tolerance] = {
     "rss_bytes": Tolerance(4 * 2**20, 0.02),
     "files": Tolerance(2),
@@ -54,13 +54,13 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
-    plane: str
-    tally: Tally
+    transport: str
+    tally: SoakTally
     seconds: float
-    samples: Mapping[str, Sequence[Holdings]]
+    samples: Mapping[str, Sequence[ProcessUsage]]
     """By process."""
     moved: Mapping[str, int]
-    """Transfers that D's planes have counted."""
+    """Transfers that D's transports have counted."""
     used_blocks: Mapping[str, int]
     verdicts: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
     """By process, then by what was measured. Empty for a run too short to judge."""
@@ -74,15 +74,15 @@ class SoakResult:
             for what, verdict in rows.items()
             if not verdict.is_flat
         ]
-        held = [f"{count} blocks of {name} are still in use" for name, count in self.used_blocks.items() if count]
+        usage = [f"{count} blocks of {name} are still in use" for name, count in self.used_blocks.items() if count]
         failed = [f"{count} requests failed: {reason}" for reason, count in self.tally.errors.items()]
         wrong = [f"{self.tally.wrong_tokens} tokens were wrong"] if self.tally.wrong_tokens else []
-        return [*grown, *held, *failed, *wrong]
+        return [*grown, *usage, *failed, *wrong]
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--transfers", type=parse_size, default=100_000, metavar="N", help="on each plane (default: %(default)s)")
+    parser.add_argument("--transfers", type=parse_size, default=100_000, metavar="N", help="on each transport (default: %(default)s)")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -91,13 +91,13 @@ def add_arguments(parser: Parser) -> None:
         help="end each run after so long, with what is done by then (default: no limit)",
     )
     parser.add_argument("--device", type=parse_device, default="cpu", help="of both engines: cpu, cuda or cuda:N (default: %(default)s)")
-    known = tuple(dict.fromkeys(plane for planes in PLANES.values() for plane in planes))
-    parser.add_argument("--planes", nargs="+", choices=known, help="one after the other (default: shm nixl tcp; on GPUs cuda_ipc nixl)")
+    known = tuple(dict.fromkeys(transport for transports in TRANSPORTS.values() for transport in transports))
+    parser.add_argument("--transports", nargs="+", choices=known, help="one after the other (default: shm nixl tcp; on GPUs cuda_ipc nixl)")
     parser.add_argument(
         "--longest", type=parse_size, default=48, metavar="TOKENS", help="prompts have up to so many (default: %(default)s)"
     )
     parser.add_argument("--concurrency", type=parse_size, default=64, metavar="N", help="requests in flight (default: %(default)s)")
-    parser.add_argument("--abort-share", type=float, default=0.05, metavar="SHARE", help="of requests broken off (default: %(default)s)")
+    parser.add_argument("--abort-share", type=float, default=0.05, metavar="SHARE", help="of requests aborted (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and aborts (default: %(default)s)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
 
@@ -107,10 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--abort-share must be from 0 to below 1, got {arguments.abort_share:g}")
     if not (arguments.transfers and arguments.concurrency and arguments.longest):
         raise ConfigError("--transfers, --concurrency and --longest must be at least 1")
-    # Engines take over our level; every request that is broken off would be a line.
+    # Engines take over our level; every request that is aborted would be a line.
     logging.getLogger().setLevel(logging.ERROR)
     with stop_signals(), model_directory(arguments.model) as model:
-        results = [asyncio.run(soak(model, plane, arguments)) for plane in arguments.planes or PLANES[_kind(arguments.device)]]
+        results = [
+            asyncio.run(soak(model, transport, arguments)) for transport in arguments.transports or TRANSPORTS[_kind(arguments.device)]
+        ]
     if arguments.json:
         print(json.dumps({"runs": [_as_json(result) for result in results], "is_flat": not any(r.problems for r in results)}))
     else:
@@ -118,43 +120,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(result.problems for result in results) else 0
 
 
-async def soak(model: Path, plane: str, arguments: argparse.Namespace) -> SoakResult:
-    """One plane's run, from the start of its engines to their end."""
-    say(f"{arguments.transfers:,} transfers by {plane}, {arguments.concurrency} at a time")
-    load = Load(arguments.device, arguments.longest)
-    async with start_pair(model, plane, arguments.abort_share, arguments.seed, load) as pair:
+async def soak(model: Path, transport: str, arguments: argparse.Namespace) -> SoakResult:
+    """One transport's run, from the start of its engines to their end."""
+    print_progress(f"{arguments.transfers:,} transfers by {transport}, {arguments.concurrency} at a time")
+    load = SoakLoad(arguments.device, arguments.longest)
+    async with start_pair(model, transport, arguments.abort_share, arguments.seed, load) as pair:
         started = time.monotonic()
         samples = await _drive(pair, arguments.transfers, arguments.concurrency, started + 60 * arguments.minutes)
         prefill, decode = await pair.settle()
         return SoakResult(
-            plane,
+            transport,
             pair.tally,
             time.monotonic() - started,
             samples,
-            {summary.plane: summary.transfers for summary in decode.transfers},
+            {summary.transport: summary.transfers for summary in decode.transfers},
             {"prefill": prefill.num_used_blocks, "decode": decode.num_used_blocks},
             _verdicts(samples),
         )
 
 
-async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: float) -> dict[str, list[Holdings]]:
+async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: float) -> dict[str, list[ProcessUsage]]:
     """Keep that many in flight until so many are done or time is up; look at every process at equal distances."""
     pids = _processes(pair)
-    samples: dict[str, list[Holdings]] = {name: [] for name in pids}
+    samples: dict[str, list[ProcessUsage]] = {name: [] for name in pids}
     every = max(1, transfers // SAMPLES[_kind(pair.load.device)])
-    looked, said = 0, time.monotonic()
+    num_samples, reported_at = 0, time.monotonic()
 
     async def keep_going() -> None:
-        nonlocal looked, said
+        nonlocal num_samples, reported_at
         while pair.tally.done < transfers and pair.tally.errors.total() < MAX_ERRORS and time.monotonic() < deadline:
             await pair.transfer()
-            if pair.tally.done >= every * (1 + looked):
-                looked += 1
-                for name, held in (await _look(pair, pids)).items():
-                    samples.setdefault(name, []).append(held)
-            if time.monotonic() - said > SAY_EVERY_S:
-                said = time.monotonic()
-                _say_progress(pair.tally, samples)
+            if pair.tally.done >= every * (1 + num_samples):
+                num_samples += 1
+                for name, usage in (await _sample_usage(pair, pids)).items():
+                    samples.setdefault(name, []).append(usage)
+            if time.monotonic() - reported_at > PROGRESS_INTERVAL_S:
+                reported_at = time.monotonic()
+                _print_progress(pair.tally, samples)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -162,8 +164,8 @@ async def _drive(pair: SoakPair, transfers: int, concurrency: int, deadline: flo
     return samples
 
 
-async def _look(pair: SoakPair, pids: Mapping[str, int]) -> dict[str, Holdings]:
-    found = {name: look_at(pid) for name, pid in pids.items()}
+async def _sample_usage(pair: SoakPair, pids: Mapping[str, int]) -> dict[str, ProcessUsage]:
+    found = {name: read_usage(pid) for name, pid in pids.items()}
     if pair.load.device == "cpu":
         return found
     by_process = await asyncio.to_thread(device_bytes_by_process)
@@ -171,7 +173,7 @@ async def _look(pair: SoakPair, pids: Mapping[str, int]) -> dict[str, Holdings]:
         status = await engine.status()
         found[name] = replace(found[name], device_bytes=by_process.get(pids[name], 0), torch_bytes=status.device_bytes)
         # Of the whole device: what is left where the driver knows no process, and for what neither side's torch has asked for.
-        found[GPU] = Holdings(0, 0, 0, status.device_used_bytes)
+        found[GPU] = ProcessUsage(0, 0, 0, status.device_used_bytes)
     return found
 
 
@@ -187,12 +189,12 @@ def _processes(pair: SoakPair) -> dict[str, int]:
     found = {"driver": os.getpid()}
     for name, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
         assert engine.pid is not None
-        for number, pid in enumerate(family_of(engine.pid)):
+        for number, pid in enumerate(process_tree(engine.pid)):
             found[f"{name} {number}" if number else name] = pid
     return found
 
 
-def _verdicts(samples: Mapping[str, Sequence[Holdings]]) -> dict[str, dict[str, Verdict]]:
+def _verdicts(samples: Mapping[str, Sequence[ProcessUsage]]) -> dict[str, dict[str, Verdict]]:
     if any(len(series) < MIN_SAMPLES for series in samples.values()):
         return {}
     judged: dict[str, dict[str, Verdict]] = {name: {} for name in samples}
@@ -205,21 +207,21 @@ def _verdicts(samples: Mapping[str, Sequence[Holdings]]) -> dict[str, dict[str, 
     return judged
 
 
-def _say_progress(tally: Tally, samples: Mapping[str, Sequence[Holdings]]) -> None:
-    held = ", ".join(f"{name} {_in_mebibytes(series[-1])}" for name, series in samples.items() if series)
-    say(f"{tally.done:,} done, {tally.broken_off:,} broken off; {held}")
+def _print_progress(tally: SoakTally, samples: Mapping[str, Sequence[ProcessUsage]]) -> None:
+    usage = ", ".join(f"{name} {_in_mebibytes(series[-1])}" for name, series in samples.items() if series)
+    print_progress(f"{tally.done:,} done, {tally.aborted:,} aborted; {usage}")
 
 
-def _in_mebibytes(held: Holdings) -> str:
+def _in_mebibytes(usage: ProcessUsage) -> str:
     """Main memory, then the driver's and torch's word on device memory, where there is any."""
-    return "/".join(f"{count / 2**20:.1f}" for count in (held.rss_bytes, held.device_bytes, held.torch_bytes) if count) + " MiB"
+    return "/".join(f"{count / 2**20:.1f}" for count in (usage.rss_bytes, usage.device_bytes, usage.torch_bytes) if count) + " MiB"
 
 
 def _as_json(result: SoakResult) -> dict[str, Any]:
     return {
-        "plane": result.plane,
+        "transport": result.transport,
         "transfers": result.tally.done,
-        "broken_off": {ending: count for ending, count in result.tally.endings.items() if ending in BROKEN_OFF},
+        "aborted": {outcome: count for outcome, count in result.tally.outcomes.items() if outcome in ABORTED_OUTCOMES},
         "wrong_tokens": result.tally.wrong_tokens,
         "errors": dict(result.tally.errors),
         "seconds": round(result.seconds, 1),
@@ -234,16 +236,16 @@ def _as_json(result: SoakResult) -> dict[str, Any]:
     }
 
 
-def _thinned(series: Sequence[Holdings], most: int = 50) -> Sequence[Holdings]:
+def _thinned(series: Sequence[ProcessUsage], most: int = 50) -> Sequence[ProcessUsage]:
     return series[:: max(1, math.ceil(len(series) / most))]
 
 
 def _table(result: SoakResult) -> str:
     tally = result.tally
     rate = tally.done / result.seconds
-    broken = ", ".join(f"{ending} {count:,}" for ending, count in sorted(tally.endings.items()) if ending != "done")
+    aborted = ", ".join(f"{outcome} {count:,}" for outcome, count in sorted(tally.outcomes.items()) if outcome != "done")
     lines = [
-        f"{tally.done:,} transfers by {result.plane} in {result.seconds:,.0f} s ({rate:,.0f} per second); broken off: {broken or 'none'}",
+        f"{tally.done:,} transfers by {result.transport} in {result.seconds:,.0f} s ({rate:,.0f} per second); aborted: {aborted or 'none'}",
         f"{'process':<12}{'what':<12}{'before':>16}{'after':>16}{'growth':>14}{'allowed':>14}  verdict",
     ]
     for name, rows in result.verdicts.items():

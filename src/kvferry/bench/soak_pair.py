@@ -1,4 +1,4 @@
-"""P and D of the embedded engine as two core processes, and one transfer after the other between them, some broken off on purpose.
+"""P and D of the embedded engine as two core processes, and one transfer after the other between them, some aborted on purpose.
 
 Below HTTP: requests go straight to the engine cores, as an API process sends them, so that a hundred thousand take minutes. Everything
 runs on one asyncio loop; every wait has a deadline.
@@ -15,15 +15,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.engine.client import EngineClient
-from kvferry.engine.messages import AddRequest, RequestOutput, Status
+from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SamplingParams
 from kvferry.errors import KVFerryError
 
-__all__ = ["BLOCK_SIZE", "BROKEN_OFF", "Ending", "Load", "SoakPair", "Tally", "start_pair"]
+__all__ = ["ABORTED_OUTCOMES", "BLOCK_SIZE", "SoakLoad", "SoakOutcome", "SoakPair", "SoakTally", "start_pair"]
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 512
@@ -38,8 +38,8 @@ FRESH_SHARE = 0.25
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-class Ending(StrEnum):
-    """How a transfer ends. All but the first are broken off, each at another point."""
+class SoakOutcome(StrEnum):
+    """How a transfer ends. All but the first are aborted, each at another point."""
 
     DONE = "done"
     PREFILL_ABORTED = "prefill aborted"
@@ -48,28 +48,28 @@ class Ending(StrEnum):
     DECODE_ABORTED = "decode aborted"
 
 
-BROKEN_OFF = tuple(Ending)[1:]
+ABORTED_OUTCOMES = tuple(SoakOutcome)[1:]
 
 
 @dataclass(slots=True)
-class Tally:
+class SoakTally:
     """What came of the transfers so far."""
 
-    endings: Counter[Ending] = field(default_factory=Counter)
+    outcomes: Counter[SoakOutcome] = field(default_factory=Counter)
     wrong_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
 
     @property
     def done(self) -> int:
-        return self.endings[Ending.DONE]
+        return self.outcomes[SoakOutcome.DONE]
 
     @property
-    def broken_off(self) -> int:
-        return sum(self.endings[ending] for ending in BROKEN_OFF)
+    def aborted(self) -> int:
+        return sum(self.outcomes[outcome] for outcome in ABORTED_OUTCOMES)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SoakLoad:
     """What both engines compute on, and the longest prompt."""
 
     device: str = "cpu"
@@ -80,7 +80,7 @@ class Load:
         return NUM_BLOCKS * max(1, -(-self.longest // (3 * BLOCK_SIZE)))
 
 
-SHORT_PROMPTS = Load()
+SHORT_PROMPTS = SoakLoad()
 
 
 @dataclass(slots=True)
@@ -89,8 +89,8 @@ class SoakPair:
     decode: EngineClient
     abort_share: float
     rng: random.Random
-    load: Load = SHORT_PROMPTS
-    tally: Tally = field(default_factory=Tally)
+    load: SoakLoad = SHORT_PROMPTS
+    tally: SoakTally = field(default_factory=SoakTally)
     _number: int = 0
     _known: list[list[int]] = field(default_factory=list)
 
@@ -98,9 +98,9 @@ class SoakPair:
         """One prompt through P and D. P's token is what D's first must be."""
         self._number += 1
         name, prompt = f"soak-{self._number}", self._next_prompt()
-        ending = self.rng.choice(BROKEN_OFF) if self.rng.random() < self.abort_share else Ending.DONE
+        outcome = self.rng.choice(ABORTED_OUTCOMES) if self.rng.random() < self.abort_share else SoakOutcome.DONE
         async with asyncio.timeout(LEG_S):
-            await self._run(name, prompt, ending)
+            await self._run(name, prompt, outcome)
 
     def _next_prompt(self) -> list[int]:
         if len(self._known) == KNOWN_PROMPTS and self.rng.random() >= FRESH_SHARE:
@@ -110,25 +110,25 @@ class SoakPair:
             self._known.append(prompt)
         return prompt
 
-    async def _run(self, name: str, prompt: list[int], ending: Ending) -> None:
+    async def _run(self, name: str, prompt: list[int], outcome: SoakOutcome) -> None:
         request = _request(name, prompt, 1, PREFILL)
-        if ending is Ending.PREFILL_ABORTED:
-            await self._break_off(self.prefill, request)
-            self.tally.endings[ending] += 1
+        if outcome is SoakOutcome.PREFILL_ABORTED:
+            await self._abort(self.prefill, request)
+            self.tally.outcomes[outcome] += 1
             return
         first = await _last_output(self.prefill, request)
         if first.kv_transfer_params is None:
             self.tally.errors[first.error or f"P gave no parameters ({first.finish_reason})"] += 1
             return
         request = _request(name, prompt, self.rng.randint(1, 3), first.kv_transfer_params)
-        if ending is Ending.TICKET_ABANDONED:
+        if outcome is SoakOutcome.TICKET_ABANDONED:
             self.prefill.abandon(name)
-        elif ending is Ending.DECODE_ABORTED:
-            await self._break_off(self.decode, request)
-        elif ending is Ending.DONE:
+        elif outcome is SoakOutcome.DECODE_ABORTED:
+            await self._abort(self.decode, request)
+        elif outcome is SoakOutcome.DONE:
             await self._decode(request, first.tokens[0].token_id)
             return
-        self.tally.endings[ending] += 1
+        self.tally.outcomes[outcome] += 1
 
     async def _decode(self, request: AddRequest, expected: int) -> None:
         outputs = [output async for output in self.decode.generate(request)]
@@ -137,14 +137,14 @@ class SoakPair:
             self.tally.errors[outputs[-1].error or f"D ended with {outputs[-1].finish_reason}"] += 1
             return
         self.tally.wrong_tokens += tokens[0] != expected
-        self.tally.endings[Ending.DONE] += 1
+        self.tally.outcomes[SoakOutcome.DONE] += 1
 
-    async def _break_off(self, engine: EngineClient, request: AddRequest) -> None:
+    async def _abort(self, engine: EngineClient, request: AddRequest) -> None:
         (stream,) = engine.add([request])
         await asyncio.sleep(self.rng.random() * 0.05)
         stream.close()
 
-    async def settle(self) -> tuple[Status, Status]:
+    async def settle(self) -> tuple[CoreStatus, CoreStatus]:
         """Wait until no block is in use on either side. What is still held when time is up is in the answer."""
         deadline = asyncio.get_running_loop().time() + SETTLE_S
         while True:
@@ -155,10 +155,12 @@ class SoakPair:
 
 
 @asynccontextmanager
-async def start_pair(model: Path, plane: str, abort_share: float, seed: int, load: Load = SHORT_PROMPTS) -> AsyncIterator[SoakPair]:
-    """Both engines on their own processes, joined by this plane alone."""
+async def start_pair(model: Path, transport: str, abort_share: float, seed: int, load: SoakLoad = SHORT_PROMPTS) -> AsyncIterator[SoakPair]:
+    """Both engines on their own processes, joined by this transport alone."""
     secret = secrets.token_bytes(32)
-    engines = await asyncio.gather(*(_start(model, plane, secret, role, load) for role in ("prefill", "decode")), return_exceptions=True)
+    engines = await asyncio.gather(
+        *(_start(model, transport, secret, role, load) for role in ("prefill", "decode")), return_exceptions=True
+    )
     started = [engine for engine in engines if isinstance(engine, EngineClient)]
     try:
         for engine in engines:
@@ -171,8 +173,8 @@ async def start_pair(model: Path, plane: str, abort_share: float, seed: int, loa
             await client.close()
 
 
-async def _start(model: Path, plane: str, secret: bytes, role: str, load: Load) -> EngineClient:
-    extra: dict[str, Any] = {"planes": [plane], "kv_lease_duration": LEASE_S}
+async def _start(model: Path, transport: str, secret: bytes, role: str, load: SoakLoad) -> EngineClient:
+    extra: dict[str, Any] = {"transports": [transport], "kv_lease_duration": LEASE_S}
     mapping = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": f"soak-{role}", "kv_connector_extra_config": extra}
     options = EngineOptions(
         model=model,
@@ -183,7 +185,7 @@ async def _start(model: Path, plane: str, secret: bytes, role: str, load: Load) 
         kv_transfer=KVTransferConfig.from_mapping(mapping),
     )
     side_channel = SideChannelConfig(port=0)
-    kit = Kit(side_channel.bind_host, side_channel.advertised_host, 0, secret, planes=(plane,))
+    kit = ConfiguredTransportKit(side_channel.bind_host, side_channel.advertised_host, 0, secret, transports=(transport,))
     return await EngineClient.start(options, kit, secret=secret, side_channel=side_channel)
 
 
@@ -200,6 +202,6 @@ async def _last_output(engine: EngineClient, request: AddRequest) -> RequestOutp
     return last
 
 
-def _is_busy(status: Status) -> bool:
+def _is_busy(status: CoreStatus) -> bool:
     waiting = status.num_running or status.num_waiting or status.num_waiting_for_remote_kvs
     return bool(waiting or status.num_used_blocks or status.num_delayed_frees)

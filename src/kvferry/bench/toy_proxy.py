@@ -63,15 +63,15 @@ class Proxy:
         params = answer.json().get("kv_transfer_params")
         if params:
             body["kv_transfer_params"] = params
-        pieces = _relay(next(self._turns["decode"]), path, body, headers)
-        return StreamingResponse(pieces, media_type="application/json")
+        chunks = _relay(next(self._turns["decode"]), path, body, headers)
+        return StreamingResponse(chunks, media_type="application/json")
 
 
 async def _relay(client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[bytes]:
     async with client.stream("POST", path, json=body, headers=headers) as answer:
         answer.raise_for_status()
-        async for piece in answer.aiter_bytes():
-            yield piece
+        async for chunk in answer.aiter_bytes():
+            yield chunk
 
 
 def _prefill_leg(body: dict[str, Any]) -> dict[str, Any]:

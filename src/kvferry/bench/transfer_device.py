@@ -1,7 +1,7 @@
 """Memory of a GPU for `kvferry bench transfer`. Imported only where one is asked for: it takes torch.
 
-Each side takes twice its size: planes serve the first half; the second is what raw NIXL writes from and to, and what the device's own copy
-takes its bytes from. Beside GPUs torch has the processor, where tests run the same code.
+Each side takes twice its size: transports serve the first half; the second is what raw NIXL writes from and to, and what the device's own
+copy takes its bytes from. Beside GPUs torch has the processor, where tests run the same code.
 """
 
 import os
@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from kvferry.bench.transfer_memory import Edges, Memory, Source
+from kvferry.bench.transfer_memory import BlockChecksums, Memory, MemorySource
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.planes.address_copy import Timing
-from kvferry.planes.cuda_ipc import CudaIpcDataPlane
-from kvferry.planes.nixl import NetworkReach, NixlDataPlane
-from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
-from kvferry.ports.data import DataPlane
+from kvferry.planes.cuda_ipc import CudaIpcTransport
+from kvferry.planes.nixl import NetworkReach, NixlTransport
+from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
+from kvferry.ports.data import DataTransport
 from kvferry.types import MemoryKind
 
-__all__ = ["DevicePlace"]
+__all__ = ["DeviceAllocator"]
 
 MAX_SHARE = 0.9
 """Of the memory that is free there."""
 COPY_S = 20.0
-ALWAYS_STAGED = StagingSettings(piece_bytes=1 << 40, min_runs=1)
+ALWAYS_STAGED = BounceSettings(segment_bytes=1 << 40, min_descriptors=1)
 KEY = b"both sides of a benchmark have the same secret"
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlace:
-    """A GPU, by its number. Implements `Place`."""
+class DeviceAllocator:
+    """A GPU, by its number. Implements `MemoryAllocator`."""
 
     index: int | None
     """None: the processor, by the same code."""
@@ -51,9 +51,9 @@ class DevicePlace:
             )
 
     def allocate(self, size_bytes: int) -> Memory:
-        return DeviceMemory(self.device, size_bytes)
+        return DeviceBenchMemory(self.device, size_bytes)
 
-    def check_room(self, size_bytes: int) -> None:
+    def check_capacity(self, size_bytes: int) -> None:
         if self.index is not None and 4 * size_bytes > torch.cuda.mem_get_info(self.index)[0] * MAX_SHARE:
             raise ConfigError(f"four times {size_bytes} bytes are not free on GPU {self.index}")
 
@@ -63,17 +63,17 @@ class DevicePlace:
         return {"copied_by": "torch", "device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "ucx_settings": settings}
 
 
-class DeviceMemory:
+class DeviceBenchMemory:
     """Implements `Memory`."""
 
-    serving_s = 0.0
+    serve_interval_s = 0.0
     move_s = 20.0
-    slow_ways = frozenset({"nixl"})
+    slow_transports = frozenset({"nixl"})
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         is_gpu = device.type == "cuda"
         if is_gpu:
-            torch.cuda.set_device(device)  # planes and NIXL use the context that is current here
+            torch.cuda.set_device(device)  # transports and NIXL use the context that is current here
         self.kind = MemoryKind.VRAM if is_gpu else MemoryKind.DRAM
         self.device = device.index or 0
         self._tensors: list[torch.Tensor] = [torch.zeros(2 * size_bytes, dtype=torch.uint8, device=device)]
@@ -88,21 +88,21 @@ class DeviceMemory:
     def spare_address(self) -> int | None:
         return self.address + self._size_bytes
 
-    def planes(self) -> Mapping[str, DataPlane]:
-        plain, inner = (NixlDataPlane(reach=NetworkReach.THIS_HOST) for _ in range(2))
-        return {"cuda_ipc": CudaIpcDataPlane(), "nixl": plain, "nixl staged": StagedNixlDataPlane(inner, ALWAYS_STAGED, KEY)}
+    def transports(self) -> Mapping[str, DataTransport]:
+        plain, inner = (NixlTransport(reach=NetworkReach.THIS_HOST) for _ in range(2))
+        return {"cuda_ipc": CudaIpcTransport(), "nixl": plain, "nixl bounce": BounceNixlTransport(inner, ALWAYS_STAGED, KEY)}
 
-    def source(self) -> Source | None:
+    def source(self) -> MemorySource | None:
         return None
 
-    def open_source(self, source: Source | None) -> None:
+    def open_source(self, source: MemorySource | None) -> None:
         """The device copies within itself: the spare half is given the same bytes as the producer's memory."""
         self._number(self._tensors[0][self._size_bytes :])
 
     def fill(self) -> None:
         self._number(self._tensors[0][: self._size_bytes])
 
-    def forget(self) -> None:
+    def overwrite(self) -> None:
         self._tensors[0][: self._size_bytes].zero_()
         self._finish()
 
@@ -111,16 +111,16 @@ class DeviceMemory:
         whole[:size_bytes].copy_(whole[self._size_bytes : self._size_bytes + size_bytes])
         self._finish()
 
-    def edges(self, count: int) -> Edges:
+    def block_checksums(self, count: int) -> BlockChecksums:
         rows = self._tensors[0][: self._size_bytes].view(torch.int64).reshape(count, -1)
         first, last, sums = (
             part.cpu().numpy().view("uint64") for part in (rows[:, 0].contiguous(), rows[:, -1].contiguous(), rows.sum(dim=1))
         )
-        return Edges(first, last, sums)
+        return BlockChecksums(first, last, sums)
 
-    def take_times(self, plane: DataPlane, timing: Timing) -> None:
-        if isinstance(plane, CudaIpcDataPlane):
-            plane.take_times(timing)
+    def set_timing(self, transport: DataTransport, timing: Timing) -> None:
+        if isinstance(transport, CudaIpcTransport):
+            transport.set_timing(timing)
 
     def close(self) -> None:
         self._finish()

@@ -17,20 +17,20 @@ from kvferry.bench.transfer_moves import Move
 from kvferry.errors import KVFerryError
 from kvferry.planes.address_copy import Timing
 from kvferry.planes.copiers import copy_by_numpy, fastest_copier
-from kvferry.planes.nixl import NetworkReach, NixlDataPlane
+from kvferry.planes.nixl import NetworkReach, NixlTransport
 from kvferry.planes.shared_memory import SharedMemory, available_bytes, check_fits
-from kvferry.planes.shm import ShmDataPlane
-from kvferry.planes.tcp import TcpDataPlane
-from kvferry.ports.data import DataPlane
+from kvferry.planes.shm import ShmTransport
+from kvferry.planes.tcp import TcpTransport
+from kvferry.ports.data import DataTransport
 from kvferry.types import MemoryKind
 
-__all__ = ["Edges", "HostPlace", "Memory", "Place", "Source", "check_moved"]
+__all__ = ["BlockChecksums", "HostAllocator", "Memory", "MemoryAllocator", "MemorySource", "check_moved"]
 
 Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MemorySource:
     """Where another process finds a producer's memory."""
 
     pid: int
@@ -38,7 +38,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Edges:
+class BlockChecksums:
     """Of each block the first word, the last one, and the sum of all."""
 
     first: Words
@@ -51,93 +51,97 @@ class Memory(Protocol):
 
     kind: MemoryKind
     device: int
-    serving_s: float
-    """How long the producer may sleep between two turns of its planes."""
+    serve_interval_s: float
+    """How long the producer may sleep between two turns of its transports."""
     move_s: float
     """How long a move may take before something is wrong."""
-    slow_ways: frozenset[str]
-    """Planes that need long for each descriptor: they move less at a time."""
+    slow_transports: frozenset[str]
+    """Transports that need long for each descriptor: they move less at a time."""
 
     @property
     def address(self) -> int: ...
 
     @property
     def spare_address(self) -> int | None:
-        """As much memory again, which no plane serves: raw NIXL writes from there to there. None: nothing is written."""
+        """As much memory again, which no transport serves: raw NIXL writes from there to there. None: nothing is written."""
 
-    def planes(self) -> Mapping[str, DataPlane]:
-        """Every data plane that can carry such memory, fresh and unregistered, by the name it is told under."""
+    def transports(self) -> Mapping[str, DataTransport]:
+        """Every data transport that can carry such memory, fresh and unregistered, by the name it is told under."""
 
-    def source(self) -> Source | None:
+    def source(self) -> MemorySource | None:
         """For `open_source` of the other side."""
 
-    def open_source(self, source: Source | None) -> None:
+    def open_source(self, source: MemorySource | None) -> None:
         """Make ready what `copy` and writes take their bytes from."""
 
     def fill(self) -> None:
         """Let every 8 bytes say where they are."""
 
-    def forget(self) -> None:
+    def overwrite(self) -> None:
         """Overwrite everything, so that the next check is of the next move."""
 
     def copy(self, size_bytes: int) -> None:
-        """One plain copy of as many bytes in one piece, until it is through: the fastest there is."""
+        """One plain copy of as many bytes in one segment, until it is through: the fastest there is."""
 
-    def edges(self, count: int) -> Edges:
+    def block_checksums(self, count: int) -> BlockChecksums:
         """Of the memory, cut into so many blocks."""
 
-    def take_times(self, plane: DataPlane, timing: Timing) -> None:
-        """Whether completions of a plane that can tell say how long the device was at it."""
+    def set_timing(self, transport: DataTransport, timing: Timing) -> None:
+        """Whether completions of a transport that can tell say how long the device was at it."""
 
     def close(self) -> None: ...
 
 
-class Place(Protocol):
+class MemoryAllocator(Protocol):
     """Where memory is taken. Plain data: it travels to the other process."""
 
     def allocate(self, size_bytes: int) -> Memory: ...
 
-    def check_room(self, size_bytes: int) -> None:
+    def check_capacity(self, size_bytes: int) -> None:
         """ConfigError when two sides of this size do not fit."""
 
     def facts(self) -> Mapping[str, Any]:
         """What results are read beside."""
 
 
-def check_moved(edges: Edges, move: Move) -> None:
+def check_moved(block_checksums: BlockChecksums, move: Move) -> None:
     """KVFerryError unless every block that moved is its source, from the first to the last byte, and no other was written."""
-    words = move.blocks.piece_bytes // 8
+    words = move.blocks.segment_bytes // 8
     expected = np.zeros(move.blocks.count, np.uint64)
     expected[move.local_blocks] = move.remote_blocks * words + 1
     is_moved = expected > 0
     last = expected + np.uint64(words - 1) * is_moved
     sums = (expected + last) * np.uint64(words // 2)
-    if not (np.array_equal(edges.first, expected) and np.array_equal(edges.last, last) and np.array_equal(edges.sums, sums)):
+    if not (
+        np.array_equal(block_checksums.first, expected)
+        and np.array_equal(block_checksums.last, last)
+        and np.array_equal(block_checksums.sums, sums)
+    ):
         raise KVFerryError("a move brought other bytes than were asked for; this is a bug")
 
 
 @dataclass(frozen=True, slots=True)
-class HostPlace:
-    """Shared memory of this host. Implements `Place`."""
+class HostAllocator:
+    """Shared memory of this host. Implements `MemoryAllocator`."""
 
     def allocate(self, size_bytes: int) -> Memory:
-        return HostMemory(SharedMemory.allocate(size_bytes))
+        return HostBenchMemory(SharedMemory.allocate(size_bytes))
 
-    def check_room(self, size_bytes: int) -> None:
+    def check_capacity(self, size_bytes: int) -> None:
         check_fits(2 * size_bytes, available_bytes())
 
     def facts(self) -> Mapping[str, Any]:
-        return {"copied_by": "numpy" if fastest_copier() is copy_by_numpy else "compiled loop"}
+        return {"copied_by": "numpy" if fastest_copier() is copy_by_numpy else "native function"}
 
 
-class HostMemory:
+class HostBenchMemory:
     """Implements `Memory`."""
 
     kind = MemoryKind.DRAM
     device = 0
-    serving_s = 0.001
+    serve_interval_s = 0.001
     move_s = 120.0
-    slow_ways: frozenset[str] = frozenset()
+    slow_transports: frozenset[str] = frozenset()
     spare_address = None
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -149,17 +153,17 @@ class HostMemory:
     def address(self) -> int:
         return self._memory.address
 
-    def planes(self) -> Mapping[str, DataPlane]:
+    def transports(self) -> Mapping[str, DataTransport]:
         return {
-            "shm": ShmDataPlane(self._memory),
-            "nixl": NixlDataPlane(reach=NetworkReach.THIS_HOST),
-            "tcp": TcpDataPlane("127.0.0.1", "127.0.0.1"),
+            "shm": ShmTransport(self._memory),
+            "nixl": NixlTransport(reach=NetworkReach.THIS_HOST),
+            "tcp": TcpTransport("127.0.0.1", "127.0.0.1"),
         }
 
-    def source(self) -> Source | None:
-        return Source(os.getpid(), self._memory.fd)
+    def source(self) -> MemorySource | None:
+        return MemorySource(os.getpid(), self._memory.fd)
 
-    def open_source(self, source: Source | None) -> None:
+    def open_source(self, source: MemorySource | None) -> None:
         assert source is not None
         fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -171,18 +175,18 @@ class HostMemory:
     def fill(self) -> None:
         np.frombuffer(self._memory.buffer, np.uint64)[:] = np.arange(1, self._memory.size_bytes // 8 + 1, dtype=np.uint64)
 
-    def forget(self) -> None:
+    def overwrite(self) -> None:
         np.frombuffer(self._memory.buffer, np.uint8).fill(0)
 
     def copy(self, size_bytes: int) -> None:
         """memcpy, from the producer's memory to ours."""
         ctypes.memmove(self.address, self._source_address, size_bytes)
 
-    def edges(self, count: int) -> Edges:
+    def block_checksums(self, count: int) -> BlockChecksums:
         rows = np.frombuffer(self._memory.buffer, np.uint64).reshape(count, -1)
-        return Edges(rows[:, 0], rows[:, -1], rows.sum(axis=1, dtype=np.uint64))
+        return BlockChecksums(rows[:, 0], rows[:, -1], rows.sum(axis=1, dtype=np.uint64))
 
-    def take_times(self, plane: DataPlane, timing: Timing) -> None:
+    def set_timing(self, transport: DataTransport, timing: Timing) -> None:
         return None
 
     def close(self) -> None:

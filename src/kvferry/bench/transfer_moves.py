@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 
 from kvferry.planes.runs import Offsets
-from kvferry.ports.data import Pieces
+from kvferry.ports.data import Segments
 
 __all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "blocks_per_region", "plan_move"]
 
@@ -28,7 +28,7 @@ class Pattern(StrEnum):
 class Blocks:
     """One side's memory, cut into blocks."""
 
-    piece_bytes: int
+    segment_bytes: int
     regions: int
     per_region: int
 
@@ -38,7 +38,7 @@ class Blocks:
 
     @property
     def region_bytes(self) -> int:
-        return self.per_region * self.piece_bytes
+        return self.per_region * self.segment_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class Move:
 
     @property
     def total_bytes(self) -> int:
-        return len(self.local_blocks) * self.blocks.piece_bytes
+        return len(self.local_blocks) * self.blocks.segment_bytes
 
     def part(self, most: int) -> "Move":
         """About so many of its blocks, equally many in every region and whole runs of them; itself where it has no more."""
@@ -66,17 +66,17 @@ class Move:
         first = np.arange(len(self.local_blocks), dtype=np.int64)
         return Move(self.blocks, first, first)
 
-    def pieces(self) -> list[Pieces]:
-        """As a ferry asks a plane for it: one entry for each region, and the same arrays where the same blocks move."""
-        size, per_region = self.blocks.piece_bytes, self.blocks.per_region
+    def segments(self) -> list[Segments]:
+        """As a transfer worker asks a transport for it: one entry for each region, and the same arrays where the same blocks move."""
+        size, per_region = self.blocks.segment_bytes, self.blocks.per_region
         moved = len(self.local_blocks) // self.blocks.regions
-        parts = list[Pieces]()
+        parts = list[Segments]()
         for region in range(self.blocks.regions):
             chosen = slice(region * moved, (region + 1) * moved)
             near, far = ((side[chosen] - region * per_region) * size for side in (self.local_blocks, self.remote_blocks))
             if parts and np.array_equal(near, parts[0].local_offsets) and np.array_equal(far, parts[0].remote_offsets):
                 near, far = parts[0].local_offsets, parts[0].remote_offsets
-            parts.append(Pieces(region, region, size, near, far))
+            parts.append(Segments(region, region, size, near, far))
         return parts
 
 

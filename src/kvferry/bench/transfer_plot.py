@@ -15,9 +15,9 @@ TICKS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    """Share of memcpy against the size of pieces, a panel for each pattern, a line for each plane."""
-    planes = list(dict.fromkeys(row["plane"] for row in rows))
-    sizes = sorted({row["piece_bytes"] for row in rows})
+    """Share of memcpy against the size of segments, a panel for each pattern, a line for each transport."""
+    transports = list(dict.fromkeys(row["transport"] for row in rows))
+    sizes = sorted({row["segment_bytes"] for row in rows})
     top = max([1.0, *(row["of_memcpy"] or 0.0 for row in rows)])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11" fill="#37352f">',
@@ -28,13 +28,13 @@ def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
     for number, pattern in enumerate(PATTERNS):
         left = LEFT + number * (PANEL_WIDTH + GAP)
         parts += _panel(left, pattern, sizes, top)
-        for plane, colour in zip(planes, COLOURS, strict=False):
-            found = {row["piece_bytes"]: row["of_memcpy"] for row in rows if (row["plane"], row["pattern"]) == (plane, pattern)}
+        for transport, colour in zip(transports, COLOURS, strict=False):
+            found = {row["segment_bytes"]: row["of_memcpy"] for row in rows if (row["transport"], row["pattern"]) == (transport, pattern)}
             parts += _curve(left, [(_x(left, sizes, size), _y(top, found[size])) for size in sizes if found.get(size) is not None], colour)
-    for number, (plane, colour) in enumerate(zip(planes, COLOURS, strict=False)):
+    for number, (transport, colour) in enumerate(zip(transports, COLOURS, strict=False)):
         at = LEFT + number * 90
         parts.append(f'<rect x="{at}" y="{HEIGHT - 20}" width="14" height="4" fill="{colour}"/>')
-        parts.append(_text(at + 20, HEIGHT - 14, plane))
+        parts.append(_text(at + 20, HEIGHT - 14, transport))
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -19,24 +19,24 @@ from kvferry.planes.nixl import load_nixl
 from kvferry.planes.runs import Offsets
 from kvferry.types import MemoryKind
 
-__all__ = ["Listed", "RawMove", "RawNixl"]
+__all__ = ["DescriptorList", "PreparedTransfer", "RawNixl"]
 
 NUM_THREADS = 4
-"""As vLLM asks for; our own plane does without."""
+"""As vLLM asks for; our own transport does without."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Listed:
+class DescriptorList:
     """One side of a move: `count` blocks from an address on, one after the other, and which of them move."""
 
     address: int
-    piece_bytes: int
+    segment_bytes: int
     count: int
     chosen: Offsets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RawMove:
+class PreparedTransfer:
     """What was prepared: an operation, and for each side a list of NIXL's with indices in it."""
 
     operation: str
@@ -57,7 +57,7 @@ class RawNixl:
         self._device = device
         self._registration = self._agent.register_memory(np.array([(address, size_bytes, device)], np.uint64), self._kind)
         self._peer = ""
-        self._prepared: list[RawMove] = []
+        self._prepared: list[PreparedTransfer] = []
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
@@ -68,48 +68,48 @@ class RawNixl:
     def connect(self, metadata: bytes) -> None:
         self._peer = self._agent.add_remote_agent(metadata).decode()
 
-    def prepare(self, operation: str, local: Listed, remote: Listed) -> RawMove:
+    def prepare(self, operation: str, local: DescriptorList, remote: DescriptorList) -> PreparedTransfer:
         """Not timed: the lists of all blocks on both sides, and which of them move. `operation`: READ or WRITE."""
         near = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._rows(local), self._kind)
         far = self._agent.prep_xfer_dlist(self._peer, self._rows(remote), self._kind)
-        move = RawMove(operation, near, local.chosen.tolist(), far, remote.chosen.tolist())
+        move = PreparedTransfer(operation, near, local.chosen.tolist(), far, remote.chosen.tolist())
         self._prepared.append(move)
         return move
 
-    def forget(self) -> None:
+    def overwrite(self) -> None:
         """Let go of what was prepared."""
         for move in self._prepared:
             for side in (move.local, move.remote):
                 self._agent.release_dlist_handle(side)
         self._prepared.clear()
 
-    def run(self, move: RawMove, deadline: float, stop: StopRequest) -> None:
+    def run(self, move: PreparedTransfer, deadline: float, stop: StopRequest) -> None:
         """The timed part, until everything has arrived."""
-        word = move.operation.lower()
+        verb = move.operation.lower()
         try:
             handle = self._agent.make_prepped_xfer(move.operation, move.local, move.local_indices, move.remote, move.remote_indices)
             state = self._agent.transfer(handle)
-            while state == "PROC" and time.monotonic() < stop.sooner(deadline):
+            while state == "PROC" and time.monotonic() < stop.earlier_deadline(deadline):
                 state = self._agent.check_xfer_state(handle)
             self._agent.release_xfer_handle(handle)
         except self._errors as error:
             stop.check()
-            raise KVFerryError(f"a {word} by raw NIXL failed ({error})") from error
+            raise KVFerryError(f"a {verb} by raw NIXL failed ({error})") from error
         if state != "DONE":
             stop.check()
-            raise KVFerryError(f"a {word} by raw NIXL did not end ({state}); is the machine overloaded?")
+            raise KVFerryError(f"a {verb} by raw NIXL did not end ({state}); is the machine overloaded?")
 
     def close(self) -> None:
         """Without this the agent may crash the interpreter when that ends."""
         with contextlib.suppress(*self._errors):
-            self.forget()
+            self.overwrite()
             if self._peer:
                 self._agent.remove_remote_agent(self._peer)
             self._agent.deregister_memory(self._registration)
         self._agent = None
 
-    def _rows(self, side: Listed) -> npt.NDArray[np.uint64]:
+    def _rows(self, side: DescriptorList) -> npt.NDArray[np.uint64]:
         rows = np.empty((side.count, 3), np.uint64)
-        rows[:, 0] = side.address + np.arange(side.count, dtype=np.int64) * side.piece_bytes
-        rows[:, 1], rows[:, 2] = side.piece_bytes, self._device
+        rows[:, 0] = side.address + np.arange(side.count, dtype=np.int64) * side.segment_bytes
+        rows[:, 1], rows[:, 2] = side.segment_bytes, self._device
         return rows

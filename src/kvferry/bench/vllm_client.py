@@ -17,10 +17,10 @@ from kvferry.bench.vllm_servers import MODEL_NAME
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
-__all__ = ["Connection", "PromptMaker", "TransferTotals", "prefill", "read_transfers", "time_to_first_token_s"]
+__all__ = ["PromptMaker", "ServerTransferTotals", "VllmConnection", "prefill", "read_transfers", "time_to_first_token_s"]
 
 REQUEST_S = 120.0
-KEEP_FOR_A_PEER = {
+REMOTE_DECODE_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -34,13 +34,13 @@ TRANSFER_TIME = "vllm:nixl_xfer_time_seconds"
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTotals:
+class ServerTransferTotals:
     """What a decode server says of its transfers since it was started."""
 
     count: int
     seconds: float
 
-    def mean_since(self, before: "TransferTotals") -> float | None:
+    def mean_since(self, before: "ServerTransferTotals") -> float | None:
         """Seconds a transfer took since then; None when there was none."""
         count = self.count - before.count
         return (self.seconds - before.seconds) / count if count > 0 else None
@@ -58,8 +58,8 @@ class PromptMaker:
 
 def prefill(address: Address, tokens: Sequence[int]) -> dict[str, Any]:
     """P computes the prompt and keeps its blocks; the parameters with which D finds them."""
-    with Connection(address) as connection:
-        answer = json.loads(connection.post({**_body(tokens), "kv_transfer_params": KEEP_FOR_A_PEER}).read())
+    with VllmConnection(address) as connection:
+        answer = json.loads(connection.post({**_body(tokens), "kv_transfer_params": REMOTE_DECODE_PARAMS}).read())
     params = answer.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise TransportError(f"{address} kept no blocks for a prompt of {len(tokens)} tokens")
@@ -71,7 +71,7 @@ def time_to_first_token_s(address: Address, tokens: Sequence[int], params: dict[
     body = {**_body(tokens), "stream": True}
     if params is not None:
         body["kv_transfer_params"] = params
-    with Connection(address) as connection:
+    with VllmConnection(address) as connection:
         since = time.perf_counter()
         first: float | None = None
         for line in connection.post(body):
@@ -83,9 +83,9 @@ def time_to_first_token_s(address: Address, tokens: Sequence[int], params: dict[
         return first
 
 
-def read_transfers(address: Address) -> TransferTotals | None:
+def read_transfers(address: Address) -> ServerTransferTotals | None:
     """None when this server tells nothing of transfer times."""
-    with Connection(address) as connection:
+    with VllmConnection(address) as connection:
         text = connection.get("/metrics").decode()
     found = {
         sample.name: sample.value
@@ -94,10 +94,10 @@ def read_transfers(address: Address) -> TransferTotals | None:
         if not _is_bucket(sample.name)
     }
     count, seconds = found.get(f"{TRANSFER_TIME}_count"), found.get(f"{TRANSFER_TIME}_sum")
-    return None if count is None or seconds is None else TransferTotals(int(count), seconds)
+    return None if count is None or seconds is None else ServerTransferTotals(int(count), seconds)
 
 
-class Connection:
+class VllmConnection:
     """One request. An answer other than 200 is a TransportError with what the server said."""
 
     def __init__(self, address: Address) -> None:
@@ -105,23 +105,23 @@ class Connection:
         self._http = http.client.HTTPConnection(address.host, address.port, timeout=REQUEST_S)
 
     def post(self, body: dict[str, Any]) -> http.client.HTTPResponse:
-        return self._ask("POST", "/v1/completions", json.dumps(body).encode())
+        return self._request("POST", "/v1/completions", json.dumps(body).encode())
 
     def get(self, path: str) -> bytes:
-        return self._ask("GET", path, None).read()
+        return self._request("GET", path, None).read()
 
-    def _ask(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
+    def _request(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
         try:
             self._http.request(method, path, body, {"Content-Type": "application/json"})
             answer = self._http.getresponse()
             if answer.status == 200:
                 return answer
-            said = answer.read()[:500].decode(errors="replace")
+            body_text = answer.read()[:500].decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             raise TransportError(f"{self._address} did not answer {method} {path}: {error or type(error).__name__}") from error
-        raise TransportError(f"{self._address} answered {method} {path} with status {answer.status}: {said}")
+        raise TransportError(f"{self._address} answered {method} {path} with status {answer.status}: {body_text}")
 
-    def __enter__(self) -> "Connection":
+    def __enter__(self) -> "VllmConnection":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,19 +18,19 @@ from kvferry.bench.vllm_client import PromptMaker, prefill, read_transfers, time
 from kvferry.bench.vllm_pairs import (
     OURS,
     STOCK,
-    Pair,
     PairSettings,
+    ServerPair,
     add_vllm_arguments,
     model_directory,
     parse_count,
-    say,
+    print_progress,
     start_pair,
     vllm_python,
 )
 from kvferry.cli.interrupts import stop_signals
 from kvferry.cli.parser import Parser
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Samples", "add_arguments", "make_rows", "parse_lengths", "rounds", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "VllmHandoverSamples", "add_arguments", "make_rows", "parse_lengths", "rounds", "run"]
 
 DESCRIPTION = (
     "Measure the time from a prefill server's answer to the decode server's first token, for kvferry's connector and vLLM's own,\n"
@@ -51,7 +51,7 @@ SEED = 1
 
 
 @dataclass(slots=True)
-class Samples:
+class VllmHandoverSamples:
     """Seconds, of one connector and one prompt length."""
 
     handover_s: list[float] = field(default_factory=list)
@@ -74,21 +74,23 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     python = vllm_python(arguments.vllm_python)
-    samples = {connector: {length: Samples() for length in arguments.prompt_tokens} for connector in (OURS, STOCK)}
+    samples = {connector: {length: VllmHandoverSamples() for length in arguments.prompt_tokens} for connector in (OURS, STOCK)}
     with stop_signals(), model_directory(arguments.model) as model, ExitStack() as stack:
-        pairs: dict[str, Pair] = {}
+        pairs: dict[str, ServerPair] = {}
         for connector in (OURS, STOCK):
             pairs[connector] = stack.enter_context(start_pair(PairSettings(connector, python, model)))
             pairs[connector].servers.pause()
         prompts = PromptMaker(SEED)
         for number, count in enumerate(rounds(arguments.samples), start=1):
             for connector, pair in pairs.items():
-                say(f"round {number}: {count} of each length with {connector}")
+                print_progress(f"round {number}: {count} of each length with {connector}")
                 pair.servers.resume()
                 time.sleep(SETTLE_S)
                 _measure_round(pair, prompts, count, samples[connector])
                 pair.servers.pause()
-                say(f"  so far: {', '.join(f'{length} tokens {_ms(of.handover_s)} ms' for length, of in samples[connector].items())}")
+                print_progress(
+                    f"  so far: {', '.join(f'{length} tokens {_ms(of.handover_s)} ms' for length, of in samples[connector].items())}"
+                )
     rows = make_rows(samples)
     print(json.dumps({"rows": rows, "samples": arguments.samples}) if arguments.json else _table(rows))
     return 0
@@ -100,7 +102,7 @@ def rounds(samples: int) -> list[int]:
     return [SAMPLES_PER_ROUND] * whole + ([rest] if rest else [])
 
 
-def make_rows(samples: Mapping[str, Mapping[int, Samples]]) -> list[dict[str, Any]]:
+def make_rows(samples: Mapping[str, Mapping[int, VllmHandoverSamples]]) -> list[dict[str, Any]]:
     """One for each prompt length."""
     rows = []
     for length, ours in samples[OURS].items():
@@ -137,15 +139,15 @@ def parse_lengths(text: str) -> list[int]:
     return list(dict.fromkeys(map(int, parts)))
 
 
-def _measure_round(pair: Pair, prompts: PromptMaker, count: int, samples: Mapping[int, Samples]) -> None:
+def _measure_round(pair: ServerPair, prompts: PromptMaker, count: int, samples: Mapping[int, VllmHandoverSamples]) -> None:
     for _ in range(WARM_UPS):
-        _measure(pair, prompts, WARM_UP_TOKENS, Samples())
+        _measure(pair, prompts, WARM_UP_TOKENS, VllmHandoverSamples())
     for length, into in samples.items():
         for _ in range(count):
             _measure(pair, prompts, length, into)
 
 
-def _measure(pair: Pair, prompts: PromptMaker, length: int, into: Samples) -> None:
+def _measure(pair: ServerPair, prompts: PromptMaker, length: int, into: VllmHandoverSamples) -> None:
     """The same prompt through P and D, and once more to D alone; then another one to D alone."""
     prompt = prompts.make(length)
     before = read_transfers(pair.decode)

@@ -19,12 +19,12 @@ __all__ = [
     "OURS",
     "ROLES",
     "STOCK",
-    "Pair",
     "PairSettings",
+    "ServerPair",
     "add_vllm_arguments",
     "model_directory",
     "parse_count",
-    "say",
+    "print_progress",
     "start_pair",
     "vllm_python",
 ]
@@ -49,7 +49,7 @@ class PairSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ServerPair:
     servers: RunningServers
 
     @property
@@ -62,9 +62,9 @@ class Pair:
 
 
 @contextmanager
-def start_pair(settings: PairSettings) -> Iterator[Pair]:
+def start_pair(settings: PairSettings) -> Iterator[ServerPair]:
     """P computes on core 0, D on core 1."""
-    say(f"starting vLLM with {'our' if settings.connector == OURS else 'its own'} connector (about a minute)")
+    print_progress(f"starting vLLM with {'our' if settings.connector == OURS else 'its own'} connector (about a minute)")
     ports = free_ports(4)
     servers = [
         VllmServer(
@@ -79,7 +79,7 @@ def start_pair(settings: PairSettings) -> Iterator[Pair]:
         for core, role in enumerate(ROLES)
     ]
     with start_servers(servers, settings.python) as running:
-        yield Pair(running)
+        yield ServerPair(running)
 
 
 def add_vllm_arguments(parser: Parser) -> None:
@@ -123,6 +123,6 @@ def vllm_python(given: Path | None) -> Path:
     return python
 
 
-def say(what: str) -> None:
+def print_progress(what: str) -> None:
     """On the way, for people: standard output is for results."""
     print(f"kvferry: {what}", file=sys.stderr, flush=True)

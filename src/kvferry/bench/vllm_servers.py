@@ -28,14 +28,14 @@ from kvferry.types import Address
 __all__ = ["MODEL_NAME", "RunningServers", "VllmServer", "check_vllm", "default_python", "free_ports", "start_servers"]
 
 LOOPBACK = "127.0.0.1"
-NEVER_GIVEN = range(20_000, 32_768)
+NON_EPHEMERAL_PORTS = range(20_000, 32_768)
 """Ports below those that Linux gives to whoever connects to somebody: one of these may be taken in the moment after it was looked at."""
 MODEL_NAME = "tiny"
 START_S = 240.0
-LOOK_AGAIN_S = 0.5
+POLL_INTERVAL_S = 0.5
 IMPORT_S = 60.0
-CLOSE_PATIENCE_S = 15.0
-GUARDIAN_PATIENCE_S = 5.0
+CLOSE_TIMEOUT_S = 15.0
+REAPER_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class RunningServers:
 
     def pause(self) -> None:
         """Every process of every server stands still: it takes no time from others and answers nobody."""
-        self._tell_all(signal.SIGSTOP)
+        self._signal_all(signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._tell_all(signal.SIGCONT)
+        self._signal_all(signal.SIGCONT)
 
-    def _tell_all(self, number: signal.Signals) -> None:
+    def _signal_all(self, number: signal.Signals) -> None:
         for pid in members_of_group(self._group) - {self._group}:
             try:
                 os.kill(pid, number)
@@ -104,7 +104,7 @@ def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[Runni
     directory = Path(tempfile.gettempdir()) / f"kvferry-vllm-{secrets.token_hex(8)}"
     shared = {"KVFERRY_SECRET": secrets.token_hex(32)}
     processes = [ChildProcess(server.name, server.command(python), {**os.environ, **shared, **server.variables()}) for server in servers]
-    with ProcessGroup(directory, GUARDIAN_PATIENCE_S) as group:
+    with ProcessGroup(directory, REAPER_GRACE_S) as group:
         running = RunningServers(group.id, processes, [server.address for server in servers])
         try:
             for process in processes:
@@ -117,7 +117,7 @@ def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[Runni
             for process in processes:
                 process.terminate()
             for process in processes:
-                process.close(CLOSE_PATIENCE_S)
+                process.close(CLOSE_TIMEOUT_S)
 
 
 def default_python() -> Path:
@@ -140,12 +140,14 @@ def check_vllm(python: Path) -> None:
 def free_ports(count: int) -> list[int]:
     """Ports nobody listens on right now, all different. KVFerryError when there are not so many."""
     found: list[int] = []
-    for port in random.SystemRandom().sample(NEVER_GIVEN, len(NEVER_GIVEN)):
+    for port in random.SystemRandom().sample(NON_EPHEMERAL_PORTS, len(NON_EPHEMERAL_PORTS)):
         if len(found) == count:
             return found
         with suppress(OSError), socket.create_server((LOOPBACK, port)):
             found.append(port)
-    raise KVFerryError(f"{count} ports between {NEVER_GIVEN.start} and {NEVER_GIVEN.stop} are not free; what listens on all of them?")
+    raise KVFerryError(
+        f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are not free; what listens on all of them?"
+    )
 
 
 def _wait_healthy(running: RunningServers) -> None:
@@ -158,7 +160,7 @@ def _wait_healthy(running: RunningServers) -> None:
             if time.monotonic() > deadline:
                 raise KVFerryError(_with_log(process, f"{process.name} did not become healthy within {START_S:g} s"))
         if waiting:
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
 def _check(process: ChildProcess) -> None:
@@ -169,4 +171,4 @@ def _check(process: ChildProcess) -> None:
 
 
 def _with_log(process: ChildProcess, what: str) -> str:
-    return "\n".join([f"{what}; it said last:", *(f"  {line}" for line in process.tail(40))])
+    return "\n".join([f"{what}; last log lines:", *(f"  {line}" for line in process.tail(40))])

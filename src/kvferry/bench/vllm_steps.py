@@ -20,12 +20,12 @@ from kvferry.bench.vllm_pairs import (
     OURS,
     ROLES,
     STOCK,
-    Pair,
     PairSettings,
+    ServerPair,
     add_vllm_arguments,
     model_directory,
     parse_count,
-    say,
+    print_progress,
     start_pair,
     vllm_python,
 )
@@ -59,7 +59,7 @@ WRAPPED = {OURS: "kvferry.vllm.connector:NixlConnector", STOCK: "vllm.distribute
 SIDES = ("scheduler", "worker")
 STEP_METHODS = {"scheduler": "build_connector_meta", "worker": "get_transfer_results"}
 """Called exactly once in each step."""
-ONCE = frozenset(
+STARTUP_METHODS = frozenset(
     {
         "bind_gpu_block_pool",
         "bind_kv_cache_manager",
@@ -113,10 +113,10 @@ class SideTotals:
         return sum(method.cpu_s for method in self.methods.values())
 
     def most_expensive(self) -> list[dict[str, Any]]:
-        dearest = sorted(self.methods.items(), key=lambda item: -item[1].total_s)[:MOST_EXPENSIVE]
+        slowest = sorted(self.methods.items(), key=lambda item: -item[1].total_s)[:MOST_EXPENSIVE]
         return [
             {"method": name, "calls": method.calls, "us_per_step": _us(method.total_s, self.steps), "max_us": rounded(method.max_s * 1e6)}
-            for name, method in dearest
+            for name, method in slowest
         ]
 
 
@@ -170,7 +170,9 @@ def read_totals(directory: Path) -> Measured:
             if len(files) != 1:
                 raise KVFerryError(f"the {side} of the {role} server left {len(files)} files of timings instead of one")
             methods = json.loads(files[0].read_text())
-            found[role, side] = SideTotals(side, {name: Totals(**totals) for name, totals in methods.items() if name not in ONCE})
+            found[role, side] = SideTotals(
+                side, {name: Totals(**totals) for name, totals in methods.items() if name not in STARTUP_METHODS}
+            )
     return found
 
 
@@ -229,26 +231,26 @@ def _settings(connector: str, python: Path, model: Path, directory: Path) -> Pai
     return PairSettings(connector, python, model, {"kv_connector_module_path": "kvferry.vllm.stopwatch"}, environments)
 
 
-def _measure(pair: Pair, directory: Path, requests: int, concurrency: int) -> PairTotals:
+def _measure(pair: ServerPair, directory: Path, requests: int, concurrency: int) -> PairTotals:
     """Under load, and idle with leases. The prompts are the same for everyone."""
     prompts = PromptMaker(SEED)
     _send(pair, [prompts.make(length) for length in PROMPT_TOKENS[:WARM_UPS]], 1)
-    start = _settled(directory)
-    say(f"{requests} requests, {concurrency} at a time")
+    start = _read_settled(directory)
+    print_progress(f"{requests} requests, {concurrency} at a time")
     first_token_s = _send(pair, [prompts.make(PROMPT_TOKENS[number % len(PROMPT_TOKENS)]) for number in range(requests)], concurrency)
-    loaded = _settled(directory)
-    say(f"{IDLE_LEASES} leases, nothing to compute")
+    loaded = _read_settled(directory)
+    print_progress(f"{IDLE_LEASES} leases, nothing to compute")
     waiting = [prompts.make(PROMPT_TOKENS[1]) for _ in range(IDLE_LEASES)]
-    kept = [prefill(pair.prefill, prompt) for prompt in waiting]
-    before_idle = _settled(directory)
+    held_params = [prefill(pair.prefill, prompt) for prompt in waiting]
+    before_idle = _read_settled(directory)
     time.sleep(IDLE_S)
     idle = read_totals(directory)
-    for prompt, params in zip(waiting, kept, strict=True):
+    for prompt, params in zip(waiting, held_params, strict=True):
         time_to_first_token_s(pair.decode, prompt, params)
     return PairTotals(subtract(loaded, start), subtract(idle, before_idle), first_token_s)
 
 
-def _send(pair: Pair, prompts: Sequence[Sequence[int]], concurrency: int) -> list[float]:
+def _send(pair: ServerPair, prompts: Sequence[Sequence[int]], concurrency: int) -> list[float]:
     def one(prompt: Sequence[int]) -> float:
         return time_to_first_token_s(pair.decode, prompt, prefill(pair.prefill, prompt))
 
@@ -256,7 +258,7 @@ def _send(pair: Pair, prompts: Sequence[Sequence[int]], concurrency: int) -> lis
         return list(pool.map(one, prompts))
 
 
-def _settled(directory: Path) -> Measured:
+def _read_settled(directory: Path) -> Measured:
     time.sleep(SETTLE_S)
     return read_totals(directory)
 
@@ -273,10 +275,10 @@ def _table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     lines = [title, f"{'':<20}{'ours µs/step':>14}{'steps':>8}{'stock µs/step':>15}{'steps':>8}{'ratio':>8}  most expensive of ours"]
     for row in rows:
         shown = {key: "-" if value is None else value for key, value in row.items()}
-        dearest = ", ".join(f"{method['method']} {method['us_per_step']}" for method in row["ours_methods"])
+        slowest = ", ".join(f"{method['method']} {method['us_per_step']}" for method in row["ours_methods"])
         name = f"{row['role']} {row['side']}"
         lines.append(
             f"{name:<20}{shown['ours_us_per_step']:>14}{shown['ours_steps']:>8}{shown['stock_us_per_step']:>15}"
-            f"{shown['stock_steps']:>8}{shown['ratio']:>8}  {dearest}"
+            f"{shown['stock_steps']:>8}{shown['ratio']:>8}  {slowest}"
         )
     return "\n".join(lines)

@@ -7,14 +7,14 @@ from collections.abc import MutableMapping
 
 from kvferry.types import Address
 
-__all__ = ["VARIABLE", "announce_address", "parse_announcement"]
+__all__ = ["ANNOUNCE_FD_VARIABLE", "announce_address", "parse_announcement"]
 
-VARIABLE = "KVFERRY_ANNOUNCE_FD"
+ANNOUNCE_FD_VARIABLE = "KVFERRY_ANNOUNCE_FD"
 
 
 def announce_address(address: Address, environ: MutableMapping[str, str]) -> None:
     """Child side, once, when connections are accepted. Without a waiting parent it does nothing."""
-    text = environ.pop(VARIABLE, "")
+    text = environ.pop(ANNOUNCE_FD_VARIABLE, "")
     if not text.isdecimal():
         return
     try:

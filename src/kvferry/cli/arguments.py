@@ -18,9 +18,9 @@ from kvferry.config import kind_of_setting
 from kvferry.config.fields import is_list, is_text, list_takes_text, may_be_null, shown
 from kvferry.errors import ConfigError
 
-__all__ = ["FLAG", "TransferArguments", "dashed", "split_transfer_arguments"]
+__all__ = ["TRANSFER_CONFIG_FLAG", "TransferArguments", "dashed", "split_transfer_arguments"]
 
-FLAG = "--kv-transfer-config"
+TRANSFER_CONFIG_FLAG = "--kv-transfer-config"
 DOTTED_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\+?")
 MAX_PATH_PARTS = 8
 
@@ -44,7 +44,7 @@ def split_transfer_arguments(arguments: Sequence[str]) -> TransferArguments:
         if flag == "--":
             rest += [flag, *reversed(waiting)]
             break
-        if flag == FLAG or flag.startswith(f"{FLAG}."):
+        if flag == TRANSFER_CONFIG_FLAG or flag.startswith(f"{TRANSFER_CONFIG_FLAG}."):
             found.append((flag, inline if equals else _next_value(flag, waiting)))
         else:
             rest.append(f"{flag}{equals}{inline}")
@@ -67,11 +67,11 @@ def _next_value(flag: str, waiting: list[str]) -> str:
 
 def _merged(found: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The JSON first, then dotted values, then appends: the order on the command line does not matter, except among appends."""
-    whole = [value for flag, value in found if flag == FLAG]
+    whole = [value for flag, value in found if flag == TRANSFER_CONFIG_FLAG]
     if len(whole) > 1:
-        raise ConfigError(f"{FLAG} is given twice; keep one of them")
+        raise ConfigError(f"{TRANSFER_CONFIG_FLAG} is given twice; keep one of them")
     merged = _decoded_object(whole[0]) if whole else {}
-    dotted = [(_path(flag), value) for flag, value in found if flag != FLAG]
+    dotted = [(_path(flag), value) for flag, value in found if flag != TRANSFER_CONFIG_FLAG]
     sets = [(path, value) for path, value in dotted if not path[-1].endswith("+")]
     _refuse_overlaps([path for path, _ in sets])
     connector = _connector(merged, dict(sets))
@@ -91,10 +91,10 @@ def _connector(merged: dict[str, Any], sets: dict[tuple[str, ...], str]) -> str:
 
 
 def _path(flag: str) -> tuple[str, ...]:
-    dotted = flag[len(FLAG) + 1 :]
+    dotted = flag[len(TRANSFER_CONFIG_FLAG) + 1 :]
     parts = tuple(dotted.split("."))
     if not DOTTED_PATH.fullmatch(dotted) or len(parts) > MAX_PATH_PARTS:
-        raise ConfigError(f"{shown_flag(flag)} is not a dotted key; write it like {FLAG}.kv_role kv_both")
+        raise ConfigError(f"{shown_flag(flag)} is not a dotted key; write it like {TRANSFER_CONFIG_FLAG}.kv_role kv_both")
     return parts
 
 
@@ -102,11 +102,12 @@ def _refuse_overlaps(paths: Sequence[tuple[str, ...]]) -> None:
     seen: set[tuple[str, ...]] = set()
     for path in sorted(paths):
         if path in seen:
-            raise ConfigError(f"{FLAG}.{'.'.join(path)} is given twice; keep one of them")
+            raise ConfigError(f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} is given twice; keep one of them")
         for length in range(1, len(path)):
             if path[:length] in seen:
                 raise ConfigError(
-                    f"{FLAG}.{'.'.join(path)} goes into {'.'.join(path[:length])}, which is given a value too; keep one of them"
+                    f"{TRANSFER_CONFIG_FLAG}.{'.'.join(path)} goes into {'.'.join(path[:length])}, which is given a value too; keep one "
+                    "of them"
                 )
         seen.add(path)
 
@@ -140,9 +141,9 @@ def _decoded_object(text: str) -> dict[str, Any]:
     try:
         decoded = json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{FLAG} is not JSON ({error}); put single quotes around it and double quotes inside") from None
+        raise ConfigError(f"{TRANSFER_CONFIG_FLAG} is not JSON ({error}); put single quotes around it and double quotes inside") from None
     if not isinstance(decoded, dict):
-        raise ConfigError(f"{FLAG} must be a JSON object, got {shown(decoded)}")
+        raise ConfigError(f"{TRANSFER_CONFIG_FLAG} must be a JSON object, got {shown(decoded)}")
     return decoded
 
 
@@ -166,7 +167,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(decoded) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{FLAG} has the key {shown(twice)} twice; keep one of them")
+        raise ConfigError(f"{TRANSFER_CONFIG_FLAG} has the key {shown(twice)} twice; keep one of them")
     return decoded
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvferry.cli.arguments import dashed
-from kvferry.cli.parser import Parser, shown_word
+from kvferry.cli.parser import Parser, show_argument
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError
 
@@ -24,7 +24,9 @@ class BenchmarkEntry:
 
 
 BENCHMARKS = {
-    "decode-beside": BenchmarkEntry("kvferry.bench.decode_beside", "a decode step of the embedded engine while KV arrives, and without"),
+    "decode-interference": BenchmarkEntry(
+        "kvferry.bench.decode_beside", "a decode step of the embedded engine while KV arrives, and without"
+    ),
     "handover": BenchmarkEntry("kvferry.bench.handover", "from P's last token to D's first: pull, push, and push while P computes"),
     "leases": BenchmarkEntry("kvferry.bench.leases", "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process"),
     "multiturn": BenchmarkEntry(
@@ -36,7 +38,7 @@ BENCHMARKS = {
     "soak": BenchmarkEntry(
         "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
     ),
-    "transfer": BenchmarkEntry("kvferry.bench.transfer", "KV moved between two processes on every plane, beside memcpy and raw NIXL"),
+    "transfer": BenchmarkEntry("kvferry.bench.transfer", "KV moved between two processes on every transport, beside memcpy and raw NIXL"),
     "vllm-handover": BenchmarkEntry(
         "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
     ),
@@ -75,7 +77,7 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     name = arguments.benchmark
     if name not in BENCHMARKS:
-        raise ConfigError(f"{shown_word(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}")
+        raise ConfigError(f"{show_argument(name)} is not a benchmark of kvferry; {nearest(name, BENCHMARKS)}")
     return _benchmark(name).run(make_parser(name).parse([dashed(argument) for argument in arguments.rest]))
 
 

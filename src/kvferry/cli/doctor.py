@@ -16,7 +16,7 @@ from kvferry.cli.findings import (
     DEFAULT_PLUGIN,
     SECOND_SIDE_CHANNEL_PORT,
     Finding,
-    Level,
+    Severity,
     TorchReport,
     compiled_finding,
     core_finding,
@@ -32,13 +32,13 @@ from kvferry.cli.findings import (
 )
 from kvferry.cli.gpu_findings import gpu_speed_findings, ucx_settings_finding
 from kvferry.cli.parser import Parser
-from kvferry.cli.probes import ask_nixl, ask_torch, can_share_memory, driver_gpus, is_port_free, measure_gpu
+from kvferry.cli.probes import can_share_memory, driver_gpus, is_port_free, measure_gpu, probe_nixl, probe_torch
 from kvferry.config import ClusterSecret, SideChannelConfig, ignored_variables
 from kvferry.config.secret import FILE_NAME, runtime_directory
 from kvferry.errors import ConfigError
-from kvferry.planes.compiled import missing_loops
+from kvferry.planes.compiled import missing_native_functions
 from kvferry.planes.nixl_agent import CUDA_ENVIRONMENT, DEFAULT_ENVIRONMENT
-from kvferry.planes.staging_settings import StagingSettings
+from kvferry.planes.staging_settings import BounceSettings
 from kvferry.types import MemoryKind
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "examine", "parse_backend", "run"]
@@ -49,14 +49,14 @@ EXAMPLES = """\
   kvferry doctor --backends LIBFABRIC
   kvferry doctor --json | jq '.findings[] | select(.level != "ok")'"""
 
-SHOWN_SETTINGS = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_RCACHE_MAX_UNRELEASED")
-"""Of those that the nixl plane makes: they change what moves, the others what is logged."""
+REPORTED_SETTINGS = ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_RCACHE_MAX_UNRELEASED")
+"""Of those that the nixl transport makes: they change what moves, the others what is logged."""
 API_PORT = 8000
 OTHER_PORTS = [8100, 8200, 8192, SECOND_SIDE_CHANNEL_PORT]
 """Those of the README's commands: prefill, decode, router, and the second engine's side channel."""
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
-PLAIN = {level: f"{level:<7}" for level in Level}
-COLOURED = {level: f"\033[{colour}m{PLAIN[level]}\033[0m" for level, colour in zip(Level, (32, 33, 31), strict=True)}
+PLAIN = {level: f"{level:<7}" for level in Severity}
+COLOURED = {level: f"\033[{colour}m{PLAIN[level]}\033[0m" for level, colour in zip(Severity, (32, 33, 31), strict=True)}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -68,7 +68,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     findings = examine(os.environ, arguments.backends)
-    is_ok = all(finding.level is not Level.PROBLEM for finding in findings)
+    is_ok = all(finding.level is not Severity.PROBLEM for finding in findings)
     if arguments.json:
         print(json.dumps({"is_ok": is_ok, "findings": [dataclasses.asdict(finding) for finding in findings]}, indent=2))
     else:
@@ -88,14 +88,14 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
     """Every check, side by side because some take seconds, in a fixed order."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [machine_finding(platform.machine(), " ".join(platform.libc_ver()))],
-        lambda: [python_finding(sys.version_info[:3]), compiled_finding(missing_loops())],
+        lambda: [python_finding(sys.version_info[:3]), compiled_finding(missing_native_functions())],
         lambda: _torch(environ),
         lambda: _nixl(environ, backends),
         lambda: [_shared_memory()],
         lambda: _side_channel(environ),
         lambda: [_secret(environ)],
         lambda: [_api_port(), _other_ports()],
-        lambda: [Finding(Level.ADVICE, "environment", sentence) for sentence in ignored_variables(environ)],
+        lambda: [Finding(Severity.ADVICE, "environment", sentence) for sentence in ignored_variables(environ)],
         lambda: [descriptor_finding(resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         lambda: [core_finding(len(os.sched_getaffinity(0)))],
     ]
@@ -104,25 +104,25 @@ def examine(environ: Mapping[str, str], backends: Sequence[str] = ()) -> list[Fi
 
 
 def _torch(environ: Mapping[str, str]) -> list[Finding]:
-    report = ask_torch()
+    report = probe_torch()
     names = report.gpus if isinstance(report, TorchReport) else []
     return [torch_finding(report), gpu_finding(report, driver_gpus()), *_gpus(names, environ)]
 
 
 def _gpus(names: Sequence[str], environ: Mapping[str, str]) -> list[Finding]:
     """One of each kind is measured."""
-    settings = {name: value for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items() if name in SHOWN_SETTINGS}
+    settings = {name: value for name, value in (DEFAULT_ENVIRONMENT | CUDA_ENVIRONMENT).items() if name in REPORTED_SETTINGS}
     findings = [ucx_settings_finding(settings, environ)] if names else []
-    staging = StagingSettings().resolved(MemoryKind.VRAM)
+    bounce = BounceSettings().resolved(MemoryKind.VRAM)
     for name in dict.fromkeys(names):
         index = names.index(name)
-        findings += gpu_speed_findings(f"cuda:{index} ({name})", measure_gpu(index, environ), staging.piece_bytes)
+        findings += gpu_speed_findings(f"cuda:{index} ({name})", measure_gpu(index, environ), bounce.segment_bytes)
     return findings
 
 
 def _nixl(environ: Mapping[str, str], backends: Sequence[str]) -> list[Finding]:
     others = [name for name in dict.fromkeys(backends) if name != DEFAULT_PLUGIN]
-    report, log = ask_nixl(environ, [DEFAULT_PLUGIN, *others])
+    report, log = probe_nixl(environ, [DEFAULT_PLUGIN, *others])
     settings = {name: value for name, value in environ.items() if name.startswith("UCX_")}
     return [*nixl_findings(report, others), *([transport_finding(enabled_transports(log), settings)] if log else [])]
 
@@ -130,8 +130,8 @@ def _nixl(environ: Mapping[str, str], backends: Sequence[str]) -> list[Finding]:
 def _shared_memory() -> Finding:
     reason = can_share_memory()
     if reason is not None:
-        return Finding(Level.ADVICE, "shared memory", f"{reason}; engines on this machine use NIXL instead")
-    return Finding(Level.OK, "shared memory", "processes of this user can map each other's cache")
+        return Finding(Severity.ADVICE, "shared memory", f"{reason}; engines on this machine use NIXL instead")
+    return Finding(Severity.OK, "shared memory", "processes of this user can map each other's cache")
 
 
 def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
@@ -140,11 +140,13 @@ def _side_channel(environ: Mapping[str, str]) -> list[Finding]:
         if not channel.is_local:
             ClusterSecret.load(environ).check_reach(channel)
     except ConfigError as error:
-        return [Finding(Level.PROBLEM, "side channel", str(error))]
+        return [Finding(Severity.PROBLEM, "side channel", str(error))]
     where = f"port {channel.port} on {channel.bind_host}"
     if channel.port and not is_port_free(channel.bind_host, channel.port):
-        return [Finding(Level.ADVICE, "side channel", f"{where} is taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another for the next engine")]
-    return [Finding(Level.OK, "side channel", f"{where} is free, advertised as {channel.advertised_host}")]
+        return [
+            Finding(Severity.ADVICE, "side channel", f"{where} is taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another for the next engine")
+        ]
+    return [Finding(Severity.OK, "side channel", f"{where} is free, advertised as {channel.advertised_host}")]
 
 
 def _secret(environ: Mapping[str, str]) -> Finding:
@@ -152,24 +154,24 @@ def _secret(environ: Mapping[str, str]) -> Finding:
     is_given = any(environ.get(name) for name in ("KVFERRY_SECRET", "KVFERRY_SECRET_FILE"))
     own: Path = runtime_directory(environ) / FILE_NAME
     if not is_given and not os.path.lexists(own):
-        return Finding(Level.OK, "secret", f"none yet; one for this machine is made on first use in {own}")
+        return Finding(Severity.OK, "secret", f"none yet; one for this machine is made on first use in {own}")
     try:
         secret = ClusterSecret.load(environ)
     except ConfigError as error:
-        return Finding(Level.PROBLEM, "secret", str(error))
+        return Finding(Severity.PROBLEM, "secret", str(error))
     reach = "" if secret.is_explicit else " (this machine only; set KVFERRY_SECRET_FILE to reach others)"
-    return Finding(Level.OK, "secret", f"{secret.source}{reach}")
+    return Finding(Severity.OK, "secret", f"{secret.source}{reach}")
 
 
 def _api_port() -> Finding:
     if is_port_free("127.0.0.1", API_PORT):
-        return Finding(Level.OK, "API port", f"{API_PORT} is free")
-    return Finding(Level.ADVICE, "API port", f"{API_PORT} is taken; choose another with --port")
+        return Finding(Severity.OK, "API port", f"{API_PORT} is free")
+    return Finding(Severity.ADVICE, "API port", f"{API_PORT} is taken; choose another with --port")
 
 
 def _other_ports() -> Finding:
     return port_finding([port for port in OTHER_PORTS if not is_port_free("127.0.0.1", port)], OTHER_PORTS)
 
 
-def _line(finding: Finding, marks: Mapping[Level, str]) -> str:
+def _line(finding: Finding, marks: Mapping[Severity, str]) -> str:
     return f"{marks[finding.level]}  {finding.topic:<13}  {finding.text}"

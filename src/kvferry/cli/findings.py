@@ -8,10 +8,10 @@ from enum import StrEnum
 import msgspec
 
 __all__ = [
-    "Failed",
     "Finding",
-    "Level",
     "NixlReport",
+    "ProbeFailed",
+    "Severity",
     "TorchReport",
     "compiled_finding",
     "core_finding",
@@ -30,13 +30,13 @@ RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
 TRANSPORT_ROW = re.compile(r"\|\s*[a-z-]*\s*\|\s*[a-z0-9_]*\s*\|\s*\+\s*(\w+)\s*\|")
 DEFAULT_PLUGIN = "UCX"
 SECOND_SIDE_CHANNEL_PORT = 5601
-LEAST_PYTHON = (3, 11)
-LEAST_CORES = 3
+MIN_PYTHON = (3, 11)
+MIN_CORES = 3
 TESTED_ARCHITECTURES = ("x86_64", "aarch64")
-LEAST_DESCRIPTORS = 4096
+MIN_OPEN_FILES = 4096
 
 
-class Level(StrEnum):
+class Severity(StrEnum):
     OK = "ok"
     ADVICE = "advice"
     PROBLEM = "problem"
@@ -44,7 +44,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    level: Level
+    level: Severity
     topic: str
     text: str
 
@@ -72,7 +72,7 @@ class NixlReport(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ProbeFailed:
     """A probe that did not answer, and why, in a few words."""
 
     reason: str
@@ -81,62 +81,62 @@ class Failed:
 def machine_finding(architecture: str, libc: str) -> Finding:
     if architecture not in TESTED_ARCHITECTURES:
         tested = " and ".join(TESTED_ARCHITECTURES)
-        return Finding(Level.ADVICE, "machine", f"{architecture}, {libc}: kvferry is tested on {tested}; run `make test` here first")
-    return Finding(Level.OK, "machine", f"{architecture}, {libc}")
+        return Finding(Severity.ADVICE, "machine", f"{architecture}, {libc}: kvferry is tested on {tested}; run `make test` here first")
+    return Finding(Severity.OK, "machine", f"{architecture}, {libc}")
 
 
 def python_finding(version: tuple[int, int, int]) -> Finding:
     text = ".".join(map(str, version))
-    if version[:2] < LEAST_PYTHON:
-        return Finding(Level.PROBLEM, "Python", f"{text} is too old; kvferry needs 3.11 or newer")
-    return Finding(Level.OK, "Python", text)
+    if version[:2] < MIN_PYTHON:
+        return Finding(Severity.PROBLEM, "Python", f"{text} is too old; kvferry needs 3.11 or newer")
+    return Finding(Severity.OK, "Python", text)
 
 
 def compiled_finding(missing: Sequence[str]) -> Finding:
     """`missing`: loops that should be compiled, and are not."""
     if not missing:
-        return Finding(Level.OK, "C module", "all its loops are here")
-    text = f"{', '.join(missing)} missing, so KV moves slower; install kvferry anew with a C compiler at hand (`make setup`)"
-    return Finding(Level.ADVICE, "C module", text)
+        return Finding(Severity.OK, "C module", "all its loops are here")
+    text = f"{', '.join(missing)} missing, so KV moves slower; reinstall kvferry with a C compiler at hand (`make setup`)"
+    return Finding(Severity.ADVICE, "C module", text)
 
 
 def core_finding(cores: int) -> Finding:
-    if cores < LEAST_CORES:
-        return Finding(Level.ADVICE, "cores", f"{cores}: prefill, decode and router share them, so expect order of magnitude, not speed")
-    return Finding(Level.OK, "cores", f"{cores}")
+    if cores < MIN_CORES:
+        return Finding(Severity.ADVICE, "cores", f"{cores}: prefill, decode and router share them, so expect order of magnitude, not speed")
+    return Finding(Severity.OK, "cores", f"{cores}")
 
 
 def descriptor_finding(limit: int) -> Finding:
-    if limit < LEAST_DESCRIPTORS:
-        return Finding(Level.ADVICE, "open files", f"a process may open {limit}; run `ulimit -n 65536` before serving many clients")
-    return Finding(Level.OK, "open files", f"a process may open {limit}")
+    if limit < MIN_OPEN_FILES:
+        return Finding(Severity.ADVICE, "open files", f"a process may open {limit}; run `ulimit -n 65536` before serving many clients")
+    return Finding(Severity.OK, "open files", f"a process may open {limit}")
 
 
-def torch_finding(report: TorchReport | Failed) -> Finding:
-    if isinstance(report, Failed):
-        return Finding(Level.PROBLEM, "torch", f"{report.reason}; install it anew (`make setup`)")
-    return Finding(Level.OK, "torch", f"{report.version}, {'CPU build' if report.cuda is None else f'for CUDA {report.cuda}'}")
+def torch_finding(report: TorchReport | ProbeFailed) -> Finding:
+    if isinstance(report, ProbeFailed):
+        return Finding(Severity.PROBLEM, "torch", f"{report.reason}; reinstall it (`make setup`)")
+    return Finding(Severity.OK, "torch", f"{report.version}, {'CPU build' if report.cuda is None else f'for CUDA {report.cuda}'}")
 
 
-def gpu_finding(report: TorchReport | Failed, driver_gpus: list[str]) -> Finding:
+def gpu_finding(report: TorchReport | ProbeFailed, driver_gpus: list[str]) -> Finding:
     """`driver_gpus` is what the driver sees, whatever torch was built for."""
     if isinstance(report, TorchReport) and report.gpus:
-        return Finding(Level.OK, "GPUs", f"{len(report.gpus)}: {', '.join(sorted(set(report.gpus)))}")
+        return Finding(Severity.OK, "GPUs", f"{len(report.gpus)}: {', '.join(sorted(set(report.gpus)))}")
     if driver_gpus:
-        return Finding(Level.ADVICE, "GPUs", f"{len(driver_gpus)} found, but torch cannot use them; install a torch built for CUDA")
-    return Finding(Level.ADVICE, "GPUs", "none found; the embedded engine runs on the CPU (`--device cpu`, the default)")
+        return Finding(Severity.ADVICE, "GPUs", f"{len(driver_gpus)} found, but torch cannot use them; install a torch built for CUDA")
+    return Finding(Severity.ADVICE, "GPUs", "none found; the embedded engine runs on the CPU (`--device cpu`, the default)")
 
 
-def nixl_findings(report: NixlReport | Failed, asked_for: Sequence[str] = ()) -> list[Finding]:
-    """`asked_for` are the plugins that the user named beside UCX."""
-    if isinstance(report, Failed):
-        return [Finding(Level.PROBLEM, "NIXL", f"{report.reason}; engines can still use shared memory and TCP (planes: shm, tcp)")]
+def nixl_findings(report: NixlReport | ProbeFailed, requested: Sequence[str] = ()) -> list[Finding]:
+    """`requested` are the plugins that the user named beside UCX."""
+    if isinstance(report, ProbeFailed):
+        return [Finding(Severity.PROBLEM, "NIXL", f"{report.reason}; engines can still use shared memory and TCP (transports: shm, tcp)")]
     found = ", ".join(sorted(report.plugins)) or "none"
-    first = Finding(Level.OK, "NIXL", f"{report.version}, UCX starts here; plugins found: {found}")
+    first = Finding(Severity.OK, "NIXL", f"{report.version}, UCX starts here; plugins found: {found}")
     if DEFAULT_PLUGIN not in report.started:
-        text = f"{report.version} works, but its UCX plugin does not start (plugins found: {found}); install nixl anew"
-        first = Finding(Level.PROBLEM, "NIXL", text)
-    return [first, *_exit_findings(report), *(_plugin_finding(name, report) for name in asked_for)]
+        text = f"{report.version} works, but its UCX plugin does not start (plugins found: {found}); reinstall nixl"
+        first = Finding(Severity.PROBLEM, "NIXL", text)
+    return [first, *_exit_findings(report), *(_plugin_finding(name, report) for name in requested)]
 
 
 def _exit_findings(report: NixlReport) -> list[Finding]:
@@ -146,35 +146,35 @@ def _exit_findings(report: NixlReport) -> list[Finding]:
         text = (
             f"processes here are killed when they exit ({', '.join(crashes)}); please report it with the output of `kvferry doctor --json`"
         )
-        return [Finding(Level.PROBLEM, "NIXL exit", text)]
+        return [Finding(Severity.PROBLEM, "NIXL exit", text)]
     if report.netlink_copies > 1:
         text = (
             "the distribution's libefa loads a second libnl; kvferry's processes exit cleanly, and vLLM's with kvferry installed; other "
             "users of NIXL end with SIGSEGV (remove ibverbs-providers, or see docs/decisions/042-two-copies-of-libnl.md)"
         )
-        return [Finding(Level.ADVICE, "NIXL exit", text)]
+        return [Finding(Severity.ADVICE, "NIXL exit", text)]
     return []
 
 
 def _plugin_finding(name: str, report: NixlReport) -> Finding:
     """It was asked for by name, so it is a problem when it does not start."""
     if name in report.started:
-        return Finding(Level.OK, "NIXL plugin", f"{name} starts here")
+        return Finding(Severity.OK, "NIXL plugin", f"{name} starts here")
     if name not in report.plugins:
         text = f"{name} is not found; use one of {', '.join(sorted(report.plugins))}"
-        return Finding(Level.PROBLEM, "NIXL plugin", text)
-    return Finding(Level.PROBLEM, "NIXL plugin", f"{name} is found but does not start here; install the libraries it needs, or use UCX")
+        return Finding(Severity.PROBLEM, "NIXL plugin", text)
+    return Finding(Severity.PROBLEM, "NIXL plugin", f"{name} is found but does not start here; install the libraries it needs, or use UCX")
 
 
-def port_finding(taken: list[int], looked_at: list[int]) -> Finding:
+def port_finding(taken: list[int], checked_ports: list[int]) -> Finding:
     """Of the ports in the README's commands."""
     if not taken:
-        return Finding(Level.OK, "other ports", f"{', '.join(map(str, looked_at))} are free")
+        return Finding(Severity.OK, "other ports", f"{', '.join(map(str, checked_ports))} are free")
     side = [str(port) for port in taken if port == SECOND_SIDE_CHANNEL_PORT]
     http = [str(port) for port in taken if port != SECOND_SIDE_CHANNEL_PORT]
     parts = [f"{', '.join(http)} taken; choose others with --port"] if http else []
     parts += [f"{side[0]} taken; set VLLM_NIXL_SIDE_CHANNEL_PORT to another"] if side else []
-    return Finding(Level.ADVICE, "other ports", "; ".join(parts))
+    return Finding(Severity.ADVICE, "other ports", "; ".join(parts))
 
 
 def enabled_transports(log: str) -> list[str]:
@@ -187,9 +187,11 @@ def transport_finding(transports: list[str], settings: Mapping[str, str]) -> Fin
     listed = ", ".join(transports)
     given = "".join(f", with {name}={value}" for name, value in sorted(settings.items()))
     if not transports:
-        return Finding(Level.ADVICE, "UCX", f"told nothing about its transports{given}")
+        return Finding(Severity.ADVICE, "UCX", f"reported no transports{given}")
     if "cma" not in transports:
-        return Finding(Level.ADVICE, "UCX", f"{listed}{given}; without cma NIXL is slow on one machine, so allow ptrace in the container")
+        return Finding(
+            Severity.ADVICE, "UCX", f"{listed}{given}; without cma NIXL is slow on one machine, so allow ptrace in the container"
+        )
     if not any(name.split("_")[0] in RDMA_TRANSPORTS for name in transports):
-        return Finding(Level.OK, "UCX", f"{listed}{given}; no RDMA device, so KV moves between machines over TCP")
-    return Finding(Level.OK, "UCX", f"{listed}{given}")
+        return Finding(Severity.OK, "UCX", f"{listed}{given}; no RDMA device, so KV moves between machines over TCP")
+    return Finding(Severity.OK, "UCX", f"{listed}{given}")

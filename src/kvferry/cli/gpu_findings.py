@@ -1,4 +1,5 @@
-"""What `kvferry doctor` says of GPUs: how fast KV moves between two processes on one, by which plane it would go, and with which settings.
+"""What `kvferry doctor` says of GPUs: how fast KV moves between two processes on one, by which transport it would go, and with which
+settings.
 
 Pure: `kvferry bench transfer` has measured, in a process of its own.
 """
@@ -8,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.cli.findings import Failed, Finding, Level
+from kvferry.cli.findings import Finding, ProbeFailed, Severity
 
-__all__ = ["GpuReport", "GpuSpeeds", "gpu_speed_findings", "gpu_speeds", "staging_advice_bytes", "ucx_settings_finding"]
+__all__ = ["GpuReport", "GpuSpeeds", "bounce_advice_bytes", "gpu_speed_findings", "gpu_speeds", "ucx_settings_finding"]
 
 GOOD_SHARE = 0.8
 """Of the device's own copy."""
@@ -18,14 +19,14 @@ MAX_ADVICE_BYTES = 64 * 1024 * 1024
 GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 
 
-class PlaneRow(msgspec.Struct, frozen=True):
+class TransportRow(msgspec.Struct, frozen=True):
     """A row of the benchmark."""
 
-    plane: str
-    piece_bytes: int
+    transport: str
+    segment_bytes: int
     pattern: str
     gbps: float | None = None
-    """None: this plane could not move it."""
+    """None: this transport could not move it."""
     copies: int | None = None
     median_us: float | None = None
 
@@ -39,111 +40,111 @@ class BaselineRow(msgspec.Struct, frozen=True):
 class GpuReport(msgspec.Struct, frozen=True):
     """What the benchmark answered, as far as it is used here."""
 
-    rows: list[PlaneRow]
+    rows: list[TransportRow]
     baselines: list[BaselineRow]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeeds:
-    """Of scattered pieces of one size, in 10^9 bytes per second; None where something does not work."""
+    """Of scattered segments of one size, in 10^9 bytes per second; None where something does not work."""
 
-    piece_bytes: int
+    segment_bytes: int
     copy: float
     cuda_ipc: float | None
     nixl: float | None
-    nixl_staged: float | None
+    nixl_bounce: float | None
     nixl_contiguous: float | None
     descriptor_us: float | None
     """What NIXL takes for each descriptor."""
 
 
-def gpu_speeds(report: GpuReport) -> GpuSpeeds | Failed:
-    rows = {row.plane: row for row in report.rows if row.pattern == "scattered" and row.gbps is not None}
+def gpu_speeds(report: GpuReport) -> GpuSpeeds | ProbeFailed:
+    rows = {row.transport: row for row in report.rows if row.pattern == "scattered" and row.gbps is not None}
     baselines = [row for row in report.baselines if row.pattern == "scattered"]
     if not rows or not baselines:
-        return Failed("no plane carries memory of this GPU")
+        return ProbeFailed("no transport carries memory of this GPU")
     plain = rows.get("nixl")
     speeds = {name: row.gbps for name, row in rows.items()}
     return GpuSpeeds(
-        piece_bytes=next(iter(rows.values())).piece_bytes,
+        segment_bytes=next(iter(rows.values())).segment_bytes,
         copy=baselines[0].memcpy_gbps,
         cuda_ipc=speeds.get("cuda_ipc"),
         nixl=speeds.get("nixl"),
-        nixl_staged=speeds.get("nixl staged"),
+        nixl_bounce=speeds.get("nixl bounce"),
         nixl_contiguous=baselines[0].contiguous_nixl_gbps,
         descriptor_us=plain.median_us / plain.copies if plain and plain.median_us and plain.copies else None,
     )
 
 
-def staging_advice_bytes(speeds: GpuSpeeds) -> int | None:
-    """The size of pieces from which on NIXL is as fast with a descriptor for each as staged: a power of two. None when nobody knows.
+def bounce_advice_bytes(speeds: GpuSpeeds) -> int | None:
+    """The size of segments from which on NIXL is as fast with a descriptor for each as staged: a power of two. None when nobody knows.
 
-    A descriptor takes as long whatever its size, and staged transfers are as fast whatever their pieces."""
-    if speeds.descriptor_us is None or speeds.nixl_staged is None:
+    A descriptor takes as long whatever its size, and bounce-buffer transfers are as fast whatever their segments."""
+    if speeds.descriptor_us is None or speeds.nixl_bounce is None:
         return None
-    meeting = min(speeds.nixl_staged * 1e3 * speeds.descriptor_us, MAX_ADVICE_BYTES)
+    meeting = min(speeds.nixl_bounce * 1e3 * speeds.descriptor_us, MAX_ADVICE_BYTES)
     return 1 << max(0, round(meeting) - 1).bit_length()
 
 
-def gpu_speed_findings(gpu: str, report: GpuReport | Failed, default_staging_bytes: int) -> list[Finding]:
-    """How fast each way is, and which plane would be chosen."""
-    speeds = report if isinstance(report, Failed) else gpu_speeds(report)
-    if isinstance(speeds, Failed):
+def gpu_speed_findings(gpu: str, report: GpuReport | ProbeFailed, default_bounce_bytes: int) -> list[Finding]:
+    """How fast each way is, and which transport would be chosen."""
+    speeds = report if isinstance(report, ProbeFailed) else gpu_speeds(report)
+    if isinstance(speeds, ProbeFailed):
         text = f"{gpu}: nothing could be measured ({speeds.reason}); see `kvferry bench transfer --device cuda`"
-        return [Finding(Level.ADVICE, "GPU speed", text)]
-    return [Finding(Level.OK, "GPU speed", f"{gpu}: {_measured(speeds)}"), _choice(gpu, speeds, default_staging_bytes)]
+        return [Finding(Severity.ADVICE, "GPU speed", text)]
+    return [Finding(Severity.OK, "GPU speed", f"{gpu}: {_measured(speeds)}"), _choice(gpu, speeds, default_bounce_bytes)]
 
 
 def ucx_settings_finding(settings: Mapping[str, str], environ: Mapping[str, str]) -> Finding:
-    """`settings` are those that the nixl plane makes, unless the user has made them."""
+    """`settings` are those that the nixl transport makes, unless the user has made them."""
     shown = [
         f"{name}={environ.get(name, value)} ({'yours' if name in environ else 'set by kvferry'})"
         for name, value in sorted(settings.items())
     ]
     if environ.get(GET_ZCOPY, "y").lower() not in ("y", "yes", "on", "1", "try"):
         text = f"{', '.join(shown)}; without {GET_ZCOPY}=y NIXL reads GPU memory through host TCP, thousands of times slower: unset it"
-        return Finding(Level.ADVICE, "UCX on GPUs", text)
-    return Finding(Level.OK, "UCX on GPUs", ", ".join(shown))
+        return Finding(Severity.ADVICE, "UCX on GPUs", text)
+    return Finding(Severity.OK, "UCX on GPUs", ", ".join(shown))
 
 
 def _measured(speeds: GpuSpeeds) -> str:
-    size = _size(speeds.piece_bytes)
-    parts = [f"the device copies at {speeds.copy:,.0f} GB/s; scattered pieces of {size}: "]
+    size = _size(speeds.segment_bytes)
+    parts = [f"the device copies at {speeds.copy:,.0f} GB/s; scattered segments of {size}: "]
     ways = [
         ("cuda_ipc", speeds.cuda_ipc),
         ("nixl", speeds.nixl),
-        ("nixl staged", speeds.nixl_staged),
+        ("nixl bounce", speeds.nixl_bounce),
     ]
-    parts.append(", ".join(f"{name} {_shown(gbps)}" for name, gbps in ways if gbps is not None) or "no plane")
+    parts.append(", ".join(f"{name} {_shown(gbps)}" for name, gbps in ways if gbps is not None) or "no transport")
     if speeds.descriptor_us is not None:
         parts.append(f"; NIXL takes {speeds.descriptor_us:.1f} µs for each descriptor")
     if speeds.nixl_contiguous is not None:
-        parts.append(f", and {_shown(speeds.nixl_contiguous)} for one long piece")
+        parts.append(f", and {_shown(speeds.nixl_contiguous)} for one long segment")
     return "".join(parts)
 
 
-def _choice(gpu: str, speeds: GpuSpeeds, default_staging_bytes: int) -> Finding:
-    across = _across_hosts(speeds, default_staging_bytes)
+def _choice(gpu: str, speeds: GpuSpeeds, default_bounce_bytes: int) -> Finding:
+    across = _advice_across_hosts(speeds, default_bounce_bytes)
     if speeds.cuda_ipc is None:
         text = f"{gpu}: nixl everywhere, because cuda_ipc does not work here (see the log of an engine); {across}"
-        return Finding(Level.ADVICE, "GPU plane", text)
+        return Finding(Severity.ADVICE, "GPU transport", text)
     share = speeds.cuda_ipc / speeds.copy
     text = f"{gpu}: cuda_ipc within this host, at {share:.2f} of the device's own copy; {across}"
     if share < GOOD_SHARE:
-        return Finding(Level.ADVICE, "GPU plane", f"{text}; that is little: is something else running on this GPU?")
-    return Finding(Level.OK, "GPU plane", text)
+        return Finding(Severity.ADVICE, "GPU transport", f"{text}; that is little: is something else running on this GPU?")
+    return Finding(Severity.OK, "GPU transport", text)
 
 
-def _across_hosts(speeds: GpuSpeeds, default_staging_bytes: int) -> str:
+def _advice_across_hosts(speeds: GpuSpeeds, default_bounce_bytes: int) -> str:
     if speeds.nixl is None:
         return "NIXL does not carry memory of this GPU, so other hosts are reached through host memory only (kv_buffer_device cpu)"
-    advised = staging_advice_bytes(speeds)
+    advised = bounce_advice_bytes(speeds)
     if advised is None:
         return "nixl to other hosts"
-    setting = f"nixl to other hosts, staged where pieces are below {_size(advised)}"
-    if advised == default_staging_bytes:
+    setting = f"nixl to other hosts, staged where segments are below {_size(advised)}"
+    if advised == default_bounce_bytes:
         return f"{setting}, the default"
-    return f"{setting}: set staging_piece_bytes to {advised} (the default is {default_staging_bytes})"
+    return f"{setting}: set bounce_max_segment_bytes to {advised} (the default is {default_bounce_bytes})"
 
 
 def _shown(gbps: float) -> str:

@@ -11,17 +11,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.errors import TransportError
 from kvferry.types import Address
 
-__all__ = ["Carried", "complete", "is_healthy", "read_carried", "sum_carried"]
+__all__ = ["TransportTotals", "complete", "is_healthy", "read_transport_totals", "sum_transport_totals"]
 
 _HEALTH_S = 2.0
 _METRICS_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """What one data plane has moved."""
+class TransportTotals:
+    """What one data transport has moved."""
 
-    plane: str
+    transport: str
     transfers: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
@@ -30,8 +30,10 @@ class Carried:
     def bytes_per_s(self) -> float:
         return self.total_bytes / self.seconds if self.seconds > 0 else 0.0
 
-    def __add__(self, other: "Carried") -> "Carried":
-        return Carried(self.plane, self.transfers + other.transfers, self.total_bytes + other.total_bytes, self.seconds + other.seconds)
+    def __add__(self, other: "TransportTotals") -> "TransportTotals":
+        return TransportTotals(
+            self.transport, self.transfers + other.transfers, self.total_bytes + other.total_bytes, self.seconds + other.seconds
+        )
 
 
 def is_healthy(address: Address) -> bool:
@@ -54,34 +56,34 @@ def complete(address: Address, request: dict[str, Any], timeout_s: float) -> str
     raise TransportError(f"{address} answered the sample request with status {status}: {reason}")
 
 
-def read_carried(address: Address) -> list[Carried]:
-    """What an engine's planes have moved so far, from its /metrics."""
+def read_transport_totals(address: Address) -> list[TransportTotals]:
+    """What an engine's transports have moved so far, from its /metrics."""
     status, body = _call(address, "GET", "/metrics", None, _METRICS_S)
     if status != 200:
         raise TransportError(f"{address} answered /metrics with status {status}")
     try:
-        return sum_carried(_samples(body.decode()))
+        return sum_transport_totals(_samples(body.decode()))
     except (ValueError, LookupError) as error:
         raise TransportError(f"the /metrics of {address} cannot be read: {error}") from error
 
 
-def sum_carried(parts: Iterable[Carried]) -> list[Carried]:
-    """One entry per plane that moved something, the busiest first."""
-    totals: dict[str, Carried] = {}
+def sum_transport_totals(parts: Iterable[TransportTotals]) -> list[TransportTotals]:
+    """One entry per transport that moved something, the busiest first."""
+    totals: dict[str, TransportTotals] = {}
     for part in parts:
-        totals[part.plane] = totals.get(part.plane, Carried(part.plane)) + part
+        totals[part.transport] = totals.get(part.transport, TransportTotals(part.transport)) + part
     return sorted((total for total in totals.values() if total.transfers or total.total_bytes), key=lambda total: -total.total_bytes)
 
 
-def _samples(text: str) -> Iterable[Carried]:
+def _samples(text: str) -> Iterable[TransportTotals]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == "kvferry:transfer_bytes_total":
-                yield Carried(sample.labels["plane"], total_bytes=int(sample.value))
+                yield TransportTotals(sample.labels["transport"], total_bytes=int(sample.value))
             elif sample.name == "kvferry:transfer_seconds_total":
-                yield Carried(sample.labels["plane"], seconds=sample.value)
+                yield TransportTotals(sample.labels["transport"], seconds=sample.value)
             elif sample.name == "kvferry:transfers_total":
-                yield Carried(sample.labels["plane"], transfers=int(sample.value))
+                yield TransportTotals(sample.labels["transport"], transfers=int(sample.value))
 
 
 def _call(address: Address, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:

@@ -30,27 +30,27 @@ def stop_signals() -> Iterator[None]:
 
 
 class StopRequest:
-    """What a signal asked for, remembered until somebody looks. Loops call `check`, waits end at `sooner`."""
+    """What a signal asked for, remembered until somebody looks. Loops call `check`, waits end at `earlier_deadline`."""
 
     def __init__(self) -> None:
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
 
     @property
-    def is_asked(self) -> bool:
-        return self._asked_at is not None
+    def is_requested(self) -> bool:
+        return self._requested_at is not None
 
-    def ask(self) -> None:
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+    def request(self) -> None:
+        if self._requested_at is None:
+            self._requested_at = time.monotonic()
 
     def check(self) -> None:
         """KeyboardInterrupt once a stop is asked for."""
-        if self.is_asked:
+        if self.is_requested:
             raise KeyboardInterrupt
 
-    def sooner(self, deadline: float) -> float:
+    def earlier_deadline(self, deadline: float) -> float:
         """Until when to wait for something that had better be finished: its deadline, or a moment after the stop."""
-        return deadline if self._asked_at is None else min(deadline, self._asked_at + FINISH_S)
+        return deadline if self._requested_at is None else min(deadline, self._requested_at + FINISH_S)
 
 
 @contextmanager
@@ -59,9 +59,9 @@ def stop_requests(end_s: float = END_S) -> Iterator[StopRequest]:
     stop = StopRequest()
 
     def remember(number: int, frame: FrameType | None) -> None:
-        if not stop.is_asked:
+        if not stop.is_requested:
             faulthandler.dump_traceback_later(end_s, exit=True)
-        stop.ask()
+        stop.request()
 
     with _handled_by(remember):
         yield stop

@@ -28,7 +28,7 @@ class UpOptions:
     model: Path | None = None
     """None: a tiny one is made for the occasion."""
     port: int = 8000
-    planes: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
     """Empty: the best that works here."""
     tensor_parallel_size: int = 1
     mode: str = "pull"
@@ -65,7 +65,7 @@ class LocalLaunch:
     model: Path
 
     def engine(self) -> list[str]:
-        extra = {"kv_connector_extra_config": {"planes": list(self.options.planes)}} if self.options.planes else {}
+        extra = {"kv_connector_extra_config": {"transports": list(self.options.transports)}} if self.options.transports else {}
         transfer = {"kv_connector": CONNECTORS[self.options.mode], "kv_role": "kv_both", **extra}
         return [
             *_kvferry("serve", str(self.model), "--host", LOOPBACK, "--port", "0"),

@@ -12,10 +12,10 @@ from kvferry.types import Address
 
 __all__ = ["LocalCluster"]
 
-_LOOK_AGAIN_S = 0.05
-CLOSE_PATIENCE_S = 15.0
+_POLL_INTERVAL_S = 0.05
+CLOSE_TIMEOUT_S = 15.0
 """More than an engine's own `--shutdown-timeout`, so that its streams can end with a word."""
-_SPOKEN = "kvferry: "
+_STAGE_PREFIX = "kvferry: "
 
 
 class LocalCluster:
@@ -49,7 +49,7 @@ class LocalCluster:
             if child.is_serving:
                 child.check_alive()
 
-    def last_words(self) -> list[tuple[str, list[str]]]:
+    def last_log_lines(self) -> list[tuple[str, list[str]]]:
         """Name and last log lines of everyone who has ended badly, or, when all live, of everyone."""
         ended = [child for child in self._children if child.has_failed]
         return [(child.name, child.tail()) for child in ended or self._children]
@@ -58,11 +58,11 @@ class LocalCluster:
         """The router first, so that nobody is asked who is gone. Requests get the time that router and engines give them after Ctrl-C."""
         for child in reversed(self._children):
             child.interrupt()
-        deadline = time.monotonic() + CLOSE_PATIENCE_S
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for child in reversed(self._children):
             child.close(max(0.0, deadline - time.monotonic()))
 
-    def hurry(self) -> None:
+    def terminate_all(self) -> None:
         """Let `close` wait for no request. May be called from a signal handler in the middle of it."""
         for child in reversed(self._children):
             child.terminate()
@@ -88,11 +88,11 @@ class LocalCluster:
             if time.monotonic() > deadline:
                 late = ", ".join(child.name for child in children if child.name not in found)
                 raise KVFerryError(f"{late} did not become healthy within {self._start_timeout_s:g} s")
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_INTERVAL_S)
         return [found[child.name] for child in children]
 
 
 def _stage(child: ChildProcess) -> str:
     """What it last said of itself to people, as opposed to its log."""
-    said = [line.removeprefix(_SPOKEN) for line in child.tail() if line.startswith(_SPOKEN)]
-    return said[-1] if said else "starting"
+    stages = [line.removeprefix(_STAGE_PREFIX) for line in child.tail() if line.startswith(_STAGE_PREFIX)]
+    return stages[-1] if stages else "starting"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvferry import __version__
-from kvferry.cli.arguments import FLAG, dashed, split_transfer_arguments
+from kvferry.cli.arguments import TRANSFER_CONFIG_FLAG, dashed, split_transfer_arguments
 from kvferry.cli.limits import raise_file_limit
-from kvferry.cli.parser import Parser, shown_word
+from kvferry.cli.parser import Parser, show_argument
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
 
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
-        return _complain(error, EXIT_CONFIG)
+        return _report_error(error, EXIT_CONFIG)
     except KVFerryError as error:
-        return _complain(error, EXIT_FAILED)
+        return _report_error(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -76,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"kvferry {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        raise ConfigError(f"{shown_word(argv[0])} is not a command of kvferry; {nearest(argv[0], COMMANDS)}")
+        raise ConfigError(f"{show_argument(argv[0])} is not a command of kvferry; {nearest(argv[0], COMMANDS)}")
     return _run(argv[0], argv[1:])
 
 
@@ -97,7 +97,11 @@ def make_parser(name: str) -> Parser:
     parser = Parser(f"kvferry {name}", command.DESCRIPTION, command.EXAMPLES)
     command.add_arguments(parser)
     if COMMANDS[name].takes_transfer_config:
-        parser.add_argument(FLAG, metavar="JSON", help=f"KV transfer as JSON; single keys as {FLAG}.KEY VALUE, lists with KEY+")
+        parser.add_argument(
+            TRANSFER_CONFIG_FLAG,
+            metavar="JSON",
+            help=f"KV transfer as JSON; single keys as {TRANSFER_CONFIG_FLAG}.KEY VALUE, lists with KEY+",
+        )
     return parser
 
 
@@ -122,7 +126,7 @@ def _overview() -> str:
     )
 
 
-def _complain(error: KVFerryError, code: int) -> int:
+def _report_error(error: KVFerryError, code: int) -> int:
     print(f"kvferry: {error}", file=sys.stderr)
     return code
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kvferry.config.fields import nearest, shown
+from kvferry.config.fields import RENAMED_FLAGS, nearest, shown
 from kvferry.errors import ConfigError
 
 __all__ = ["FlagRow", "Parser"]
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, examples: str = "") -> None:
         self._flags: list[str] = []
-        self._planned: dict[tuple[str, str], str] = {}
+        self._unsupported: dict[tuple[str, str], str] = {}
         super().__init__(
             prog=prog,
             description=description,
@@ -48,39 +48,41 @@ class Parser(argparse.ArgumentParser):
         action = self.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
         action.help = f"{meaning} (default: {'on' if default else 'off'})"
 
-    def add_planned(self, name: str, value: str = "", *, advice: str) -> None:
+    def add_unsupported(self, name: str, value: str = "", *, advice: str) -> None:
         """A flag, or one value of a flag, that people know from elsewhere and that is not built yet: a guess would lead them astray."""
-        self._planned[name, value] = advice
+        self._unsupported[name, value] = advice
 
     def flag_rows(self) -> list[FlagRow]:
         return [_row(action) for action in self._actions if action.dest != "help"]
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """ConfigError for a value that does not fit, a missing or an unknown argument."""
-        self._refuse_planned(arguments)
+        self._refuse_unsupported(arguments)
         found, unknown = self.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
+            if RENAMED_FLAGS.get(word) in self._flags:
+                raise ConfigError(f"{word} of `{self.prog}` is now called {RENAMED_FLAGS[word]}")
             if word.startswith("-"):
                 guess = nearest(word, self._flags, f"`{self.prog} --help`")
-                raise ConfigError(f"{shown_word(word)} is not an argument of `{self.prog}`; {guess}")
-            raise ConfigError(f"{shown_word(word)} is one argument too many for `{self.prog}`; remove it")
+                raise ConfigError(f"{show_argument(word)} is not an argument of `{self.prog}`; {guess}")
+            raise ConfigError(f"{show_argument(word)} is one argument too many for `{self.prog}`; remove it")
         return found
 
-    def _refuse_planned(self, arguments: Sequence[str]) -> None:
+    def _refuse_unsupported(self, arguments: Sequence[str]) -> None:
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
             if word == "--":
                 return
             flag, equals, inline = word.partition("=")
             for value in ("", inline if equals else following):
-                if (flag, value) in self._planned:
-                    raise ConfigError(f"{f'{flag} {value}'.strip()} is not here yet; {self._planned[flag, value]}")
+                if (flag, value) in self._unsupported:
+                    raise ConfigError(f"{f'{flag} {value}'.strip()} is not supported yet; {self._unsupported[flag, value]}")
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")
 
 
-def shown_word(word: str) -> str:
+def show_argument(word: str) -> str:
     return word if word.isprintable() and len(word) <= 80 else shown(word)
 
 

@@ -18,13 +18,15 @@ from kvferry.protocol.ranks import can_divide
 from kvferry.sizing.advice import advise_block_size, advise_lease, advise_read_timeout
 from kvferry.sizing.from_config import auto_dtype, shape_of_config
 from kvferry.sizing.keys import MAX_HEADS, MAX_LAYERS
-from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_pieces
-from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, CacheShape, LayerGroup, LayerKind, canonical_dtype
-from kvferry.sizing.transfer import DEFAULT_LINKS, DEFAULT_TOKENS, Link, Units, prompt_row
+from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_segments
+from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
+from kvferry.sizing.transfer import DEFAULT_LINKS, DEFAULT_TOKENS, NetworkLink, Units, prompt_row
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "Plan", "add_arguments", "make_plan", "parse_link", "parse_tokens", "run"]
 
-DESCRIPTION = "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many pieces it falls, and what to set."
+DESCRIPTION = (
+    "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many segments it falls, and what to set."
+)
 EXAMPLES = """\
   kvferry plan /models/tiny
   kvferry plan --layers 80 --kv-heads 8 --head-dim 128 --dtype bfloat16
@@ -59,13 +61,13 @@ def add_arguments(parser: Parser) -> None:
         "--tp", "--tensor-parallel-size", type=count_to(MAX_TP), default=1, metavar="N", help="ranks (default: %(default)s)"
     )
     parser.add_argument(
-        "--peer-tp", type=count_to(MAX_TP), metavar="N", help="ranks of the other side, for the pieces (default: twice --tp)"
+        "--peer-tp", type=count_to(MAX_TP), metavar="N", help="ranks of the other side, for the segments (default: twice --tp)"
     )
     parser.add_argument(
         "--peer-block-size",
         type=count_to(MAX_BLOCK_SIZE),
         metavar="N",
-        help="block size of the other side, for the pieces (default: twice --block-size)",
+        help="block size of the other side, for the segments (default: twice --block-size)",
     )
     parser.add_argument(
         "--link",
@@ -98,9 +100,9 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     rows = tuple(prompt_row(shape, tokens, links, tp, units) for tokens in arguments.tokens or DEFAULT_TOKENS)
     longest, slowest = max(rows, key=lambda row: row.tokens), min(links, key=lambda link: link.gbit)
     longest_s = longest.size_bytes * 8 / (slowest.gbit * 1e9)
-    pieces = [count_pieces(shape, layout, sides, longest.tokens) for sides in _sides(arguments, shape) for layout in _layouts(shape)]
+    segments = [count_segments(shape, layout, sides, longest.tokens) for sides in _sides(arguments, shape) for layout in _layouts(shape)]
     advice = (advise_lease(longest_s, slowest, longest.size_bytes), advise_read_timeout(longest_s, slowest), advise_block_size(shape, tp))
-    return Plan(name, shape, block, tp, links, rows, tuple(pieces), advice, tuple([*notes, *_notes(shape, tp)]))
+    return Plan(name, shape, block, tp, links, rows, tuple(segments), advice, tuple([*notes, *_notes(shape, tp)]))
 
 
 def count_to(most: int) -> Callable[[str], int]:
@@ -127,7 +129,7 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> NetworkLink:
     """For argparse: NAME=GBIT."""
     name, _, speed = text.rpartition("=")
     try:
@@ -136,10 +138,10 @@ def parse_link(text: str) -> Link:
         gbit = math.nan
     if not name.strip() or not name.isprintable() or not MIN_GBIT <= gbit < 1e9:
         raise argparse.ArgumentTypeError(f"{text[:80]!a} is no link; write it like 'Ethernet=100', a name and its Gbit/s")
-    return Link(name.strip(), gbit)
+    return NetworkLink(name.strip(), gbit)
 
 
-def _shape(arguments: argparse.Namespace) -> tuple[str, CacheShape, list[str]]:
+def _shape(arguments: argparse.Namespace) -> tuple[str, ModelCacheShape, list[str]]:
     given = [value for value in (arguments.layers, arguments.kv_heads, arguments.head_dim) if value is not None]
     if arguments.model is not None and given:
         raise ConfigError(f"MODEL and {', '.join(FLAG_WIDTHS)} say the same thing twice; give one or the other")
@@ -148,17 +150,25 @@ def _shape(arguments: argparse.Namespace) -> tuple[str, CacheShape, list[str]]:
     if len(given) < len(FLAG_WIDTHS):
         raise ConfigError(f"MODEL is missing; name a folder or a config.json, or give {', '.join(FLAG_WIDTHS)}")
     dtype = canonical_dtype("bfloat16" if arguments.dtype == "auto" else arguments.dtype)
-    group = LayerGroup(LayerKind.FULL, arguments.layers, arguments.kv_heads, 2 * arguments.head_dim)
-    return "a model of these sizes", CacheShape((group,), dtype), []
+    group = LayerGroup(LayerCacheKind.FULL, arguments.layers, arguments.kv_heads, 2 * arguments.head_dim)
+    return "a model of these sizes", ModelCacheShape((group,), dtype), []
 
 
-def _shape_of_model(model: str, asked: str) -> tuple[str, CacheShape, list[str]]:
+def _shape_of_model(model: str, requested_dtype: str) -> tuple[str, ModelCacheShape, list[str]]:
     path = Path(model)
     path = path if path.is_file() else find_checkpoint(model, os.environ) / "config.json"
     config = _read(path)
-    said = auto_dtype(config) if asked == "auto" else None
-    notes = ["config.json does not say its dtype; bfloat16 is assumed, --dtype says otherwise"] if asked == "auto" and not said else []
-    return model, shape_of_config(config, said or canonical_dtype("bfloat16" if asked == "auto" else asked)), notes
+    config_dtype = auto_dtype(config) if requested_dtype == "auto" else None
+    notes = (
+        ["config.json does not say its dtype; bfloat16 is assumed, --dtype says otherwise"]
+        if requested_dtype == "auto" and not config_dtype
+        else []
+    )
+    return (
+        model,
+        shape_of_config(config, config_dtype or canonical_dtype("bfloat16" if requested_dtype == "auto" else requested_dtype)),
+        notes,
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -174,11 +184,11 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _sides(arguments: argparse.Namespace, shape: CacheShape) -> list[Sides]:
+def _sides(arguments: argparse.Namespace, shape: ModelCacheShape) -> list[Sides]:
     """Equal sides, then what differs, either way round."""
     tp, block = arguments.tp, arguments.block_size
     other_tp, other_block = (
-        arguments.peer_tp or _usual_peer_tp(shape, tp),
+        arguments.peer_tp or _default_peer_tp(shape, tp),
         arguments.peer_block_size or min(2 * block, MAX_BLOCK_SIZE // block * block),
     )
     shape.check_tp(other_tp, "--peer-tp")
@@ -196,26 +206,26 @@ def _sides(arguments: argparse.Namespace, shape: CacheShape) -> list[Sides]:
     return both
 
 
-def _usual_peer_tp(shape: CacheShape, tp: int) -> int:
+def _default_peer_tp(shape: ModelCacheShape, tp: int) -> int:
     """Twice ours, or ours where the heads do not allow that."""
-    return 2 * tp if all(group.kind is LayerKind.LATENT or can_divide(group.kv_heads, 2 * tp) for group in shape.groups) else tp
+    return 2 * tp if all(group.kind is LayerCacheKind.LATENT or can_divide(group.kv_heads, 2 * tp) for group in shape.groups) else tp
 
 
-def _layouts(shape: CacheShape) -> list[str]:
+def _layouts(shape: ModelCacheShape) -> list[str]:
     """Blocks of all layers need layers that are all alike."""
     return [layout for layout in LAYOUTS if layout != CROSS_LAYER or len(shape.groups) == 1]
 
 
-def _notes(shape: CacheShape, tp: int) -> list[str]:
+def _notes(shape: ModelCacheShape, tp: int) -> list[str]:
     notes = []
     if any(group.window is not None for group in shape.groups):
         late = shape.bytes_per_late_token()
         notes.append(
             f"layers with a window hold at most that many tokens: beyond them a token adds {late:,} bytes, and a prompt's size is less"
         )
-    if any(group.kind is LayerKind.LATENT for group in shape.groups):
+    if any(group.kind is LayerCacheKind.LATENT for group in shape.groups):
         notes.append("latent attention caches one vector for all heads: every rank holds and reads all of it, whatever the TP")
-    if tp > 1 and any(group.kind is not LayerKind.LATENT and group.kv_heads < tp for group in shape.groups):
+    if tp > 1 and any(group.kind is not LayerCacheKind.LATENT and group.kv_heads < tp for group in shape.groups):
         notes.append(
             "there are more ranks than KV heads: neighbours hold the same head, so all ranks together hold more than once the bytes"
         )

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvferry.sizing.advice import Advice
-from kvferry.sizing.pieces import PieceCount, Sides
-from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, CacheShape, LayerGroup, LayerKind
-from kvferry.sizing.transfer import Link, PromptRow, Units, show_ms, show_size, show_tokens
+from kvferry.sizing.pieces import SegmentCount, Sides
+from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, LayerCacheKind, LayerGroup, ModelCacheShape
+from kvferry.sizing.transfer import NetworkLink, PromptRow, Units, show_ms, show_size, show_tokens
 
 __all__ = ["Plan", "plan_as_json", "plan_as_text"]
 
@@ -16,12 +16,12 @@ class Plan:
     """All that is known, before it is shown."""
 
     name: str
-    shape: CacheShape
+    shape: ModelCacheShape
     block_size: int
     tp: int
-    links: tuple[Link, ...]
+    links: tuple[NetworkLink, ...]
     rows: tuple[PromptRow, ...]
-    pieces: tuple[PieceCount, ...]
+    segments: tuple[SegmentCount, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
 
@@ -42,26 +42,29 @@ def plan_as_text(plan: Plan, units: Units) -> str:
     rule = "1K = 1,000 tokens, 1 KB = 1,024 bytes, 1 GB = 1,000,000 KB; --exact counts 1,000,000,000 bytes in a GB"
     lines += ["", *_table(head, body), rule if units is Units.ROUND else "1 GB = 1,000,000,000 bytes"]
     longest = max(row.tokens for row in plan.rows)
-    head = ["P to D", *dict.fromkeys(count.layout for count in plan.pieces)]
-    lines += ["", f"Pieces of one transfer of {show_tokens(longest)} into one rank, before adjacent blocks are joined (bytes of a piece):"]
-    lines += _table(head, _piece_rows(plan.pieces))
+    head = ["P to D", *dict.fromkeys(count.layout for count in plan.segments)]
+    lines += [
+        "",
+        f"Segments of one transfer of {show_tokens(longest)} into one rank, before adjacent blocks are joined (bytes of a segment):",
+    ]
+    lines += _table(head, _segment_rows(plan.segments))
     lines += ["", "Advice:", *(f"  {advice.setting} {advice.value}: {advice.reason}" for advice in plan.advice)]
     return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
 
 
 def _describe(group: LayerGroup) -> str:
     window = "" if group.window is None else f" of {group.window:,} tokens"
-    if group.kind is LayerKind.LATENT:
+    if group.kind is LayerCacheKind.LATENT:
         return f"{group.layers} latent layers of {group.width} numbers"
     return f"{group.layers} {group.kind} layers{window}, {group.kv_heads} KV heads of {group.width // 2}"
 
 
-def _formula(shape: CacheShape) -> str:
+def _formula(shape: ModelCacheShape) -> str:
     parts = []
     for group in shape.groups:
         if group.fixed_bytes or shape.dtype == LATENT_DTYPE:
             parts.append(f"{group.layers} × {group.head_bytes(shape.dtype)}")
-        elif group.kind is LayerKind.LATENT:
+        elif group.kind is LayerCacheKind.LATENT:
             parts.append(f"{group.layers} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
         elif group.width % 2 == 0:
             parts.append(f"{group.layers} × 2 × {group.kv_heads} × {group.width // 2} × {DTYPE_BYTES[shape.dtype]}")
@@ -70,10 +73,10 @@ def _formula(shape: CacheShape) -> str:
     return " + ".join(parts)
 
 
-def _piece_rows(pieces: tuple[PieceCount, ...]) -> list[list[str]]:
+def _segment_rows(segments: tuple[SegmentCount, ...]) -> list[list[str]]:
     rows: dict[Sides, list[str]] = {}
-    for count in pieces:
-        rows.setdefault(count.sides, [count.sides.title]).append(f"{count.pieces:,} ({count.piece_bytes:,})")
+    for count in segments:
+        rows.setdefault(count.sides, [count.sides.title]).append(f"{count.segments:,} ({count.segment_bytes:,})")
     return list(rows.values())
 
 
@@ -99,16 +102,16 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "bytes_per_block_per_rank": shape.bytes_per_token(plan.tp) * plan.block_size,
         "links": [asdict(link) for link in plan.links],
         "prompts": [_row_as_json(row, plan.links) for row in plan.rows],
-        "pieces": [
-            {"layout": count.layout, **asdict(count.sides), "pieces": count.pieces, "piece_bytes": count.piece_bytes}
-            for count in plan.pieces
+        "segments": [
+            {"layout": count.layout, **asdict(count.sides), "segments": count.segments, "segment_bytes": count.segment_bytes}
+            for count in plan.segments
         ],
         "advice": {advice.setting: {"value": advice.value, "reason": advice.reason} for advice in plan.advice},
         "notes": list(plan.notes),
     }
 
 
-def _row_as_json(row: PromptRow, links: tuple[Link, ...]) -> dict[str, Any]:
+def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, Any]:
     """`bytes` and `exact_ms` are exact; `gb` and `ms` are what the table shows, before rounding."""
     times = [
         {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)} for link, ms in zip(links, row.ms, strict=True)

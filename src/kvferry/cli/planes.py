@@ -1,6 +1,6 @@
-"""The makers of planes that an engine is started with: the one place that chooses which there are.
+"""The makers of transports that an engine is started with: the one place that chooses which there are.
 
-A `Kit` is plain data and travels to spawned worker processes; what it makes belongs to whoever asked.
+A `ConfiguredTransportKit` is plain data and travels to spawned worker processes; what it makes belongs to whoever asked.
 """
 
 import logging
@@ -20,29 +20,30 @@ from kvferry.config import (
 )
 from kvferry.errors import ConfigError
 from kvferry.planes.block_store import HostBlockStore
-from kvferry.planes.cuda_ipc import CudaIpcDataPlane
-from kvferry.planes.fabric import has_fabric
-from kvferry.planes.mirror import HostMirror
-from kvferry.planes.nixl import NetworkReach, NixlDataPlane
-from kvferry.planes.shm import SharedMemory, ShmDataPlane
-from kvferry.planes.staged_nixl import StagedNixlDataPlane, StagingSettings
-from kvferry.planes.tcp import TcpDataPlane
-from kvferry.planes.zmq import CurveKeys, ZmqControlPlane
+from kvferry.planes.cuda_ipc import CudaIpcTransport
+from kvferry.planes.fabric import has_rdma
+from kvferry.planes.mirror import CpuHostBuffer
+from kvferry.planes.nixl import NetworkReach, NixlTransport
+from kvferry.planes.shm import SharedMemory, ShmTransport
+from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
+from kvferry.planes.tcp import TcpTransport
+from kvferry.planes.zmq import CurveKeys, ZmqTransport
 from kvferry.ports.block_store import BlockStore
-from kvferry.ports.control import ControlPlane
-from kvferry.ports.data import DataPlane
+from kvferry.ports.control import ControlTransport
+from kvferry.ports.data import DataTransport
 from kvferry.ports.memory import CacheMemory
-from kvferry.ports.order import EngineOrder, HostOrder
+from kvferry.ports.order import EngineStream, HostStream
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["Kit", "nixl_settings"]
+__all__ = ["ConfiguredTransportKit", "nixl_settings"]
 
-IMPLEMENTED = ("shm", "cuda_ipc", "nixl", "tcp")
+TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
 """In order of preference. NIXL without RDMA says itself that it is good on one host only; then `tcp` is before it."""
 
 
 NIXL_OVER_TCP = (
-    "planes names nixl alone, and UCX has only TCP to reach other hosts from here: a peer that dies while it reads can end this process "
+    "transports names nixl alone, and UCX has only TCP to reach other hosts from here: a peer that dies while it reads can end this "
+    "process "
     "(a fault of UCX, docs/faults.md); `tcp` does not have it, and is faster"
 )
 
@@ -50,20 +51,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Kit:
-    """Implements `ports.kit.PlaneKit`."""
+class ConfiguredTransportKit:
+    """Implements `ports.kit.TransportKit`."""
 
     bind_host: str
     advertised_host: str
     port: int
     secret: bytes = field(repr=False)
-    """Empty without a connector: then no plane but memory is asked for."""
+    """Empty without a connector: then no transport but memory is asked for."""
     backends: tuple[str, ...] = ("UCX",)
     num_threads: int = 4
-    staging: StagingSettings = field(default_factory=StagingSettings)
-    planes: tuple[str, ...] = IMPLEMENTED
+    bounce: BounceSettings = field(default_factory=BounceSettings)
+    transports: tuple[str, ...] = TRANSPORTS
     faults: str = ""
-    """What data planes do wrong on purpose; for negative controls."""
+    """What data transports do wrong on purpose; for negative controls."""
 
     @classmethod
     def from_settings(
@@ -74,9 +75,11 @@ class Kit:
         environ: Mapping[str, str],
     ) -> Self:
         nixl = nixl_settings(transfer)
-        for plane in nixl.planes:
-            if plane not in IMPLEMENTED:
-                raise ConfigError(f"kv_connector_extra_config.planes names {plane}, which is not here yet; use {', '.join(IMPLEMENTED)}")
+        for transport in nixl.transports:
+            if transport not in TRANSPORTS:
+                raise ConfigError(
+                    f"kv_connector_extra_config.transports names {transport}, which is not supported yet; use {', '.join(TRANSPORTS)}"
+                )
         faults = fault_spec_from_environment(environ)
         if faults:
             _with_faults([], faults)
@@ -87,58 +90,58 @@ class Kit:
             secret=b"" if secret is None else secret.key,
             backends=nixl.backends,
             num_threads=nixl.num_threads,
-            staging=StagingSettings(nixl.staging_piece_bytes, nixl.staging_ring_bytes),
-            planes=nixl.planes or IMPLEMENTED,
+            bounce=BounceSettings(nixl.bounce_max_segment_bytes, nixl.bounce_buffer_bytes),
+            transports=nixl.transports or TRANSPORTS,
             faults=faults,
         )
 
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return SharedMemory.allocate(size_bytes)
 
-    def data_planes(self, memory: CacheMemory | None) -> Sequence[DataPlane]:
+    def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
         """In the order the operator pinned, else ours. Without shared memory there is no `shm`."""
-        made: list[DataPlane] = []
-        for name in self.planes:
+        made: list[DataTransport] = []
+        for name in self.transports:
             if name == "nixl":
                 reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
-                made.append(StagedNixlDataPlane(NixlDataPlane(self.backends, self.num_threads, reach), self.staging, self.secret))
-                if reach is NetworkReach.ANYWHERE and "tcp" not in self.planes and not has_fabric(self.backends, os.environ):
+                made.append(BounceNixlTransport(NixlTransport(self.backends, self.num_threads, reach), self.bounce, self.secret))
+                if reach is NetworkReach.ANYWHERE and "tcp" not in self.transports and not has_rdma(self.backends, os.environ):
                     _log.warning(NIXL_OVER_TCP)
             elif name == "tcp":
-                made.append(TcpDataPlane(self.bind_host, self.advertised_host))
+                made.append(TcpTransport(self.bind_host, self.advertised_host))
             elif name == "cuda_ipc":
-                made.append(CudaIpcDataPlane())
+                made.append(CudaIpcTransport())
             elif isinstance(memory, SharedMemory):
-                made.append(ShmDataPlane(memory))
+                made.append(ShmTransport(memory))
         return _with_faults(made, self.faults) if self.faults else made
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         return HostBlockStore(regions)
 
-    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
         if all(region.memory is MemoryKind.DRAM for region in engine):
-            return HostBlockStore(mirror, HostMirror(engine, mirror))
+            return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
         # Imported only where there is a device: it takes torch with CUDA.
-        from kvferry.planes.cuda_mirror import CudaMirror
+        from kvferry.planes.cuda_mirror import CudaHostBuffer
 
-        return HostBlockStore(mirror, CudaMirror(engine, mirror, (memory.address, memory.size_bytes)))
+        return HostBlockStore(host_buffer, CudaHostBuffer(engine, host_buffer, (memory.address, memory.size_bytes)))
 
-    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
+    def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
         devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}
         if not devices:
-            return HostOrder()
+            return HostStream()
         from kvferry.planes.cuda_order import CudaOrder
 
         return CudaOrder(devices.pop())
 
-    def control_plane(self) -> ControlPlane:
+    def control_transport(self) -> ControlTransport:
         return self._listening_on(0)
 
-    def side_channel(self) -> ControlPlane:
+    def side_channel(self) -> ControlTransport:
         return self._listening_on(self.port)
 
-    def _listening_on(self, port: int) -> ControlPlane:
-        return ZmqControlPlane(self.bind_host, self.advertised_host, port, CurveKeys.from_secret(self.secret))
+    def _listening_on(self, port: int) -> ControlTransport:
+        return ZmqTransport(self.bind_host, self.advertised_host, port, CurveKeys.from_secret(self.secret))
 
 
 def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
@@ -150,9 +153,9 @@ def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
     return transfer.extra if isinstance(transfer.extra, NixlExtraConfig) else NixlExtraConfig()
 
 
-def _with_faults(planes: Sequence[DataPlane], faults: str) -> list[DataPlane]:
+def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:
     # Imported only when asked for: what breaks things on purpose is not loaded in production.
-    from kvferry.planes.faulty import FaultyDataPlane, parse_faults
+    from kvferry.planes.faulty import FaultyTransport, parse_faults
 
     spec = parse_faults(faults)
-    return [FaultyDataPlane(plane, spec) for plane in planes]
+    return [FaultyTransport(transport, spec) for transport in transports]

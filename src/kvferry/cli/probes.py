@@ -17,16 +17,16 @@ from typing import TypeVar
 
 import msgspec
 
-from kvferry.cli.findings import Failed, NixlReport, TorchReport
+from kvferry.cli.findings import NixlReport, ProbeFailed, TorchReport
 from kvferry.cli.gpu_findings import GpuReport
 
-__all__ = ["Answer", "ask_nixl", "ask_torch", "can_share_memory", "driver_gpus", "is_port_free", "measure_gpu", "run_probe"]
+__all__ = ["ProbeOutput", "can_share_memory", "driver_gpus", "is_port_free", "measure_gpu", "probe_nixl", "probe_torch", "run_probe"]
 
 _Report = TypeVar("_Report", TorchReport, NixlReport, GpuReport)
 
 PROBE_TIMEOUT_S = 60.0
-GPU_BENCHMARK = ("bench", "transfer", "--json", "--pieces", "16", "--moved", "256", "--rounds", "7", "--device")
-"""What is measured of a GPU: enough to tell planes apart, in a few seconds of which most is starting up."""
+GPU_BENCHMARK = ("bench", "transfer", "--json", "--segments", "16", "--moved", "256", "--rounds", "7", "--device")
+"""What is measured of a GPU: enough to tell transports apart, in a few seconds of which most is starting up."""
 
 TORCH_CODE = """
 import json, torch
@@ -86,19 +86,21 @@ with mmap.mmap(opened, mmap.PAGESIZE) as shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeOutput:
     """The last line a probe wrote, and everything it wrote beside."""
 
     line: str
     log: str
 
 
-def run_probe(code: str, *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_TIMEOUT_S) -> Answer | Failed:
-    """Run a piece of Python in a process of its own."""
+def run_probe(
+    code: str, *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = PROBE_TIMEOUT_S
+) -> ProbeOutput | ProbeFailed:
+    """Run a segment of Python in a process of its own."""
     return _run_python("-c", code, *arguments, environ=environ, timeout_s=timeout_s)
 
 
-def _run_python(*arguments: str, environ: Mapping[str, str] | None, timeout_s: float) -> Answer | Failed:
+def _run_python(*arguments: str, environ: Mapping[str, str] | None, timeout_s: float) -> ProbeOutput | ProbeFailed:
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -111,30 +113,30 @@ def _run_python(*arguments: str, environ: Mapping[str, str] | None, timeout_s: f
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Failed(f"no answer within {timeout_s:g} s")
+        return ProbeFailed(f"no answer within {timeout_s:g} s")
     except OSError as error:
-        return Failed(f"cannot be asked ({error.strerror})")
+        return ProbeFailed(f"cannot be asked ({error.strerror})")
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        return Failed(_last_words(done))
-    return Answer(lines[-1], done.stdout + done.stderr)
+        return ProbeFailed(_failure_reason(done))
+    return ProbeOutput(lines[-1], done.stdout + done.stderr)
 
 
-def ask_torch() -> TorchReport | Failed:
-    answer = run_probe(TORCH_CODE)
-    return answer if isinstance(answer, Failed) else _decoded(answer, TorchReport)
+def probe_torch() -> TorchReport | ProbeFailed:
+    output = run_probe(TORCH_CODE)
+    return output if isinstance(output, ProbeFailed) else _decoded(output, TorchReport)
 
 
-def ask_nixl(environ: Mapping[str, str], plugins: Sequence[str]) -> tuple[NixlReport | Failed, str]:
+def probe_nixl(environ: Mapping[str, str], plugins: Sequence[str]) -> tuple[NixlReport | ProbeFailed, str]:
     """The report of a process that tried to start these plugins, and UCX's log with its table of transports."""
-    answer = run_probe(NIXL_CODE, *plugins, environ={**environ, **UCX_LOGGING})
-    return (answer, "") if isinstance(answer, Failed) else (_decoded(answer, NixlReport), answer.log)
+    output = run_probe(NIXL_CODE, *plugins, environ={**environ, **UCX_LOGGING})
+    return (output, "") if isinstance(output, ProbeFailed) else (_decoded(output, NixlReport), output.log)
 
 
-def measure_gpu(index: int, environ: Mapping[str, str]) -> GpuReport | Failed:
+def measure_gpu(index: int, environ: Mapping[str, str]) -> GpuReport | ProbeFailed:
     """How fast KV moves between two processes on one GPU."""
-    answer = _run_python("-m", "kvferry", *GPU_BENCHMARK, f"cuda:{index}", environ=environ, timeout_s=PROBE_TIMEOUT_S)
-    return answer if isinstance(answer, Failed) else _decoded(answer, GpuReport)
+    output = _run_python("-m", "kvferry", *GPU_BENCHMARK, f"cuda:{index}", environ=environ, timeout_s=PROBE_TIMEOUT_S)
+    return output if isinstance(output, ProbeFailed) else _decoded(output, GpuReport)
 
 
 def driver_gpus() -> list[str]:
@@ -158,12 +160,12 @@ def can_share_memory() -> str | None:
     try:
         os.ftruncate(opened, mmap.PAGESIZE)
         os.pwrite(opened, SHARED_BYTES, 0)
-        answer = run_probe(SHARE_CODE, str(os.getpid()), str(opened), timeout_s=10.0)
+        output = run_probe(SHARE_CODE, str(os.getpid()), str(opened), timeout_s=10.0)
     finally:
         os.close(opened)
-    if isinstance(answer, Failed):
-        return f"another process cannot open it ({answer.reason})"
-    return None if answer.line == SHARED_BYTES.decode() else "another process sees other bytes"
+    if isinstance(output, ProbeFailed):
+        return f"another process cannot open it ({output.reason})"
+    return None if output.line == SHARED_BYTES.decode() else "another process sees other bytes"
 
 
 def is_port_free(host: str, port: int) -> bool:
@@ -178,14 +180,14 @@ def is_port_free(host: str, port: int) -> bool:
     return True
 
 
-def _decoded(answer: Answer, kind: type[_Report]) -> _Report | Failed:
+def _decoded(output: ProbeOutput, kind: type[_Report]) -> _Report | ProbeFailed:
     try:
-        return msgspec.json.decode(answer.line, type=kind)
+        return msgspec.json.decode(output.line, type=kind)
     except (msgspec.DecodeError, ValueError):
-        return Failed(f"gave an answer that cannot be read ({ascii(answer.line)[:80]})")
+        return ProbeFailed(f"gave an answer that cannot be read ({ascii(output.line)[:80]})")
 
 
-def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+def _failure_reason(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         return f"the process that asked it was killed by signal {-done.returncode}"
     lines = done.stderr.strip().splitlines()

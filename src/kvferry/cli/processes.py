@@ -17,49 +17,49 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
 
-from kvferry.cli.announce import VARIABLE, parse_announcement
+from kvferry.cli.announce import ANNOUNCE_FD_VARIABLE, parse_announcement
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 
-__all__ = ["ChildProcess", "ProcessGroup", "Running", "Start", "start_anew"]
+__all__ = ["ChildProcess", "ProcessGroup", "ProcessHandle", "ProcessStarter", "spawn_process"]
 
 _LOG_LINES = 200
 _LINE_BYTES = 4096
 _REAP_S = 20.0
-_HURRY_S = 3.0
-_LAST_WORDS_S = 0.5
-_GUARDIAN_S = 10.0
+_TERMINATE_GRACE_S = 3.0
+_LOG_DRAIN_S = 0.5
+_REAPER_TIMEOUT_S = 10.0
 
 
 class ProcessGroup:
     """A process group with a guardian in it, and a directory that is removed with it."""
 
-    def __init__(self, directory: Path, patience_s: float = 10.0) -> None:
-        """`patience_s`: how long members may take to end before they are killed."""
+    def __init__(self, directory: Path, grace_s: float = 10.0) -> None:
+        """`grace_s`: how long members may take to end before they are killed."""
         self._directory = directory
-        self._patience_s = patience_s
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._grace_s = grace_s
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "ProcessGroup":
-        command = [sys.executable, "-m", "kvferry.cli.guardian", str(self._patience_s), str(self._directory)]
+        command = [sys.executable, "-m", "kvferry.cli.guardian", str(self._grace_s), str(self._directory)]
         quiet = subprocess.DEVNULL
-        self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0)
+        self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, process_group=0)
         return self
 
     @property
     def id(self) -> int:
-        assert self._guardian is not None
-        return self._guardian.pid
+        assert self._reaper is not None
+        return self._reaper.pid
 
     def close(self) -> None:
         """Stop whoever is left and remove the directory. KVFerryError when that did not work out."""
-        if self._guardian is None:
+        if self._reaper is None:
             return
-        guardian, self._guardian = self._guardian, None
+        guardian, self._reaper = self._reaper, None
         assert guardian.stdin is not None
         guardian.stdin.close()
         try:
-            code = guardian.wait(self._patience_s + _GUARDIAN_S)
+            code = guardian.wait(self._grace_s + _REAPER_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(guardian.pid, signal.SIGKILL)
             code = guardian.wait(_REAP_S)
@@ -72,7 +72,7 @@ class ProcessGroup:
         self.close()
 
 
-class Running(Protocol):
+class ProcessHandle(Protocol):
     """What is asked of a process; `subprocess.Popen` is one."""
 
     @property
@@ -91,12 +91,12 @@ class Running(Protocol):
     def kill(self) -> None: ...
 
 
-class Start(Protocol):
-    def __call__(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> Running:
+class ProcessStarter(Protocol):
+    def __call__(self, command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> ProcessHandle:
         """It inherits the file `announcement`, and what it writes can be read from its `stdout`. OSError when it cannot be started."""
 
 
-def start_anew(command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> Running:
+def spawn_process(command: Sequence[str], environment: Mapping[str, str], announcement: int, group: int) -> ProcessHandle:
     return subprocess.Popen(
         command,
         env=environment,
@@ -111,22 +111,22 @@ def start_anew(command: Sequence[str], environment: Mapping[str, str], announcem
 class ChildProcess:
     """One process with its log. `close` is idempotent and returns when the process is gone."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], start: Start = start_anew) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], start: ProcessStarter = spawn_process) -> None:
         self.name = name
         self._command = list(command)
         self._environment = dict(environment)
         self._start = start
-        self._process: Running | None = None
+        self._process: ProcessHandle | None = None
         self._reader: threading.Thread | None = None
         self._announcements = -1
         self._address: Address | None = None
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        self._was_asked = False
+        self._was_signaled = False
 
     def start(self, group: int) -> None:
         reading, writing = os.pipe()
         try:
-            self._process = self._start(self._command, self._environment | {VARIABLE: str(writing)}, writing, group)
+            self._process = self._start(self._command, self._environment | {ANNOUNCE_FD_VARIABLE: str(writing)}, writing, group)
         except OSError as error:
             os.close(reading)
             raise KVFerryError(f"{self.name} cannot be started: {error.strerror}") from error
@@ -187,34 +187,34 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask it to end; `close` waits for it."""
-        self._ask(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
         """Ask it to end as Ctrl-C would; `close` waits for it."""
-        self._ask(signal.SIGINT)
+        self._send_signal(signal.SIGINT)
 
-    def close(self, patience_s: float = 10.0) -> None:
+    def close(self, grace_s: float = 10.0) -> None:
         """End it, by kill when it does not go by itself. One that was asked before is not asked again while the patience lasts: engines
         take a second signal as the wish that they break off."""
         if self._process is None:
             return
-        if not self._was_asked or not self._ends_within(patience_s):
-            patience_s = _HURRY_S if self._was_asked else patience_s
+        if not self._was_signaled or not self._ends_within(grace_s):
+            grace_s = _TERMINATE_GRACE_S if self._was_signaled else grace_s
             self.terminate()
-            if not self._ends_within(patience_s):
+            if not self._ends_within(grace_s):
                 self._process.kill()
                 self._process.wait(_REAP_S)
         self._process = None
         os.close(self._announcements)
         # Its own children may hold the pipe a little longer. The group's guardian ends them, and the reader with them.
         assert self._reader is not None
-        self._reader.join(_LAST_WORDS_S)
+        self._reader.join(_LOG_DRAIN_S)
 
-    def _ask(self, number: signal.Signals) -> None:
+    def _send_signal(self, number: signal.Signals) -> None:
         # Once: a signal handler may ask while `close` is about to let go of it.
         process = self._process
         if process is not None:
-            self._was_asked = True
+            self._was_signaled = True
             process.send_signal(number)
 
     def _ends_within(self, timeout_s: float) -> bool:
@@ -231,7 +231,7 @@ class ChildProcess:
         while self._process is not None and self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if self._reader is not None:
-            self._reader.join(_LAST_WORDS_S)
+            self._reader.join(_LOG_DRAIN_S)
 
     def _read_log(self, stream: IO[bytes]) -> None:
         with stream:

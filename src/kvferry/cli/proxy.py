@@ -12,7 +12,7 @@ from kvferry.cli.addresses import dialable
 from kvferry.cli.announce import announce_address
 from kvferry.cli.json_logs import configure_logs
 from kvferry.cli.parser import Parser
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.cli.sizes import parse_port
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.errors import ConfigError
@@ -20,12 +20,12 @@ from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_access, read_config_file
 from kvferry.router.instances import Instance, Role, pair_instances
-from kvferry.router.options import Access, RouterOptions, Routing
+from kvferry.router.options import AccessOptions, RouterOptions, RoutingOptions
 from kvferry.router.policies import POLICIES
 from kvferry.router.registration import Registrar
-from kvferry.router.release import ReleaseSender
+from kvferry.router.release import SideChannelSender
 from kvferry.router.server import run_router
-from kvferry.router.turn_questions import ask_by
+from kvferry.router.turn_questions import make_turn_query_by
 from kvferry.types import Address, FailurePolicy
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]
@@ -52,14 +52,14 @@ def add_arguments(parser: Parser) -> None:
         parser.add_argument(f"--{name}-hosts", f"--{name}-host", nargs="+", metavar="HOST", help=hosts)
         ports = f"their ports, in the order of the hosts (default, without --config: {_DEFAULT_PORTS[role]})"
         parser.add_argument(f"--{name}-ports", f"--{name}-port", nargs="+", type=parse_port, metavar="PORT", help=ports)
-        default = getattr(Routing(), f"{role}_policy")
+        default = getattr(RoutingOptions(), f"{role}_policy")
         help_text = f"how a {role} instance is chosen: {', '.join(POLICIES)} (default: {default})"
         parser.add_argument(f"--{role}-policy", choices=list(POLICIES), metavar="NAME", help=help_text)
     policies = [policy.value for policy in FailurePolicy]
     parser.add_argument(
         "--without-prefill",
         choices=policies,
-        help="with no prefill instance to be had: recompute lets decode instances compute prompts, fail refuses (default: recompute)",
+        help="with no prefill instance available: recompute lets decode instances compute prompts, fail refuses (default: recompute)",
     )
     parser.add_argument("--api-key-file", metavar="FILE", help="keys that clients must have, `TENANT KEY` or `KEY` in each line")
     parser.add_argument("--admin-key-file", metavar="FILE", help="the key for /admin and /dashboard (default: this machine only, no key)")
@@ -85,13 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _make_app(options: RouterOptions, side_channels: ReleaseSender, secret: ClusterSecret) -> RouterApp:
+def _make_app(options: RouterOptions, side_channels: SideChannelSender, secret: ClusterSecret) -> RouterApp:
     return RouterApp(
         options,
         side_channels,
         push_key=PushTicketKey(secret.key),
         registrar=Registrar(secret.key),
-        make_ask=lambda watch: ask_by(side_channels.ask_turn, watch),
+        make_turn_query=lambda watcher: make_turn_query_by(side_channels.query_turn, watcher),
     )
 
 
@@ -117,14 +117,14 @@ def _instances(arguments: argparse.Namespace, role: Role, is_default: bool) -> t
     return pair_instances(role, hosts or ["localhost"], ports or [_DEFAULT_PORTS[role]])
 
 
-def _overridden(routing: Routing, arguments: argparse.Namespace) -> Routing:
+def _overridden(routing: RoutingOptions, arguments: argparse.Namespace) -> RoutingOptions:
     given = _given(arguments, ("prefill_policy", "decode_policy", "without_prefill"))
     if "without_prefill" in given:
         given["without_prefill"] = FailurePolicy(given["without_prefill"])
     return replace(routing, **given)
 
 
-def _access(arguments: argparse.Namespace) -> Access:
+def _access(arguments: argparse.Namespace) -> AccessOptions:
     return read_access(_given(arguments, (*_ACCESS_FILES, "cors_origins")), _read)
 
 
@@ -155,10 +155,10 @@ def _announce(address: Address, is_tls: bool) -> None:
 
 
 @contextmanager
-def _releases(secret: ClusterSecret) -> Iterator[ReleaseSender]:
+def _releases(secret: ClusterSecret) -> Iterator[SideChannelSender]:
     """The way to tell P that nobody will come. The router only dials, so it listens on the loopback alone."""
-    kit = Kit.from_settings(SideChannelConfig(), secret, None, os.environ)
-    sender = ReleaseSender(kit.control_plane())
+    kit = ConfiguredTransportKit.from_settings(SideChannelConfig(), secret, None, os.environ)
+    sender = SideChannelSender(kit.control_transport())
     sender.start()
     try:
         yield sender

@@ -49,17 +49,17 @@ class Registration:
 
     def run(self) -> None:
         while not self._stop.is_set():
-            if self._is_well():
+            if self._is_healthy():
                 for router in self.routers:
-                    self._tell(router)
+                    self._send(router)
             self._stop.wait(self.ttl_s / _RENEWALS)
         for router in list(self._joined):
-            self._tell(router, is_leaving=True)
+            self._send(router, is_leaving=True)
 
     def stop(self) -> None:
         self._stop.set()
 
-    def _is_well(self) -> bool:
+    def _is_healthy(self) -> bool:
         """One that is not is renewed no more, and is out of the fleets soon."""
         try:
             with _open(f"{self.instance.url}/health", timeout=_CALL_S) as answer:
@@ -68,7 +68,7 @@ class Registration:
             _log.warning("not registered: %s is not well (%s)", self.instance, error)
             return False
 
-    def _tell(self, router: str, is_leaving: bool = False) -> None:
+    def _send(self, router: str, is_leaving: bool = False) -> None:
         statement = Statement(self.instance.role, self.instance.url, self.ttl_s, time.time(), is_leaving)
         body = json.dumps({"statement": self.registrar.sign(statement)}).encode()
         request = urllib.request.Request(f"{router}/admin/register", body, {"Content-Type": "application/json"})
@@ -77,14 +77,14 @@ class Registration:
                 answer.read()
         except (OSError, ValueError) as error:
             self._joined.discard(router)
-            _log.warning("not registered router=%s: %s", router, _said(error))
+            _log.warning("not registered router=%s: %s", router, _error_text(error))
             return
         if router not in self._joined and not is_leaving:
             self._joined.add(router)
             _log.info("registered router=%s as %s", router, self.instance)
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """What the router answered, if it answered."""
     if not isinstance(error, urllib.error.HTTPError):
         return str(error)

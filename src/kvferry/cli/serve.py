@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from kvferry.cli.addresses import check_listenable, curl_command, dialable
 from kvferry.cli.announce import announce_address
 from kvferry.cli.parser import Parser
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.cli.registering import Registration, check_router_url
 from kvferry.cli.sizes import parse_device, parse_port, parse_size
 from kvferry.config import (
@@ -26,7 +26,7 @@ from kvferry.config import (
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.api.serve import announce, run_on_fast_loop
 from kvferry.engine.api.serve import serve as serve_api
-from kvferry.engine.api.signals import Stopped, stop_signals
+from kvferry.engine.api.signals import StoppedBySignal, stop_signals
 from kvferry.engine.client import EngineClient
 from kvferry.engine.model_config import read_model_config
 from kvferry.engine.options import EngineOptions
@@ -64,9 +64,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--router-url", metavar="URL", help="where routers reach this engine (default: the side channel's host)")
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="how much is logged (default: %(default)s)")
     for name in DATA_PARALLEL:
-        parser.add_planned(name, advice="start several engines and name them all to `kvferry proxy`")
+        parser.add_unsupported(name, advice="start several engines and name them all to `kvferry proxy`")
     for name in ("--pipeline-parallel-size", "-pp"):
-        parser.add_planned(name, advice="use --tensor-parallel-size to split a model")
+        parser.add_unsupported(name, advice="use --tensor-parallel-size to split a model")
 
 
 def _add_model_arguments(parser: Parser) -> None:
@@ -104,7 +104,7 @@ def _add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--max-num-batched-tokens", type=parse_size, default=DEFAULTS["max_num_batched_tokens"], help="per step (default: %(default)s)"
     )
-    parser.add_switch("--enable-chunked-prefill", default=True, meaning="compute long prompts in pieces between steps of others")
+    parser.add_switch("--enable-chunked-prefill", default=True, meaning="compute long prompts in chunks, between steps of other requests")
     parser.add_argument("--enforce-eager", action="store_true", help="accepted; this engine is always eager")
 
 
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     if options.kv_transfer is not None:
         secret = ClusterSecret.load(os.environ)
         secret.check_reach(side_channel)
-    kit = Kit.from_settings(side_channel, secret, options.kv_transfer, os.environ)
+    kit = ConfiguredTransportKit.from_settings(side_channel, secret, options.kv_transfer, os.environ)
     address = Address(api_host(arguments.host, side_channel), arguments.port)
     check_before_start(options, address)
     for sentence in ignored_variables(os.environ):
@@ -224,15 +224,19 @@ def _registering(arguments: argparse.Namespace, side_channel: SideChannelConfig)
 
 
 async def _serve(
-    options: EngineOptions, kit: Kit, side_channel: SideChannelConfig, address: Address, on_listening: Callable[[str, Address], None]
+    options: EngineOptions,
+    kit: ConfiguredTransportKit,
+    side_channel: SideChannelConfig,
+    address: Address,
+    on_listening: Callable[[str, Address], None],
 ) -> int:
     """The exit code: 0, or the signal's when one came before there was anything to serve with."""
     # The core logs its stages too; nobody needs to read them twice.
     on_progress = None if logging.getLogger().isEnabledFor(logging.INFO) else _show_stage
     with stop_signals() as signals:
         starting = EngineClient.start(options, kit, secret=kit.secret, side_channel=side_channel, on_progress=on_progress)
-        client = await signals.unless_stopped(starting)
-        if isinstance(client, Stopped):
+        client = await signals.run_unless_stopped(starting)
+        if isinstance(client, StoppedBySignal):
             return client.exit_code
         try:
             await serve_api(client, options, address.host, address.port, signals=signals, on_listening=on_listening)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvferry.cli.addresses import check_listenable, curl_command
-from kvferry.cli.http_client import Carried, complete, read_carried, sum_carried
+from kvferry.cli.http_client import TransportTotals, complete, read_transport_totals, sum_transport_totals
 from kvferry.cli.interrupts import STOP_SIGNALS, stop_signals
 from kvferry.cli.launch import CONNECTORS, LOOPBACK, LocalLaunch, UpOptions, child_environment
 from kvferry.cli.local_cluster import LocalCluster
@@ -33,7 +33,7 @@ __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 DESCRIPTION = "Run prefill, decode and router on this machine, show one request, and serve the OpenAI API until Ctrl-C."
 EXAMPLES = """\
   kvferry up
-  kvferry up --prefill 2 --decode 2 --planes nixl
+  kvferry up --prefill 2 --decode 2 --transports nixl
   kvferry up --model ~/models/Qwen3-0.6B --port 9000
   kvferry up --mode push
   kvferry up --once"""
@@ -45,7 +45,7 @@ PROMPT = (
 SAMPLE_TOKENS = 16
 START_TIMEOUT_S = 300.0
 SAMPLE_TIMEOUT_S = 120.0
-LOOK_AGAIN_S = 0.25
+POLL_INTERVAL_S = 0.25
 
 
 def add_arguments(parser: Parser) -> None:
@@ -54,7 +54,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
     parser.add_argument("--port", type=parse_port, default=8000, help="the router's port; 0: any free one (default: %(default)s)")
     parser.add_argument(
-        "--planes", choices=("shm", "cuda_ipc", "nixl", "tcp"), help="data plane to use (default: the best that works here)"
+        "--transports", choices=("shm", "cuda_ipc", "nixl", "tcp"), help="data transport to use (default: the best that works here)"
     )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="K", help="ranks of each engine (default: %(default)s)")
     parser.add_argument("--device", type=parse_device, default="cpu", help="of all engines: cpu, cuda or cuda:N (default: %(default)s)")
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         decode=arguments.decode,
         model=arguments.model,
         port=arguments.port,
-        planes=(arguments.planes,) if arguments.planes else (),
+        transports=(arguments.transports,) if arguments.transports else (),
         tensor_parallel_size=arguments.tensor_parallel_size,
         mode=arguments.mode,
         device=arguments.device,
@@ -79,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     if options.port:
         check_listenable(Address(LOOPBACK, options.port))
     console = Console()
-    with stop_signals(), _cluster(options) as (cluster, launch), _last_words(console, cluster):
-        router = _bring_up(cluster, launch, console)
-        carried = _show_sample(cluster, router, options, console)
+    with stop_signals(), _cluster(options) as (cluster, launch), _show_logs_on_failure(console, cluster):
+        router = _start_cluster(cluster, launch, console)
+        totals = _show_sample(cluster, router, options, console)
         if arguments.once:
-            return 0 if carried else 1
+            return 0 if totals else 1
         _show_address(router, options, console)
         return _serve_until_stopped(cluster)
 
@@ -103,56 +103,56 @@ def _cluster(options: UpOptions) -> Iterator[tuple[LocalCluster, LocalLaunch]]:
             yield cluster, launch
         finally:
             for number in STOP_SIGNALS:
-                signal.signal(number, lambda number, frame: cluster.hurry())
+                signal.signal(number, lambda number, frame: cluster.terminate_all())
             cluster.close()
 
 
-def _bring_up(cluster: LocalCluster, launch: LocalLaunch, console: Console) -> Address:
+def _start_cluster(cluster: LocalCluster, launch: LocalLaunch, console: Console) -> Address:
     with StartupView(console) as view:
         if launch.options.model is None:
             cluster.run_to_end("model", launch.make_model(), view)
         return cluster.start(launch.options.prefill, launch.options.decode, view)
 
 
-def _show_sample(cluster: LocalCluster, router: Address, options: UpOptions, console: Console) -> list[Carried]:
+def _show_sample(cluster: LocalCluster, router: Address, options: UpOptions, console: Console) -> list[TransportTotals]:
     request = {"model": options.model_name, "prompt": PROMPT, "max_tokens": SAMPLE_TOKENS, "temperature": 0, "ignore_eos": True}
     since = time.monotonic()
     text = complete(router, request, SAMPLE_TIMEOUT_S)
     took_s = time.monotonic() - since
-    carried = sum_carried(part for address in cluster.decoders for part in read_carried(address))
-    _say(console, f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)")
-    for part in carried:
+    totals = sum_transport_totals(part for address in cluster.decoders for part in read_transport_totals(address))
+    _print(console, f"\nprompt: {PROMPT}\nanswer: {text!r} ({SAMPLE_TOKENS} tokens, {took_s * 1000:.0f} ms)")
+    for part in totals:
         rate = f" at {_bytes(part.bytes_per_s)}/s" if part.seconds > 0 else ""
-        _say(console, f"moved:  {_bytes(part.total_bytes)} of KV cache by {part.plane} in {part.transfers} transfer(s){rate}")
-    if not carried:
-        _say(console, "moved:  nothing; the decode instance computed the prompt itself")
-    return carried
+        _print(console, f"moved:  {_bytes(part.total_bytes)} of KV cache by {part.transport} in {part.transfers} transfer(s){rate}")
+    if not totals:
+        _print(console, "moved:  nothing; the decode instance computed the prompt itself")
+    return totals
 
 
 def _show_address(router: Address, options: UpOptions, console: Console) -> None:
-    _say(console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
-    _say(console, f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
+    _print(console, f"\nserving on http://{router}; try\n  {curl_command(router, options.model_name)}")
+    _print(console, f"what goes on: http://{router}/dashboard\nCtrl-C stops everything.")
 
 
 def _serve_until_stopped(cluster: LocalCluster) -> int:
     try:
         while True:
             cluster.check_alive()
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(POLL_INTERVAL_S)
     except KeyboardInterrupt:
         return 0
 
 
 @contextmanager
-def _last_words(console: Console, cluster: LocalCluster) -> Iterator[None]:
+def _show_logs_on_failure(console: Console, cluster: LocalCluster) -> Iterator[None]:
     """When something fails, show what the processes said last."""
     try:
         yield
     except ConfigError:
         raise
     except KVFerryError:
-        for name, lines in cluster.last_words():
-            _say(console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)]))
+        for name, lines in cluster.last_log_lines():
+            _print(console, "\n".join([f"\nlast lines of {name}:", *(f"  {line}" for line in lines)]))
         raise
 
 
@@ -164,5 +164,5 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ LAYOUT_NAMES = ("KVFERRY_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 
 
 def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
-    """KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND: a head's tokens lie together, so a head slice is one piece."""
+    """KVFERRY_KV_CACHE_LAYOUT, else VLLM_KV_CACHE_LAYOUT, else HND: a head's tokens lie together, so a head slice is one segment."""
     for name in LAYOUT_NAMES:
         text = environ.get(name, "").strip()
         if text:
@@ -24,7 +24,7 @@ def kv_cache_layout_from_environment(environ: Mapping[str, str]) -> KVLayout:
 
 
 def fault_spec_from_environment(environ: Mapping[str, str]) -> str:
-    """KVFERRY_FAULTS: what the data planes do wrong on purpose, for tests that must fail; empty: nothing."""
+    """KVFERRY_FAULTS: what the data transports do wrong on purpose, for tests that must fail; empty: nothing."""
     return environ.get("KVFERRY_FAULTS", "").strip()
 
 

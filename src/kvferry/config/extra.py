@@ -27,7 +27,7 @@ from kvferry.errors import ConfigError
 from kvferry.types import Address
 
 __all__ = [
-    "KNOWN_PLANES",
+    "KNOWN_TRANSPORTS",
     "ExampleExtraConfig",
     "ExtraConfig",
     "FreeExtraConfig",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PUSH_WRITES = ("fenced", "always", "never")
-KNOWN_PLANES = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
+KNOWN_TRANSPORTS = ("memory", "shm", "cuda_ipc", "nixl", "tcp", "mooncake", "dist")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class NixlExtraConfig(ExtraConfig):
     kv_recompute_threshold: Natural = 64
     """Fewer tokens than this P computes again rather than fetching them from D; 0: it fetches whatever it lacks."""
     enable_cross_layers_blocks: Flag = False
-    """All layers of a block lie side by side in memory and move as one piece."""
+    """All layers of a block lie side by side in memory and move as one segment."""
     enable_permute_local_kv: Flag = False
     """Accepted because vLLM has it; caches of different layout always meet, and what arrives is put into our order."""
     engine_ttl: Number = 3600.0
@@ -98,13 +98,13 @@ class NixlExtraConfig(ExtraConfig):
     """In push: P offers the full blocks of a prompt while it computes the rest; false: all of it at the end."""
     push_write: Text = "fenced"
     """In push: when P writes into D's blocks, instead of D reading P's: fenced (where D itself can end it: over tcp), always, never."""
-    planes: Texts = ()
-    """Pins the data planes, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that work here."""
-    staging_piece_bytes: Natural | None = None
-    """Over NIXL, a transfer whose pieces are smaller on average goes through a staging ring; 0: none does; null: 262144 for GPU memory,
+    transports: Texts = ()
+    """Pins the data transports, in order of preference: shm, cuda_ipc, nixl, tcp; empty: all that work here."""
+    bounce_max_segment_bytes: Natural | None = None
+    """Over NIXL, a transfer whose segments are smaller on average goes through a bounce buffer; 0: none does; null: 262144 for GPU memory,
     0 for host memory."""
-    staging_ring_bytes: Natural | None = None
-    """Memory of the staging ring, of the kind and on the device that the cache is; null: 1 % of a GPU's memory, at most 1073741824, and
+    bounce_buffer_bytes: Natural | None = None
+    """Memory of the bounce buffer, of the kind and on the device that the cache is; null: 1 % of a GPU's memory, at most 1073741824, and
     67108864 on a host."""
     peers: Texts = ()
     """In push behind a router that signs nothing: side channels (host:port) of engines that are believed without a ticket (on D of its P's,
@@ -126,9 +126,11 @@ class NixlExtraConfig(ExtraConfig):
         check_fields(self)
         if not self.backends:
             raise ConfigError('backends must name at least one NIXL backend, for example ["UCX"]')
-        for plane in self.planes:
-            if plane not in KNOWN_PLANES:
-                raise ConfigError(f"planes names {shown(plane)}, which is no data plane; {nearest(plane, KNOWN_PLANES)}")
+        for transport in self.transports:
+            if transport not in KNOWN_TRANSPORTS:
+                raise ConfigError(
+                    f"transports names {shown(transport)}, which is no data transport; {nearest(transport, KNOWN_TRANSPORTS)}"
+                )
         if self.push_write not in PUSH_WRITES:
             raise ConfigError(f"push_write is {shown(self.push_write)}; {nearest(self.push_write, PUSH_WRITES)}")
         for peer in self.peers:
@@ -139,9 +141,9 @@ class NixlExtraConfig(ExtraConfig):
         """What one heartbeat adds: two thirds of the lease, in whole seconds where there are whole seconds to count."""
         return self.kv_lease_duration * 2 // 3 if self.kv_lease_duration >= 3 else self.kv_lease_duration * 2 / 3
 
-    def lends_by(self, planes: Iterable[str], fenced: Iterable[str]) -> frozenset[str]:
-        """In push: of these planes, those by which P may write into our blocks."""
-        return frozenset({"always": planes, "fenced": fenced}.get(self.push_write, ()))
+    def lends_by(self, transports: Iterable[str], fenced: Iterable[str]) -> frozenset[str]:
+        """In push: of these transports, those by which P may write into our blocks."""
+        return frozenset({"always": transports, "fenced": fenced}.get(self.push_write, ()))
 
     @property
     def peer_addresses(self) -> frozenset[str]:

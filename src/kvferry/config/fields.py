@@ -16,6 +16,8 @@ from msgspec import Meta
 from kvferry.errors import ConfigError
 
 __all__ = [
+    "RENAMED",
+    "RENAMED_FLAGS",
     "Bytes",
     "Count",
     "Flag",
@@ -40,11 +42,20 @@ __all__ = [
 
 LARGEST_INT = 2**62
 LARGEST_SECONDS = 1e9
-LEAST_LEASE_SECONDS = 0.5
+MIN_LEASE_SECONDS = 0.5
 """Below this a heartbeat that is late by a scheduler's nap ends a lease."""
-MOST_NAMES = 8
+MAX_LISTED_NAMES = 8
 """More of them make no sentence."""
 REFERENCE = "docs/configuration.md"
+RENAMED = {
+    "planes": "transports",
+    "staging_piece_bytes": "bounce_max_segment_bytes",
+    "staging_ring_bytes": "bounce_buffer_bytes",
+    "ill_probes": "max_failed_probes",
+    "forgive_s": "backoff_reset_s",
+}
+"""Settings of earlier versions, in connectors and in the router's file, by the name they have now."""
+RENAMED_FLAGS = {"--planes": "--transports", "--plane": "--transport", "--pieces": "--segments"}
 
 Flag = Annotated[bool, Meta(description="true or false")]
 Count = Annotated[int, Meta(ge=1, le=LARGEST_INT, description="a whole number of at least 1")]
@@ -54,7 +65,7 @@ Number = Annotated[float, Meta(ge=-LARGEST_SECONDS, le=LARGEST_SECONDS, descript
 Seconds = Annotated[float, Meta(gt=0, le=LARGEST_SECONDS, description="a number of seconds above 0")]
 Bytes = Annotated[float, Meta(ge=0, le=LARGEST_INT, description="a number of bytes")]
 LeaseSeconds = Annotated[
-    float, Meta(ge=LEAST_LEASE_SECONDS, le=LARGEST_SECONDS, description=f"a number of seconds of at least {LEAST_LEASE_SECONDS}")
+    float, Meta(ge=MIN_LEASE_SECONDS, le=LARGEST_SECONDS, description=f"a number of seconds of at least {MIN_LEASE_SECONDS}")
 ]
 Text = Annotated[str, Meta(min_length=1, max_length=4096, description="a text that is not empty")]
 Texts = Annotated[tuple[Text, ...], Meta(description="a list of texts")]
@@ -79,6 +90,8 @@ def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], owner: str
     known = list(known)
     for key in keys:
         if key not in known:
+            if RENAMED.get(str(key)) in known:
+                raise ConfigError(f"{key} of {owner} is now called {RENAMED[str(key)]}; rename it")
             raise ConfigError(f"{shown_key(key)} is not a setting of {owner}; {nearest(str(key), known)}")
 
 
@@ -88,7 +101,7 @@ def nearest(word: str, known: Iterable[str], reference: str = REFERENCE) -> str:
     close = difflib.get_close_matches(word[:200].casefold(), folded, n=1, cutoff=0.6)
     if close:
         return f"did you mean {folded[close[0]]}?"
-    if len(folded) > MOST_NAMES:
+    if len(folded) > MAX_LISTED_NAMES:
         return f"remove it, or use one of the {len(folded)} in {reference}"
     return f"remove it, or use one of {', '.join(folded.values())}" if folded else "remove it"
 

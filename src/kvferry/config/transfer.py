@@ -45,7 +45,7 @@ class KVTransferConfig:
     kv_role: KVRole
     """Whether this engine gives KV away, takes it, or does both."""
     kv_buffer_device: BufferDevice = BufferDevice.AUTO
-    """Where peers read and write KV; auto, or the engine's own device: in its cache. cpu with a cache elsewhere: in a mirror of it in
+    """Where peers read and write KV; auto, or the engine's own device: in its cache. cpu with a cache elsewhere: in a host buffer of it in
     host memory, pinned where that is possible, which takes as much memory again."""
     kv_connector_extra_config: Settings = field(default_factory=dict)
     """The connector's own settings; those of NixlConnector are in the next table."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
-    from kvferry.events import PullTimes
-    from kvferry.ports.kit import PlaneKit
+    from kvferry.events import TransferTimes
+    from kvferry.ports.kit import TransportKit
     from kvferry.ports.memory import CacheMemory
 
 __all__ = [
@@ -143,10 +143,10 @@ class KVCacheGroup:
     attention_chunk: int | None = None
 
     @property
-    def forgets(self) -> bool:
+    def has_local_attention(self) -> bool:
         return self.sliding_window is not None or self.attention_chunk is not None
 
-    def first_seen(self, position: int) -> int:
+    def first_visible_token(self, position: int) -> int:
         """The first token that the one at `position` looks at."""
         if self.attention_chunk is not None:
             return position // self.attention_chunk * self.attention_chunk
@@ -170,7 +170,7 @@ class KVCacheConfig:
     """kvferry only: within a block each token's bytes lie where `layout` says. False: the attention kernel packs tokens in its own way."""
     hides_partial_loads: bool = False
     """kvferry only: the engine never shows others a loaded block of which a window's group may have loaded only a part."""
-    keeps_last_view: bool = True
+    keeps_last_token_window: bool = True
     """kvferry only: of a finished prompt the engine keeps all that its last token looks at, not only what the next one would."""
 
 
@@ -206,7 +206,7 @@ class ConnectorConfig:
     secret: bytes
     epoch: str
     """Random, made once per engine start and equal in all its processes."""
-    kit: "PlaneKit"
+    kit: "TransportKit"
     cache_memory: "CacheMemory | None" = None
     """WORKER only: the buffer that holds the cache tensors, if it came from the kit."""
     max_model_len: int = 0
@@ -238,7 +238,7 @@ class KVConnectorTransferResults:
     """kvferry only: a sentence per failed receive."""
     given_up_recving: dict[str, str] = field(default_factory=dict)
     """kvferry only: receives that will fail, with the reason, whose blocks may still be written. `failed_recving` names them later."""
-    recving_times: "dict[str, list[PullTimes]]" = field(default_factory=dict)
+    recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     """kvferry only: how receives that ended went, one entry per rank that tells."""
 
 
@@ -251,7 +251,7 @@ class KVConnectorOutput:
     failed_recving: set[str] = field(default_factory=set)
     failure_reasons: dict[str, str] = field(default_factory=dict)
     given_up_recving: dict[str, str] = field(default_factory=dict)
-    recving_times: "dict[str, list[PullTimes]]" = field(default_factory=dict)
+    recving_times: "dict[str, list[TransferTimes]]" = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_stats: "KVConnectorStats | None" = None
     kv_cache_events: Any = None
@@ -361,7 +361,7 @@ class KVConnectorBase_V1(ABC):
         """Whether blocks will come back soon, so that waiting beats preempting."""
         return False
 
-    def want_blocks(self, num_blocks: int) -> None:
+    def reclaim_blocks(self, num_blocks: int) -> None:
         """kvferry only. The engine lacks so many blocks for a request: let go of blocks that are kept for nobody in particular.
         Called before `build_connector_meta`, at every attempt that fails. `has_pending_block_frees` says whether it helps."""
         return None

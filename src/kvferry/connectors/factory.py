@@ -13,7 +13,7 @@ __all__ = ["KVConnectorFactory"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _RegisteredConnector:
     module: str
     class_name: str
 
@@ -21,13 +21,13 @@ class _Entry:
 class KVConnectorFactory:
     """The registry of connector names. A module path in the configuration wins over it."""
 
-    _registry: dict[str, _Entry] = {}  # noqa: RUF012  the one registry, shared on purpose
+    _registry: dict[str, _RegisteredConnector] = {}  # noqa: RUF012  the one registry, shared on purpose
 
     @classmethod
     def register_connector(cls, name: str, module_path: str, class_name: str) -> None:
         if name in cls._registry:
             raise ValueError(f"connector {name} is already registered")
-        cls._registry[name] = _Entry(module_path, class_name)
+        cls._registry[name] = _RegisteredConnector(module_path, class_name)
 
     @classmethod
     def registered_names(cls) -> list[str]:
@@ -47,14 +47,16 @@ class KVConnectorFactory:
     def get_connector_class(cls, transfer: KVTransferConfig) -> type[KVConnectorBase_V1]:
         name = transfer.kv_connector
         if transfer.kv_connector_module_path is not None:
-            return _load(_Entry(transfer.kv_connector_module_path, name), "kv_connector_module_path")
+            return _load(_RegisteredConnector(transfer.kv_connector_module_path, name), "kv_connector_module_path")
         return cls.get_connector_class_by_name(name)
 
     @classmethod
     def get_connector_class_by_name(cls, name: str) -> type[KVConnectorBase_V1]:
         entry = cls._registry.get(name)
         if name in PLANNED and entry is None:
-            raise ConfigError(f"kv_connector {name} is not here yet; use NixlConnector, or kv_connector_module_path for one of your own")
+            raise ConfigError(
+                f"kv_connector {name} is not supported yet; use NixlConnector, or kv_connector_module_path for one of your own"
+            )
         if entry is None:
             raise ConfigError(f"kv_connector {name!r} is not known; {_suggestion(name, cls.registered_names())}")
         return _load(entry, "kv_connector")
@@ -78,7 +80,7 @@ def _suggestion(name: str, names: list[str]) -> str:
     return f"{hint} (another module's connector needs kv_connector_module_path)"
 
 
-def _load(entry: _Entry, key: str) -> type[KVConnectorBase_V1]:
+def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
     try:
         module = importlib.import_module(entry.module)
     except ImportError as error:

@@ -34,7 +34,7 @@ def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mappin
         cache.head_dim,
         _bundled(regions),
         _total_kv_heads(config, cache),
-        any(group.forgets for group in cache.groups) and not cache.hides_partial_loads,
+        any(group.has_local_attention for group in cache.groups) and not cache.hides_partial_loads,
     )
 
 

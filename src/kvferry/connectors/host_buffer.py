@@ -1,23 +1,23 @@
-"""Where the regions of an engine's cache lie in its mirror in host memory: the same blocks, densely, region after region. Pure."""
+"""Where the regions of an engine's cache lie in its host buffer in host memory: the same blocks, densely, region after region. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["mirror_bytes", "mirrored"]
+__all__ = ["host_buffer_bytes", "host_buffer_regions"]
 
 ALIGNMENT = 4096
 """Of each region, so that none shares a page with its neighbour."""
 
 
-def mirror_bytes(regions: Sequence[Region]) -> int:
+def host_buffer_bytes(regions: Sequence[Region]) -> int:
     return sum(_padded_bytes(region) for region in _largest_of_each(regions).values())
 
 
-def mirrored(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
-    """The same regions in a buffer of `mirror_bytes` at this address. Those that share memory (groups whose layers take turns with the
-    blocks of one tensor) share their mirror."""
+def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
+    """The same regions in a buffer of `host_buffer_bytes` at this address. Those that share memory (groups whose layers take turns with the
+    blocks of one tensor) share their host buffer."""
     places = {}
     for start, region in _largest_of_each(regions).items():
         places[start] = (address, region.block_bytes)

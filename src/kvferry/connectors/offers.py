@@ -2,23 +2,23 @@
 
 from dataclasses import dataclass
 
-from kvferry.connectors.shared_tickets import TicketName
+from kvferry.connectors.shared_tickets import SharedTicketKey
 
-__all__ = ["PullOffer"]
+__all__ = ["LoadOffer"]
 
 
 @dataclass(frozen=True, slots=True)
-class PullOffer:
+class LoadOffer:
     """What a waiting request may load: the first `num_tokens` tokens of its prompt, or nothing, for this reason."""
 
     num_tokens: int
-    ticket: TicketName | None = None
+    ticket: SharedTicketKey | None = None
     refusal: str | None = None
-    least: int = 1
+    min_tokens: int = 1
     """With fewer than so many tokens to load, nothing is loaded."""
     is_optional: bool = False
     """It only saves computing: whatever goes wrong, the request is computed."""
-    unasked: str = ""
+    unchecked_ticket: str = ""
     """The ticket with which the producer is asked whether it can be had, once it is the request's turn."""
-    num_unsure: int = 0
+    num_pending_ranks: int = 0
     """So many ranks have yet to hear from it."""

@@ -11,29 +11,29 @@ from typing import Any
 from kvferry.config.side_channel import numeric_host
 from kvferry.protocol.push_tickets import MAX_TP_SIZE
 from kvferry.protocol.tickets import MAX_NAME_CHARS
-from kvferry.protocol.turns import MAX_WORD_CHARS
+from kvferry.protocol.turns import MAX_TURN_ID_CHARS
 from kvferry.types import Address
 
-__all__ = ["BadParams", "NamedPeer", "NoTransfer", "PrefillForPeer", "PullFromPeer", "TransferRole", "TurnWish", "read_params"]
+__all__ = ["BadParams", "LoadFromPeer", "NoTransfer", "PrefillForPeer", "TransferRole", "TurnRetention", "UnsignedPeer", "read_params"]
 
 
 @dataclass(frozen=True, slots=True)
-class TurnWish:
+class TurnRetention:
     """Whether what a request leaves behind may be of use to the next turn of its conversation."""
 
-    is_kept: bool
-    word: str = ""
+    is_retained: bool
+    turn_id: str = ""
     """By which its router will ask for it; empty: it looks into the answer."""
 
 
-KEEP_NOTHING, KEEP_UNNAMED = TurnWish(False), TurnWish(True)
+RETAIN_NOTHING, RETAIN_UNNAMED = TurnRetention(False), TurnRetention(True)
 
 
 @dataclass(frozen=True, slots=True)
 class NoTransfer:
     """An ordinary request."""
 
-    turn: TurnWish = KEEP_NOTHING
+    retention: TurnRetention = RETAIN_NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PrefillForPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedPeer:
+class UnsignedPeer:
     """A prefill side as routers name it that sign nothing."""
 
     engine: str
@@ -56,14 +56,14 @@ class NamedPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class PullFromPeer:
+class LoadFromPeer:
     """Its KV waits at a producer, or is about to be computed there. `ticket` and `push_ticket` are whatever came under these keys."""
 
     ticket: object
     push_ticket: object = None
-    named: NamedPeer | None = None
+    unsigned_peer: UnsignedPeer | None = None
     """Whom the other keys name, if they name anybody."""
-    turn: TurnWish = KEEP_UNNAMED
+    retention: TurnRetention = RETAIN_UNNAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class BadParams:
     reason: str
 
 
-TransferRole = NoTransfer | PrefillForPeer | PullFromPeer | BadParams
+TransferRole = NoTransfer | PrefillForPeer | LoadFromPeer | BadParams
 
 
 def read_params(params: Mapping[str, Any] | None) -> TransferRole:
@@ -88,25 +88,25 @@ def read_params(params: Mapping[str, Any] | None) -> TransferRole:
     if flags["do_remote_prefill"] and flags["do_remote_decode"]:
         return BadParams("kv_transfer_params ask for do_remote_prefill and do_remote_decode at once")
     if flags["do_remote_prefill"]:
-        return PullFromPeer(params.get("ticket"), params.get("push_ticket"), _named(params), _turn(params, KEEP_UNNAMED))
+        return LoadFromPeer(params.get("ticket"), params.get("push_ticket"), _unsigned_peer(params), _retention(params, RETAIN_UNNAMED))
     if flags["do_remote_decode"]:
         return PrefillForPeer(params.get("push_ticket"), params.get("ticket"))
-    return NoTransfer(_turn(params, KEEP_NOTHING))
+    return NoTransfer(_retention(params, RETAIN_NOTHING))
 
 
-def _turn(params: Mapping[str, Any], unsaid: TurnWish) -> TurnWish:
+def _retention(params: Mapping[str, Any], default: TurnRetention) -> TurnRetention:
     if "conversation" not in params:
-        return unsaid
-    word = params["conversation"]
-    if word is None:
-        return KEEP_NOTHING
-    return TurnWish(True, word if isinstance(word, str) and len(word) <= MAX_WORD_CHARS else "")
+        return default
+    turn_id = params["conversation"]
+    if turn_id is None:
+        return RETAIN_NOTHING
+    return TurnRetention(True, turn_id if isinstance(turn_id, str) and len(turn_id) <= MAX_TURN_ID_CHARS else "")
 
 
-def _named(params: Mapping[str, Any]) -> NamedPeer | None:
+def _unsigned_peer(params: Mapping[str, Any]) -> UnsignedPeer | None:
     engine, host = _name(params.get("remote_engine_id")), _name(params.get("remote_host"))
     port, tp_size = _count(params.get("remote_port"), 65535), _count(params.get("tp_size", 1), MAX_TP_SIZE)
-    return NamedPeer(engine, Address(numeric_host(host), port), tp_size) if engine and host and port and tp_size else None
+    return UnsignedPeer(engine, Address(numeric_host(host), port), tp_size) if engine and host and port and tp_size else None
 
 
 def _name(value: object) -> str:
@@ -114,6 +114,6 @@ def _name(value: object) -> str:
     return value if isinstance(value, str) and len(value) <= MAX_NAME_CHARS else ""
 
 
-def _count(value: object, most: int) -> int:
+def _count(value: object, maximum: int) -> int:
     """0 for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= maximum else 0

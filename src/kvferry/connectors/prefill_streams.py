@@ -13,13 +13,13 @@ from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import RequestId
 
-__all__ = ["Advance", "PrefillStream", "PrefillStreams"]
+__all__ = ["PrefillStream", "PrefillStreams", "StreamAdvance"]
 
 
 @dataclass(slots=True)
 class PrefillStream:
     request: Request
-    handover: str
+    match_id: str
     tokens: Fingerprint
     """Of the whole prompt."""
     serial: int = 0
@@ -30,7 +30,7 @@ class PrefillStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
+class StreamAdvance:
     """There is more of a prefill than was published."""
 
     stream: PrefillStream
@@ -53,9 +53,9 @@ class PrefillStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def add(self, request: Request, handover: str) -> None:
+    def add(self, request: Request, match_id: str) -> None:
         tokens = fingerprint(request.prompt_token_ids, self.block_size, request.cache_salt)
-        self._streams[RequestId(request.request_id)] = PrefillStream(request, handover, tokens)
+        self._streams[RequestId(request.request_id)] = PrefillStream(request, match_id, tokens)
 
     def get(self, request: RequestId) -> PrefillStream | None:
         return self._streams.get(request)
@@ -67,32 +67,34 @@ class PrefillStreams:
 
     def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
         """Those that have lost what was published of them, as their counts or this step's tables tell. They may be published anew."""
-        tables = {piece.request_id: piece for piece in slices if piece.request_id in self._published}
+        tables = {scheduled.request_id: scheduled for scheduled in slices if scheduled.request_id in self._published}
         lost = []
         for request, stream in self._published.items():
-            piece = tables.get(request)
-            if _has_lost_tokens(stream) or (piece is not None and self.has_let_go(stream, piece.block_ids)):
+            scheduled = tables.get(request)
+            if _has_lost_tokens(stream) or (scheduled is not None and self.has_lost_blocks(stream, scheduled.block_ids)):
                 lost.append(stream)
         for stream in lost:
             del self._published[RequestId(stream.request.request_id)]
         return lost
 
-    def advances(self, slices: Iterable[ScheduledSlice]) -> list[Advance]:
+    def advances(self, slices: Iterable[ScheduledSlice]) -> list[StreamAdvance]:
         """What earlier steps have filled of the requests that this one goes on with."""
         found = []
-        for piece in slices:
-            stream = self._streams.get(RequestId(piece.request_id))
-            num_tokens = piece.start // self.block_size * self.block_size
-            if stream is not None and num_tokens > stream.num_published and piece.start < stream.request.num_prompt_tokens:
-                found.append(Advance(stream, num_tokens, self._padded(piece.block_ids, num_tokens, stream.request.num_prompt_tokens)))
+        for scheduled in slices:
+            stream = self._streams.get(RequestId(scheduled.request_id))
+            num_tokens = scheduled.start // self.block_size * self.block_size
+            if stream is not None and num_tokens > stream.num_published and scheduled.start < stream.request.num_prompt_tokens:
+                found.append(
+                    StreamAdvance(stream, num_tokens, self._padded(scheduled.block_ids, num_tokens, stream.request.num_prompt_tokens))
+                )
         return found
 
-    def note_published(self, advance: Advance, serial: int) -> None:
+    def note_published(self, advance: StreamAdvance, serial: int) -> None:
         stream = advance.stream
         stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
         self._published[RequestId(stream.request.request_id)] = stream
 
-    def has_let_go(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
+    def has_lost_blocks(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
         """Whether the engine no longer holds a block that was published.
         A request that was preempted and taken up again at once may have as many tokens as before, but in other blocks."""
         return any(
@@ -110,7 +112,7 @@ class PrefillStreams:
     def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
         """The engine lets go of what the last token does not look at, when it likes: whoever read that would not hear of it."""
         ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
-        firsts = [min(ready, group.first_seen(num_prompt_tokens - 1) // self.block_size) for group in self.groups]
+        firsts = [min(ready, group.first_visible_token(num_prompt_tokens - 1) // self.block_size) for group in self.groups]
         return tuple((*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready)) for first, table in zip(firsts, tables, strict=True))
 
 

@@ -19,9 +19,9 @@ from kvferry.connectors.contract import (
     Request,
     SupportsHMA,
 )
-from kvferry.connectors.pull_metadata import PullMetadata
-from kvferry.connectors.pull_scheduler import PullScheduler
-from kvferry.connectors.pull_worker import PullWorker
+from kvferry.connectors.pull_metadata import NixlConnectorMetadata
+from kvferry.connectors.pull_scheduler import NixlConnectorScheduler
+from kvferry.connectors.pull_worker import NixlConnectorWorker
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
 from kvferry.errors import LocalProtocolError
 
@@ -31,7 +31,7 @@ __all__ = ["NixlConnector"]
 class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     transfer_mode = "pull"
     """What engines advertise on their `/metrics`: a router starts both legs together where both sides push."""
-    scheduler_class: type[PullScheduler] = PullScheduler
+    scheduler_class: type[NixlConnectorScheduler] = NixlConnectorScheduler
 
     def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(config, role, kv_cache_config)
@@ -39,16 +39,16 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(extra, NixlExtraConfig)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler_half = self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
-        self._worker_half = None if is_scheduler else PullWorker(config, kv_cache_config, extra)
+        self._worker_half = None if is_scheduler else NixlConnectorWorker(config, kv_cache_config, extra)
 
     @property
-    def _scheduler(self) -> PullScheduler:
+    def _scheduler(self) -> NixlConnectorScheduler:
         if self._scheduler_half is None:
             raise LocalProtocolError("this call belongs to the scheduler's connector")
         return self._scheduler_half
 
     @property
-    def _worker(self) -> PullWorker:
+    def _worker(self) -> NixlConnectorWorker:
         if self._worker_half is None:
             raise LocalProtocolError("this call belongs to a worker's connector")
         return self._worker_half
@@ -79,8 +79,8 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.has_pending_block_frees()
 
-    def want_blocks(self, num_blocks: int) -> None:
-        self._scheduler.want_blocks(num_blocks)
+    def reclaim_blocks(self, num_blocks: int) -> None:
+        self._scheduler.reclaim_blocks(num_blocks)
 
     def is_load_optional(self, request_id: str) -> bool:
         return self._scheduler.is_load_optional(request_id)
@@ -113,7 +113,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._connector_metadata
-        assert isinstance(metadata, PullMetadata)
+        assert isinstance(metadata, NixlConnectorMetadata)
         self._worker.start_load_kv(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -133,7 +133,7 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending, results.finished_recving
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.take_news()
+        return self._worker.take_worker_metadata()
 
     # -- class methods ---------------------------------------------------------------------------------------------
 

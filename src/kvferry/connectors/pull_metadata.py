@@ -5,47 +5,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvferry.connectors.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerMetadata
-from kvferry.ferry.commands import Command
+from kvferry.ferry.commands import WorkerCommand
 from kvferry.protocol.messages import Factor
 
-__all__ = ["PullHandshakeMetadata", "PullMetadata", "PullNews"]
+__all__ = ["NixlConnectorMetadata", "NixlHandshakeMetadata", "NixlWorkerMetadata"]
 
 
 @dataclass(frozen=True, slots=True)
-class PullMetadata(KVConnectorMetadata):
-    """This step's commands to every rank's ferry, in order."""
+class NixlConnectorMetadata(KVConnectorMetadata):
+    """This step's commands to every rank's transfer worker, in order."""
 
-    commands: tuple[Command, ...] = ()
+    commands: tuple[WorkerCommand, ...] = ()
 
 
 @dataclass(slots=True)
-class PullNews(KVConnectorWorkerMetadata):
+class NixlWorkerMetadata(KVConnectorWorkerMetadata):
     """What ranks have heard that decides what the scheduler does next."""
 
-    promised: Counter[str] = field(default_factory=Counter)
+    reserved: Counter[str] = field(default_factory=Counter)
     """Requests whose peer keeps for them what they may do without, and how many ranks say so."""
     refused: dict[str, str] = field(default_factory=dict)
     """Those that cannot have it, and why."""
-    lingering: set[str] = field(default_factory=set)
+    being_read: set[str] = field(default_factory=set)
     """Ended turns that were let go and are being read."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.promised or self.refused or self.lingering)
+        return not (self.reserved or self.refused or self.being_read)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "PullNews":
-        assert isinstance(other, PullNews)
-        return PullNews(self.promised + other.promised, {**other.refused, **self.refused}, self.lingering | other.lingering)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "NixlWorkerMetadata":
+        assert isinstance(other, NixlWorkerMetadata)
+        return NixlWorkerMetadata(self.reserved + other.reserved, {**other.refused, **self.refused}, self.being_read | other.being_read)
 
 
 @dataclass(frozen=True, slots=True)
-class PullHandshakeMetadata(KVConnectorHandshakeMetadata):
+class NixlHandshakeMetadata(KVConnectorHandshakeMetadata):
     """One rank's encoded layout and what must be equal in a peer, served by the side channel as they are."""
 
     tp_rank: int
     layout: bytes
     factors: Mapping[str, Factor]
     epoch: str
-    """The engine life the rank believes to be in."""
-    is_staged: bool = False
+    """The engine incarnation the rank believes to be in."""
+    uses_host_buffer: bool = False
     """Readers read a copy of granted blocks, so the rank must be told which blocks they are."""

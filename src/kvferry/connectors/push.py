@@ -7,16 +7,16 @@ from typing import Any
 
 from kvferry.connectors.contract import KVConnectorMetadata
 from kvferry.connectors.pull import NixlConnector
-from kvferry.connectors.push_scheduler import PushScheduler
+from kvferry.connectors.push_scheduler import NixlPushConnectorScheduler
 
 __all__ = ["NixlPushConnector"]
 
 
 class NixlPushConnector(NixlConnector):
     transfer_mode = "push"
-    scheduler_class = PushScheduler
+    scheduler_class = NixlPushConnectorScheduler
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         scheduler = self._scheduler
-        assert isinstance(scheduler, PushScheduler)
+        assert isinstance(scheduler, NixlPushConnectorScheduler)
         return scheduler.build_connector_meta(getattr(scheduler_output, "slices", ()))

@@ -4,32 +4,34 @@ from dataclasses import dataclass, field
 
 from kvferry.types import RequestId
 
-__all__ = ["SharedTickets", "TicketName"]
+__all__ = ["SharedTicketKey", "SharedTickets"]
 
 MAX_READ_TICKETS = 10_000
 
-TicketName = tuple[str, str, int | str]
-"""Engine, epoch and serial: one lease of one engine life; or the handover that its push ticket names, where the lease is yet to come."""
+SharedTicketKey = tuple[str, str, int | str]
+"""Engine, epoch and serial: one lease of one engine incarnation; or the handover that its push ticket names, where the lease is yet to
+come.
+"""
 
 
 @dataclass(slots=True)
 class SharedTickets:
-    _loading: dict[RequestId, TicketName | None] = field(default_factory=dict)
+    _loading: dict[RequestId, SharedTicketKey | None] = field(default_factory=dict)
     """None: a request that only waits to be told of its failure."""
-    _reading: set[TicketName] = field(default_factory=set)
+    _reading: set[SharedTicketKey] = field(default_factory=set)
     # In the order they were read, the oldest forgotten first.
-    _read: dict[TicketName, None] = field(default_factory=dict)
+    _read: dict[SharedTicketKey, None] = field(default_factory=dict)
 
     def is_loading(self, request: RequestId) -> bool:
         return request in self._loading
 
-    def is_being_read(self, ticket: TicketName | None) -> bool:
+    def is_being_read(self, ticket: SharedTicketKey | None) -> bool:
         return ticket in self._reading
 
-    def was_read(self, ticket: TicketName | None) -> bool:
+    def was_read(self, ticket: SharedTicketKey | None) -> bool:
         return ticket in self._read
 
-    def begin(self, request: RequestId, ticket: TicketName | None) -> None:
+    def begin(self, request: RequestId, ticket: SharedTicketKey | None) -> None:
         self._loading[request] = ticket
         if ticket is not None:
             self._reading.add(ticket)

@@ -23,20 +23,20 @@ __all__ = [
 
 COUNTERS: Mapping[str, str] = {
     "transfers": "Transfers that ended well.",
-    "failed_transfers": "Transfers that a plane could not finish, cancelled ones included.",
+    "failed_transfers": "Transfers that a transport could not finish, cancelled ones included.",
     "failed_handshakes": "Peers that could not be reached or were lost.",
-    "finished_pulls": "Requests whose KV arrived and was confirmed.",
-    "failed_pulls": "Requests whose KV did not arrive or was not confirmed.",
+    "finished_loads": "Requests whose KV arrived and was confirmed.",
+    "failed_loads": "Requests whose KV did not arrive or was not confirmed.",
     "pushed_tokens": "Tokens of prompts that a prefill side which pushes had computed for requests that waited with their blocks.",
     "pushed_tokens_left": "Of these, tokens whose KV was not here yet when the last one was computed.",
     "pushed_bytes_early": "Bytes of these prompts' KV that were here when the last token was computed.",
-    "kept_turns": "Ended turns of conversations whose blocks were kept for the next one.",
-    "kept_turns_evicted": "Of these, those that were let go because the engine needed blocks.",
-    "kept_turns_lapsed": "Of these, those for whose blocks nobody came in time.",
-    "reuse_pulls": "Prefills that fetched what a decode side had kept.",
-    "reuse_pulled_tokens": "Tokens whose KV they fetched instead of computing it.",
-    "reuse_pulled_bytes": "Bytes that they fetched.",
-    "reuse_failed_pulls": "Prefills that began to fetch it and computed it in the end.",
+    "retained_turns": "Ended turns of conversations whose blocks were kept for the next one.",
+    "retained_turns_evicted": "Of these, those that were let go because the engine needed blocks.",
+    "retained_turns_expired": "Of these, those for whose blocks nobody came in time.",
+    "reuse_loads": "Prefills that fetched what a decode side had kept.",
+    "reuse_loaded_tokens": "Tokens whose KV they fetched instead of computing it.",
+    "reuse_loaded_bytes": "Bytes that they fetched.",
+    "reuse_failed_loads": "Prefills that began to fetch it and computed it in the end.",
     "reuse_skipped_off": "Prefills that left it, because this engine does not fetch from decode sides.",
     "reuse_skipped_own": "Prefills that left it, because it was this very engine that had kept it.",
     "reuse_skipped_invalid": "Prefills that left it, because its ticket was forged or damaged.",
@@ -51,9 +51,9 @@ COUNTERS: Mapping[str, str] = {
 LEVELS: Mapping[str, str] = {
     "num_leases": "Leases held for peers, over all ranks.",
     "num_held_blocks": "Blocks of finished requests that are kept for peers.",
-    "num_kept_turns": "Ended turns whose blocks are kept for the next ones.",
-    "num_kept_blocks": "Blocks that are kept for them; those of several turns are counted for each.",
-    "num_pulls": "Requests whose KV is expected from a peer, over all ranks.",
+    "num_retained_turns": "Ended turns whose blocks are kept for the next ones.",
+    "num_retained_blocks": "Blocks that are kept for them; those of several turns are counted for each.",
+    "num_transfers": "Requests whose KV is expected from a peer, over all ranks.",
     "num_peers": "Peers known, over all ranks.",
     "num_registrations": "Registrations of decode sides that wait for a prefill of ours, over all ranks.",
 }
@@ -76,7 +76,7 @@ HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "bytes_transferred": tuple(float(2**power) for power in range(11, 34, 2)),
     "num_descriptors": (10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10_000.0, 20_000.0, 50_000.0),
 }
-"""Upper bounds of the buckets; vLLM's, with finer ones below for same-host planes."""
+"""Upper bounds of the buckets; vLLM's, with finer ones below for same-host transports."""
 
 
 @dataclass
@@ -121,10 +121,10 @@ class KVConnectorPromMetrics:
 
 @dataclass
 class TransferStats(KVConnectorStats):
-    """Counters, what each plane carried, and samples for histograms. Numbers and lists in nested dicts that add up.
+    """Counters, what each transport carried, and samples for histograms. Numbers and lists in nested dicts that add up.
 
     data: {counter: int, "side_channel": its address, "levels": {level: {reporter: value}}, "samples": {histogram: [value, ...]},
-           "planes": {plane: {"transfers", "bytes", "seconds", "pieces" (really used), "planned" (before neighbours were joined)}}}
+           "transports": {transport: {"transfers", "bytes", "seconds", "segments" (really used), "planned" (before neighbours were joined)}}}
     """
 
     def count(self, counter: str, by: int = 1) -> None:
@@ -135,15 +135,15 @@ class TransferStats(KVConnectorStats):
         assert level in LEVELS
         self.data.setdefault("levels", {}).setdefault(level, {})[reporter] = value
 
-    def record_transfer(self, plane: str, total_bytes: int, pieces: int, planned: int, post_s: float, transfer_s: float) -> None:
-        row = {"transfers": 1, "bytes": total_bytes, "seconds": transfer_s, "pieces": pieces, "planned": planned}
+    def record_transfer(self, transport: str, total_bytes: int, segments: int, planned: int, post_s: float, transfer_s: float) -> None:
+        row = {"transfers": 1, "bytes": total_bytes, "seconds": transfer_s, "segments": segments, "planned": planned}
         samples = {
             "xfer_time_seconds": [transfer_s],
             "post_time_seconds": [post_s],
             "bytes_transferred": [total_bytes],
-            "num_descriptors": [pieces],
+            "num_descriptors": [segments],
         }
-        add_up(self.data, {"transfers": 1, "planes": {plane: row}, "samples": samples})
+        add_up(self.data, {"transfers": 1, "transports": {transport: row}, "samples": samples})
 
     def aggregate(self, other: KVConnectorStats) -> "TransferStats":
         """Add another rank's or step's numbers to these."""
@@ -153,7 +153,7 @@ class TransferStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         samples: dict[str, list[float]] = self.data.get("samples", {})
         seconds, moved = samples.get("xfer_time_seconds", []), [size / 2**20 for size in samples.get("bytes_transferred", [])]
-        posts, pieces = samples.get("post_time_seconds", []), samples.get("num_descriptors", [])
+        posts, segments = samples.get("post_time_seconds", []), samples.get("num_descriptors", [])
         return {
             "Num successful transfers": self.data.get("transfers", 0),
             "Avg xfer time (ms)": round(1e3 * _mean(seconds), 3),
@@ -162,7 +162,7 @@ class TransferStats(KVConnectorStats):
             "P90 post time (ms)": round(1e3 * _p90(posts), 3),
             "Avg MB per transfer": round(_mean(moved), 3),
             "Throughput (MB/s)": round(sum(moved) / sum(seconds), 3) if sum(seconds) else 0,
-            "Avg number of descriptors": round(_mean(pieces), 1),
+            "Avg number of descriptors": round(_mean(segments), 1),
             "Num failed transfers": sum(self.data.get(name, 0) for name in NIXL_COUNTERS["num_failed_transfers"]),
             "Num KV expired reqs": self.data.get("kv_expired_reqs", 0),
         }

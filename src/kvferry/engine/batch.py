@@ -12,26 +12,26 @@ from enum import Enum, auto
 from kvferry.connectors.contract import KVConnectorBase_V1, RequestStatus
 from kvferry.engine.blocks import BlockTable
 from kvferry.engine.counters import Counters
-from kvferry.engine.holdings import Holdings, Placement
-from kvferry.engine.limits import Limits
+from kvferry.engine.holdings import BlockAllocation, BlockAllocator
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.prefix import CachedPrefix
 from kvferry.engine.queues import SequenceQueues
-from kvferry.engine.sequence import Match, Sequence, Source
+from kvferry.engine.sequence import KVSource, Match, Sequence
 from kvferry.engine.step import SequenceSlice
 from kvferry.engine.stopping import banned_token_ids
 
-__all__ = ["Batch", "Batcher"]
+__all__ = ["Batcher", "StepBatch"]
 
 
 @dataclass(slots=True)
-class Batch:
+class StepBatch:
     """One step in the making."""
 
-    limits: Limits
+    limits: SchedulerLimits
     slices: list[SequenceSlice] = field(default_factory=list)
     num_tokens: int = 0
     has_preempted: bool = False
-    is_answer_pending: bool = False
+    is_lookup_pending: bool = False
     """The connector could not say yet what it has for some request; ask again soon."""
 
     def share(self, wanted: int) -> int:
@@ -69,7 +69,7 @@ class _Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _ExternalTokens:
     """What the connector would load after the local prefix."""
 
     num_tokens: int = 0
@@ -78,14 +78,14 @@ class _Offer:
 
 @dataclass(slots=True)
 class Batcher:
-    limits: Limits
-    holdings: Holdings
+    limits: SchedulerLimits
+    allocator: BlockAllocator
     queues: SequenceQueues
     counters: Counters
     connector: KVConnectorBase_V1 | None
 
-    def build(self) -> Batch:
-        batch = Batch(self.limits)
+    def build(self) -> StepBatch:
+        batch = StepBatch(self.limits)
         self._continue_running(batch)
         self._admit_ready(batch)
         if not batch.has_preempted:
@@ -94,21 +94,21 @@ class Batcher:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    def _continue_running(self, batch: Batch) -> None:
-        if self.limits.forgetful_groups:
+    def _continue_running(self, batch: StepBatch) -> None:
+        if self.limits.windowed_groups:
             # All of them before anybody asks for blocks: nobody is to be preempted for blocks that lie idle.
             for seq in self.queues.running:
-                self.holdings.give_back_unseen(seq, seq.num_computed_tokens)
+                self.allocator.free_unseen_blocks(seq, seq.num_computed_tokens)
         for seq in list(self.queues.running):
             count = batch.share(seq.num_uncomputed_tokens)
             # One that gave up its blocks to an older sequence in this very loop is not running any more.
             if count and seq.status is RequestStatus.RUNNING and self._make_room(seq, count, batch):
                 batch.add(seq, count)
 
-    def _make_room(self, seq: Sequence, count: int, batch: Batch) -> bool:
+    def _make_room(self, seq: Sequence, count: int, batch: StepBatch) -> bool:
         """Give a running sequence its blocks, at the cost of younger ones if need be."""
-        while not self.holdings.extend(seq, seq.num_computed_tokens + count):
-            self._want(self.holdings.num_lacking(seq, seq.num_computed_tokens + count))
+        while not self.allocator.extend(seq, seq.num_computed_tokens + count):
+            self._request_blocks(self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count))
             victim = self.queues.youngest_holder()
             if self._is_waiting_better(victim is seq):
                 return False
@@ -120,15 +120,15 @@ class Batcher:
 
     def _is_waiting_better(self, is_own_victim: bool) -> bool:
         """Whether blocks will come back without taking anybody's: then nothing is gained by giving up computed tokens."""
-        if not self.queues.has_borrowed_blocks:
+        if not self.queues.has_blocks_in_transfer:
             return False
         is_alone = is_own_victim and self.queues.num_holders == 1
         return is_alone or (self.connector is not None and self.connector.has_pending_block_frees())
 
-    def _want(self, num_blocks: int) -> None:
+    def _request_blocks(self, num_blocks: int) -> None:
         """Somebody lacks so many blocks, and the connector may keep some that nobody waits for."""
         if self.connector is not None:
-            self.connector.want_blocks(num_blocks)
+            self.connector.reclaim_blocks(num_blocks)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take all blocks of a sequence; it starts again from whatever is still cached then."""
@@ -139,14 +139,14 @@ class Batcher:
 
     def withdraw(self, seq: Sequence) -> None:
         """Give back the blocks of a sequence that has to start again."""
-        self.holdings.release(seq)
+        self.allocator.release(seq)
         seq.num_computed_tokens = 0
-        if seq.source is Source.LOADED:
-            seq.source = Source.MAY_ASK
+        if seq.source is KVSource.LOADED:
+            seq.source = KVSource.MAY_ASK
 
     # -- ready -----------------------------------------------------------------------------------------------------
 
-    def _admit_ready(self, batch: Batch) -> None:
+    def _admit_ready(self, batch: StepBatch) -> None:
         while self.queues.ready:
             seq = self.queues.ready[0]
             count = batch.share(seq.num_uncomputed_tokens)
@@ -155,12 +155,12 @@ class Batcher:
             self.queues.leave(seq)
             self._start(seq, count, 0, batch)
 
-    def _claim(self, seq: Sequence, count: int, batch: Batch) -> bool:
+    def _claim(self, seq: Sequence, count: int, batch: StepBatch) -> bool:
         """Give a ready sequence the blocks it still lacks.
 
         While others run it waits for theirs; when nobody runs, ready ones that block each other wait for ever: the youngest yields."""
-        while not self.holdings.extend(seq, seq.num_computed_tokens + count):
-            self._want(self.holdings.num_lacking(seq, seq.num_computed_tokens + count))
+        while not self.allocator.extend(seq, seq.num_computed_tokens + count):
+            self._request_blocks(self.allocator.num_missing_blocks(seq, seq.num_computed_tokens + count))
             if self.queues.running or self.queues.ready[-1] is seq or self._is_waiting_better(is_own_victim=False):
                 return False
             self._preempt(self.queues.ready[-1])
@@ -169,7 +169,7 @@ class Batcher:
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, batch: Batch) -> None:
+    def _admit_waiting(self, batch: StepBatch) -> None:
         index = 0
         while index < len(self.queues.waiting) and not self._is_full():
             outcome = self._admit(self.queues.waiting[index], batch)
@@ -177,68 +177,68 @@ class Batcher:
                 return
             index += outcome is _Outcome.SKIPPED
 
-    def _admit(self, seq: Sequence, batch: Batch) -> _Outcome:
+    def _admit(self, seq: Sequence, batch: StepBatch) -> _Outcome:
         """On ADMITTED the sequence has left `waiting`."""
-        cached = self.holdings.find_cached(seq)
+        cached = self.allocator.find_cached(seq)
         num_local_tokens = cached.num_blocks * self.limits.block_size
         offer = self._ask(seq, seq.num_tokens if cached.is_whole else num_local_tokens)
         if offer is None:
-            batch.is_answer_pending = True
+            batch.is_lookup_pending = True
             return _Outcome.SKIPPED
         match = Match(num_local_tokens, offer.num_tokens)
         return self._begin_load(seq, cached, match) if offer.is_async else self._begin(seq, cached, match, batch)
 
-    def _ask(self, seq: Sequence, num_local_tokens: int) -> _Offer | None:
-        if self.connector is None or seq.source is Source.LOCAL_ONLY:
-            return _Offer()
+    def _ask(self, seq: Sequence, num_local_tokens: int) -> _ExternalTokens | None:
+        if self.connector is None or seq.source is KVSource.LOCAL_ONLY:
+            return _ExternalTokens()
         count, is_async = self.connector.get_num_new_matched_tokens(seq, num_local_tokens)
         if count is None:
             return None
         count = max(0, min(count, seq.num_tokens - num_local_tokens))
-        return _Offer(count, is_async and count > 0)
+        return _ExternalTokens(count, is_async and count > 0)
 
     def _begin_load(self, seq: Sequence, cached: CachedPrefix, match: Match) -> _Outcome:
         """Hold blocks for the local prefix and for what is loaded. They are published only when the load has ended well."""
         assert self.connector is not None
-        placement = self.holdings.place(seq, cached, match, match.total_tokens)
+        allocation = self.allocator.plan_allocation(seq, cached, match, match.total_tokens)
         # A load cannot be preempted, so it must not take what those who compute are going to need.
-        lacking = self._reserved_blocks() - self.holdings.num_left(placement)
-        if lacking > 0:
-            self._want(lacking)
+        num_missing = self._reserved_blocks() - self.allocator.num_left(allocation)
+        if num_missing > 0:
+            self._request_blocks(num_missing)
             return _Outcome.BLOCKED
-        self._occupy(seq, placement)
+        self._occupy(seq, allocation)
         seq.num_computed_tokens = match.local_tokens
         self.queues.load(seq)
         self.connector.update_state_after_alloc(seq, BlockTable(seq.tables), match.external_tokens)
         return _Outcome.ADMITTED
 
     def _reserved_blocks(self) -> int:
-        return sum(self.holdings.num_still_needed(seq) for seq in (*self.queues.running, *self.queues.ready))
+        return sum(self.allocator.num_still_needed(seq) for seq in (*self.queues.running, *self.queues.ready))
 
-    def _begin(self, seq: Sequence, cached: CachedPrefix, match: Match, batch: Batch) -> _Outcome:
+    def _begin(self, seq: Sequence, cached: CachedPrefix, match: Match, batch: StepBatch) -> _Outcome:
         computed = min(match.total_tokens, seq.num_tokens - 1)
         count = batch.share(seq.num_tokens - computed)
         if not count:
             return _Outcome.BLOCKED
-        placement = self.holdings.place(seq, cached, match, max(computed + count, match.total_tokens))
-        lacking = -self.holdings.num_left(placement)
-        if lacking > 0:
-            self._want(lacking)
+        allocation = self.allocator.plan_allocation(seq, cached, match, max(computed + count, match.total_tokens))
+        num_missing = -self.allocator.num_left(allocation)
+        if num_missing > 0:
+            self._request_blocks(num_missing)
             return _Outcome.BLOCKED
-        self._occupy(seq, placement)
+        self._occupy(seq, allocation)
         seq.num_computed_tokens = computed
         self._start(seq, count, match.external_tokens, batch)
         return _Outcome.ADMITTED
 
-    def _occupy(self, seq: Sequence, placement: Placement) -> None:
-        self.holdings.begin(seq, placement)
+    def _occupy(self, seq: Sequence, allocation: BlockAllocation) -> None:
+        self.allocator.allocate(seq, allocation)
         self.queues.leave(seq)
 
-    def _start(self, seq: Sequence, count: int, num_external_tokens: int, batch: Batch) -> None:
+    def _start(self, seq: Sequence, count: int, num_external_tokens: int, batch: StepBatch) -> None:
         self.queues.run(seq)
         if self.connector is not None:
             self.connector.update_state_after_alloc(seq, BlockTable(seq.tables), num_external_tokens)
-        seq.source = Source.MAY_ASK if seq.source is Source.LOADED else seq.source
+        seq.source = KVSource.MAY_ASK if seq.source is KVSource.LOADED else seq.source
         batch.add(seq, count)
 
     def _is_full(self) -> bool:

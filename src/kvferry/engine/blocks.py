@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvferry.engine.free_runs import FreeRuns
+from kvferry.engine.free_runs import FreeExtents
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["BlockPool", "BlockTable", "GroupTable", "Want", "hash_block", "hash_root"]
+__all__ = ["BlockPool", "BlockRequest", "BlockTable", "GroupTable", "hash_block", "hash_root"]
 
 _HASH_BYTES = 16
 _BLANK_SHARE = 8
@@ -72,10 +72,10 @@ class BlockTable:
         return tuple(list(table.block_ids) for table in self.tables)
 
 
-class Want(NamedTuple):
+class BlockRequest(NamedTuple):
     """New blocks for one group of a sequence."""
 
-    behind: int
+    after: int
     """The block they are to follow if they can; `HOLE` for none."""
     num_blocks: int
 
@@ -88,7 +88,7 @@ class BlockPool:
         self._group_of = [0] * num_blocks
         """Of those that have a hash."""
         self._block_of: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
-        self._free_blank = FreeRuns(num_blocks)
+        self._free_blank = FreeExtents(num_blocks)
         self._free_published: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -113,18 +113,18 @@ class BlockPool:
         """How many blocks would be free if these were held."""
         return self.num_free - sum(not self._holders[block] for block in block_ids)
 
-    def acquire(self, shared: Sequence[int], wants: Sequence[Want]) -> list[list[int]] | None:
+    def acquire(self, shared: Sequence[int], block_requests: Sequence[BlockRequest]) -> list[list[int]] | None:
         """Hold `shared`, which are published or held, once more, and new blocks for each want. The new ones, or None (and nothing
         changed) when there are too few.
 
-        Runs of adjacent blocks are preferred where they cost nothing: a transfer moves a run as one piece."""
-        if self.num_free_beside(shared) < sum(count for _, count in wants):
+        Runs of adjacent blocks are preferred where they cost nothing: a transfer moves a run as one segment."""
+        if self.num_free_beside(shared) < sum(count for _, count in block_requests):
             return None
         for block in shared:
             if not self._holders[block]:
                 del self._free_published[block]
             self._holders[block] += 1
-        return self._take(wants)
+        return self._take(block_requests)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give up one hold on each. The last in the list is the first to be reused: a prefix is worth more than its tail."""
@@ -177,12 +177,14 @@ class BlockPool:
             if block_of != {h: b for b, h in enumerate(self._hash_of) if h is not None and self._group_of[b] == group}:
                 raise LocalProtocolError("the published hashes and the blocks' own disagree")
 
-    def _take(self, wants: Sequence[Want]) -> list[list[int]]:
+    def _take(self, block_requests: Sequence[BlockRequest]) -> list[list[int]]:
         """For each want, blocks that continue the run in front of it, then others in long runs."""
-        self._make_blank(sum(want.num_blocks for want in wants))
-        fresh = [[] if want.behind == HOLE else list(self._free_blank.take_behind(*want)) for want in wants]
-        for want, run in zip(wants, fresh, strict=True):
-            run += self._take_blank(want.num_blocks - len(run))
+        self._make_blank(sum(block_request.num_blocks for block_request in block_requests))
+        fresh = [
+            [] if block_request.after == HOLE else list(self._free_blank.take_after(*block_request)) for block_request in block_requests
+        ]
+        for block_request, run in zip(block_requests, fresh, strict=True):
+            run += self._take_blank(block_request.num_blocks - len(run))
             for block in run:
                 self._holders[block] = 1
         return fresh

@@ -3,7 +3,7 @@
 Layers of different groups share memory (see `cache_groups`): there is a tensor per slot, and `kv_caches` of several layers are the same.
 
     apart          | slot 0: block 0, 1, 2 … | pad to a page | slot 1: block 0, 1, 2 … |
-    cross-layer    | block 0: slot 0, slot 1, … | block 1: slot 0, slot 1, … |            one piece moves a block of all layers
+    cross-layer    | block 0: slot 0, slot 1, … | block 1: slot 0, slot 1, … |            one segment moves a block of all layers
 """
 
 import mmap
@@ -22,11 +22,11 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.ranks import heads_of
 from kvferry.types import KVLayout
 
-__all__ = ["CacheShape", "cache_shape"]
+__all__ = ["CacheLayout", "plan_cache_layout"]
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class CacheLayout:
     layout: KVLayout
     num_blocks: int
     block_size: int
@@ -61,7 +61,7 @@ class CacheShape:
             for slot, name in enumerate(group.layer_names)
         }
 
-    def described(self) -> KVCacheConfig:
+    def to_config(self) -> KVCacheConfig:
         return KVCacheConfig(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -85,7 +85,9 @@ class CacheShape:
         return _tensor_at(memory, 0, (self.num_blocks, self.num_slots, *self.layer_block), self.dtype).unbind(1)
 
 
-def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOptions, dtype: torch.dtype, memory_bytes: int) -> CacheShape:
+def plan_cache_layout(
+    config: ModelConfig, parallel: ParallelConfig, options: EngineOptions, dtype: torch.dtype, memory_bytes: int
+) -> CacheLayout:
     """`memory_bytes` counts where the options do not say how many blocks there are. ConfigError when the cache would have fewer blocks than
     groups: the shortest prompt needs one of each."""
     attention, block_size = config.attention, options.block_size
@@ -106,7 +108,7 @@ def cache_shape(config: ModelConfig, parallel: ParallelConfig, options: EngineOp
             f"the KV cache would have {num_blocks} blocks and this model needs at least {len(groups)}, one for each group of its layers; "
             "raise --num-gpu-blocks-override or --kv-cache-memory-bytes"
         )
-    return CacheShape(
+    return CacheLayout(
         layout,
         num_blocks,
         block_size,

@@ -14,12 +14,21 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 from kvferry.engine.link import CoreLink, OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, GetHandovers, GetStatus, Handovers, Remaining, RequestOutput, Status
+from kvferry.engine.messages import (
+    AddRequest,
+    CoreReady,
+    CoreStatus,
+    GetStatus,
+    GetTransferRecords,
+    Remaining,
+    RequestOutput,
+    TransferRecordsReply,
+)
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.setup import EngineSetup
 from kvferry.errors import KVFerryError
-from kvferry.ports.kit import PlaneKit
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.ports.kit import TransportKit
+from kvferry.web.handover_records import TransferRecord
 
 if TYPE_CHECKING:
     from kvferry.config import SideChannelConfig
@@ -52,7 +61,7 @@ class EngineClient:
     async def start(
         cls,
         options: EngineOptions,
-        kit: PlaneKit,
+        kit: TransportKit,
         *,
         secret: bytes = b"",
         side_channel: "SideChannelConfig | None" = None,
@@ -103,11 +112,11 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        return self._link.death is None
+        return self._link.exit_reason is None
 
     async def died(self) -> str:
         """Wait until the core is gone, also after `close`; the reason as one sentence."""
-        return await asyncio.shield(self._link.gone)
+        return await asyncio.shield(self._link.core_exit)
 
     def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
         """Hand in requests that enter the engine before the same step; one stream each. Never waits.
@@ -132,24 +141,24 @@ class EngineClient:
         """The answer of this request reached nobody: no peer will come for its blocks, even if it has finished."""
         self._link.abandon(request_id)
 
-    async def status(self, timeout_s: float = 5.0) -> Status:
+    async def status(self, timeout_s: float = 5.0) -> CoreStatus:
         """A snapshot of the core. KVFerryError when it is dead or does not answer in time."""
         self._next_nonce += 1
-        answer = await self._ask(GetStatus(self._next_nonce), timeout_s)
-        assert isinstance(answer, Status)
+        answer = await self._query(GetStatus(self._next_nonce), timeout_s)
+        assert isinstance(answer, CoreStatus)
         return answer
 
-    async def handovers(self, name: str = "", timeout_s: float = 5.0) -> list[HandoverRecord]:
+    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
         """Where the time of requests went whose KV came from a peer: of those of that name, or of the newest. Raises as `status` does."""
         self._next_nonce += 1
-        answer = await self._ask(GetHandovers(self._next_nonce, name), timeout_s)
-        assert isinstance(answer, Handovers)
+        answer = await self._query(GetTransferRecords(self._next_nonce, name), timeout_s)
+        assert isinstance(answer, TransferRecordsReply)
         return answer.records
 
-    async def _ask(self, question: GetStatus | GetHandovers, timeout_s: float) -> Status | Handovers:
+    async def _query(self, query: GetStatus | GetTransferRecords, timeout_s: float) -> CoreStatus | TransferRecordsReply:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._link.ask(question)
+                return await self._link.send_query(query)
         except TimeoutError:
             raise KVFerryError(f"the engine core did not answer within {timeout_s:g} s") from None
 
@@ -184,20 +193,20 @@ class EngineClient:
     async def _end_process(self, grace_s: float) -> None:
         loop = asyncio.get_running_loop()
         if self._process.pid is None:
-            self._link.lost("the engine core could not be started")
+            self._link.mark_lost("the engine core could not be started")
             return
         await loop.run_in_executor(None, self._process.join, grace_s)
         if self._process.is_alive():
             # Whoever has said why it ends, or was told to before it could serve, surprises nobody.
-            level = logging.WARNING if self._link.ready.done() and self._link.death is None else logging.DEBUG
+            level = logging.WARNING if self._link.ready.done() and self._link.exit_reason is None else logging.DEBUG
             _log.log(level, "the engine core did not stop within %g s and is killed", grace_s)
             self._process.kill()
             await loop.run_in_executor(None, self._process.join, _KILL_TIMEOUT_S)
-        self._link.lost(f"the engine core has ended {_describe_exit(self._process.exitcode)}")
+        self._link.mark_lost(f"the engine core has ended {_describe_exit(self._process.exitcode)}")
 
     async def _abandon(self, sock: socket.socket) -> None:
         # Told first: a core that finds its pipe closed while it is loading takes us for dead.
-        if self._process.pid is not None and self._link.death is None:
+        if self._process.pid is not None and self._link.exit_reason is None:
             self._process.terminate()
         if self._link.is_connected:
             self._link.close()

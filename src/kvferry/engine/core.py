@@ -21,7 +21,7 @@ from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorRole, Par
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.executor import Executor
 from kvferry.engine.frames import FrameSocket
-from kvferry.engine.limits import Limits
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -30,18 +30,18 @@ from kvferry.engine.messages import (
     CoreReady,
     Drain,
     FromCore,
-    GetHandovers,
     GetStatus,
-    Handovers,
+    GetTransferRecords,
     Outputs,
     Remaining,
     RequestOutput,
     Shutdown,
     ToCore,
+    TransferRecordsReply,
 )
 from kvferry.engine.scheduler import Scheduler
 from kvferry.engine.setup import EngineSetup
-from kvferry.engine.totals import TransferTotals
+from kvferry.engine.totals import ConnectorTotals
 from kvferry.engine.wakeup import Wakeup
 from kvferry.engine.worker import Worker, connector_config
 from kvferry.errors import ConfigError, KVFerryError, TransportError
@@ -58,13 +58,15 @@ _RETRY_INTERVAL_S = 0.01
 class EngineCore:
     """Build it with `start`; it owns the executor and the scheduler's connector until `close`."""
 
-    def __init__(self, api: "_ApiPipe", executor: Executor, connector: KVConnectorBase_V1 | None, limits: Limits, wakeup: Wakeup) -> None:
+    def __init__(
+        self, api: "_ApiPipe", executor: Executor, connector: KVConnectorBase_V1 | None, limits: SchedulerLimits, wakeup: Wakeup
+    ) -> None:
         self._api = api
         self._executor = executor
         self._connector = connector
         self._scheduler = Scheduler(limits, connector)
         self._wakeup = wakeup
-        self._totals = TransferTotals()
+        self._totals = ConnectorTotals()
         self._is_stopping = False
         self._is_draining = False
         self._remaining: Remaining | None = None
@@ -76,13 +78,13 @@ class EngineCore:
     def start(cls, setup: EngineSetup, api: "_ApiPipe", wakeup: Wakeup) -> "EngineCore":
         """Load everything and announce it. Called by the main thread of a process that is ours."""
         with contextlib.ExitStack() as undo:
-            executor = Executor.start(setup, wakeup.ring, api.say)
+            executor = Executor.start(setup, wakeup.wake, api.report_stage)
             undo.callback(executor.close)
             limits = limits_of(setup, executor.worker)
             connector = None
             if setup.options.kv_transfer is not None:
-                api.say("starting the connector")
-                connector = _scheduler_connector(setup, executor, wakeup.ring, undo)
+                api.report_stage("starting the connector")
+                connector = _scheduler_connector(setup, executor, wakeup.wake, undo)
             core = cls(api, executor, connector, limits, wakeup)
             if connector is not None:
                 connector.bind_kv_cache_manager(core._scheduler)
@@ -90,7 +92,7 @@ class EngineCore:
             # deep in a library.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             undo.pop_all()
-        api.send(_announcement(setup, limits))
+        api.send(_ready_message(setup, limits))
         return core
 
     def run(self) -> None:
@@ -103,40 +105,40 @@ class EngineCore:
     def _step(self) -> None:
         self._is_step_due = self._has_slept = False
         plan = self._scheduler.schedule()
-        if self._totals.handovers.is_watching:
-            self._totals.handovers.note_plan(plan.slices, time.monotonic())
+        if self._totals.transfer_log.is_watching:
+            self._totals.transfer_log.note_plan(plan.slices, time.monotonic())
         result = self._executor.execute(plan)
         outputs = self._scheduler.update(plan, result)
         if result.connector_output is not None:
             self._totals.add(result.connector_output.kv_connector_stats)
-            self._totals.handovers.note_receives(result.connector_output.recving_times)
+            self._totals.transfer_log.note_receives(result.connector_output.recving_times)
         if self._connector is not None:
             self._totals.add(self._connector.get_kv_connector_stats())
         self._report(outputs)
 
     def _report(self, outputs: list[RequestOutput]) -> None:
-        if self._totals.handovers.is_watching:
-            self._totals.handovers.note_outputs(outputs, time.monotonic())
+        if self._totals.transfer_log.is_watching:
+            self._totals.transfer_log.note_outputs(outputs, time.monotonic())
         if self._is_draining:
             # There will be no next turn here.
-            self._scheduler.keep_nothing()
-            self._tell_remaining()
+            self._scheduler.evict_retained()
+            self._send_remaining()
         if outputs:
             self._api.send(Outputs(outputs))
-        for note in self._scheduler.take_notes():
+        for note in self._scheduler.take_warnings():
             _log.warning("%s", note)
 
     def _needs_step(self) -> bool:
         # Called even when a step is due anyway: wake-ups are to be cleared and deaths to be noticed between any two steps.
-        rang, noticed = self._wakeup.clear(), self._executor.take_notices()
+        was_woken, was_rank_woken = self._wakeup.clear(), self._executor.take_wakeups()
         # A connector that asks for a step again and again gets one per nap, not as many as fit into a second.
         is_pushed = self._has_slept and self._scheduler.wants_push
-        return self._is_step_due or rang or noticed or is_pushed or self._scheduler.wants_step
+        return self._is_step_due or was_woken or was_rank_woken or is_pushed or self._scheduler.wants_step
 
     def _sleep(self) -> None:
-        is_blind = self._must_poll and self._scheduler.has_transfers
-        is_unsure = self._scheduler.is_answer_pending or self._scheduler.wants_push or is_blind
-        timeout_s = _RETRY_INTERVAL_S if is_unsure else None
+        must_poll_transfers = self._must_poll and self._scheduler.has_transfers
+        needs_retry = self._scheduler.is_lookup_pending or self._scheduler.wants_push or must_poll_transfers
+        timeout_s = _RETRY_INTERVAL_S if needs_retry else None
         ranks = [rank.fileno() for rank in self._executor.ranks]
         awake = connection.wait([self._api.fileno(), self._wakeup.fileno(), *ranks], timeout_s)
         self._is_step_due, self._has_slept = not awake, True
@@ -149,16 +151,16 @@ class EngineCore:
         for message in self._api.receive():
             match message:
                 case AddRequest():
-                    self._totals.handovers.note_arrival(message, time.monotonic())
+                    self._totals.transfer_log.note_arrival(message, time.monotonic())
                     refusal = self._scheduler.add(message)
                     outputs += [] if refusal is None else [refusal]
                 case AbortRequest(request_id=request_id):
-                    self._totals.handovers.forget(request_id)
+                    self._totals.transfer_log.forget(request_id)
                     self._scheduler.abort(request_id)
                 case GetStatus(nonce=nonce):
                     self._send_status(nonce)
-                case GetHandovers(nonce=nonce, name=name):
-                    self._api.send(Handovers(nonce, self._totals.handovers.records(name, time.monotonic())))
+                case GetTransferRecords(nonce=nonce, name=name):
+                    self._api.send(TransferRecordsReply(nonce, self._totals.transfer_log.records(name, time.monotonic())))
                 case Drain():
                     self._is_draining = True
                 case Shutdown():
@@ -181,7 +183,7 @@ class EngineCore:
             )
         )
 
-    def _tell_remaining(self) -> None:
+    def _send_remaining(self) -> None:
         status = self._scheduler.status()
         num_requests = status.num_running + status.num_waiting + status.num_waiting_for_remote_kvs
         remaining = Remaining(num_requests, status.num_delayed_frees, status.num_used_blocks)
@@ -219,7 +221,7 @@ class _ApiPipe:
     def send(self, message: FromCore) -> None:
         self._sock.send(self._encode(message))
 
-    def say(self, stage: str) -> None:
+    def report_stage(self, stage: str) -> None:
         _log.info("%s", stage)
         self.send(CoreProgress(stage))
 
@@ -228,7 +230,7 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
     """The main function of the core's process."""
     # Ctrl-C reaches the whole process group; the API process decides what it means and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_orderly)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     logging.basicConfig(level=setup.log_level, format="%(asctime)s %(levelname)s core %(name)s: %(message)s")
     link, wakeup = FrameSocket(sock), Wakeup()
     api = _ApiPipe(link)
@@ -242,10 +244,10 @@ def run_core(setup: EngineSetup, sock: socket.socket) -> None:
             closing.callback(core.close)
             core.run()
         except Exception as error:  # the top of the process: everybody hears why it ends, before ranks are waited for
-            raise SystemExit(_tell_failure(api, error)) from None
+            raise SystemExit(_report_failure(api, error)) from None
 
 
-def _tell_failure(api: _ApiPipe, error: Exception) -> int:
+def _report_failure(api: _ApiPipe, error: Exception) -> int:
     """Report the end of the core; its exit code."""
     if not api.is_open:
         _log.warning("the API process is gone, and so is the engine core")
@@ -263,15 +265,15 @@ def _tell_failure(api: _ApiPipe, error: Exception) -> int:
     return 2 if is_config else 1
 
 
-def _end_orderly(signum: int, frame: FrameType | None) -> None:
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
-def limits_of(setup: EngineSetup, worker: Worker) -> Limits:
+def limits_of(setup: EngineSetup, worker: Worker) -> SchedulerLimits:
     """What the scheduler of an engine must respect, known once its first rank has its cache."""
     options, config = setup.options, worker.runner.config
     policy = FailurePolicy.FAIL if options.kv_transfer is None else options.kv_transfer.kv_load_failure_policy
-    return Limits(
+    return SchedulerLimits(
         num_blocks=worker.kv_cache_config.num_blocks,
         block_size=worker.kv_cache_config.block_size,
         max_model_len=config.max_model_len(options.max_model_len),
@@ -303,7 +305,7 @@ def _scheduler_connector(
     return connector
 
 
-def _announcement(setup: EngineSetup, limits: Limits) -> CoreReady:
+def _ready_message(setup: EngineSetup, limits: SchedulerLimits) -> CoreReady:
     transfer = setup.options.kv_transfer
     return CoreReady(
         max_model_len=limits.max_total_tokens,

@@ -17,7 +17,7 @@ from kvferry.errors import TransportError
 
 __all__ = ["Executor"]
 
-_BLAME_TIMEOUT_S = 2.0
+_FAILED_RANK_TIMEOUT_S = 2.0
 """How long to look for a dead rank when rank 0 fails: its peers notice a death before the operating system reports it."""
 
 
@@ -31,21 +31,21 @@ class Executor:
         self._aggregator = KVOutputAggregator(1 + len(ranks))
 
     @classmethod
-    def start(cls, setup: EngineSetup, wake: Callable[[], None], say: Callable[[str], None]) -> "Executor":
+    def start(cls, setup: EngineSetup, wake: Callable[[], None], report_stage: Callable[[str], None]) -> "Executor":
         """Start all ranks and wait until each has loaded its share."""
         tp_size = setup.options.tensor_parallel_size
         ranks: list[RankProcess] = []
-        with _meeting_place() as rendezvous, contextlib.ExitStack() as undo:
+        with _rendezvous_file() as rendezvous, contextlib.ExitStack() as undo:
             undo.callback(_kill_all, ranks)
             for rank in range(1, tp_size):
-                say(f"starting tensor-parallel rank {rank}")
+                report_stage(f"starting tensor-parallel rank {rank}")
                 ranks.append(RankProcess.start(setup, ParallelConfig(tp_size, rank), rendezvous))
-            with _blaming(ranks):
-                worker = Worker.start(setup, ParallelConfig(tp_size, 0), rendezvous, wake, say)
+            with _naming_failed_rank(ranks):
+                worker = Worker.start(setup, ParallelConfig(tp_size, 0), rendezvous, wake, report_stage)
             undo.callback(worker.close)
             handshakes = {0: worker.handshake_metadata()}
             for rank, process in enumerate(ranks, start=1):
-                say(f"waiting for tensor-parallel rank {rank}")
+                report_stage(f"waiting for tensor-parallel rank {rank}")
                 ready = process.wait_ready(setup.rank_timeout_s)
                 handshakes[rank] = ready.handshake
                 if ready.num_blocks != worker.kv_cache_config.num_blocks:
@@ -75,16 +75,16 @@ class Executor:
         """One step on every rank. TransportError when a rank is gone."""
         for rank in self._ranks:
             rank.send(plan)
-        with _blaming(self._ranks):
+        with _naming_failed_rank(self._ranks):
             result = self._worker.execute(plan)
         others = [rank.wait_result().connector_output for rank in self._ranks]
         if result.connector_output is not None:
             result.connector_output = self._aggregator.aggregate([result.connector_output, *others])
         return result
 
-    def take_notices(self) -> bool:
+    def take_wakeups(self) -> bool:
         """Whether another rank's connector asked for a step. TransportError when a rank is gone."""
-        return any([rank.take_notice() for rank in self._ranks])
+        return any([rank.take_wakeup() for rank in self._ranks])
 
     def close(self) -> None:
         """Stop every rank and wait until its process is gone. Idempotent."""
@@ -105,7 +105,7 @@ def _kill_all(ranks: list[RankProcess]) -> None:
 
 
 @contextlib.contextmanager
-def _meeting_place() -> Iterator[str]:
+def _rendezvous_file() -> Iterator[str]:
     """A file without a name in any folder: however this process ends, nothing is left of it."""
     nameless = os.memfd_create("kvferry-ranks")
     try:
@@ -115,13 +115,13 @@ def _meeting_place() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _blaming(ranks: list[RankProcess]) -> Iterator[None]:
+def _naming_failed_rank(ranks: list[RankProcess]) -> Iterator[None]:
     """Rank 0 only sees a broken connection when another rank dies; say whose death it was."""
     try:
         yield
     except TransportError as error:
         for rank in ranks:
-            failure = rank.find_failure(_BLAME_TIMEOUT_S)
+            failure = rank.find_failure(_FAILED_RANK_TIMEOUT_S)
             if failure is not None:
                 raise TransportError(failure) from error
         raise

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.rank_device import moved
+from kvferry.engine.rank_device import to_device
 from kvferry.engine.step import SequenceSlice
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
@@ -43,10 +43,10 @@ class DecodeTile:
     def on(self, device: torch.device) -> "DecodeTile":
         sequences, slots = self.stale
         return DecodeTile(
-            moved(self.rows, device),
-            moved(self.block_tables, device),
-            moved(self.hidden, device),
-            (moved(sequences, device), moved(slots, device)),
+            to_device(self.rows, device),
+            to_device(self.block_tables, device),
+            to_device(self.hidden, device),
+            (to_device(sequences, device), to_device(slots, device)),
         )
 
 
@@ -65,7 +65,7 @@ class PrefillRange:
     window: int | None
 
     def on(self, device: torch.device) -> "PrefillRange":
-        return replace(self, block_table=moved(self.block_table, device))
+        return replace(self, block_table=to_device(self.block_table, device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class GroupBatch:
     def on(self, device: torch.device) -> "GroupBatch":
         plan = self.plan.on(device)
         sampled_plan = plan if self.sampled_plan is self.plan else self.sampled_plan.on(device)
-        return GroupBatch(moved(self.blocks, device), plan, sampled_plan)
+        return GroupBatch(to_device(self.blocks, device), plan, sampled_plan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,11 +107,11 @@ class FlatBatch:
         if device.type == "cpu":
             return self
         return FlatBatch(
-            moved(self.token_ids, device),
-            moved(self.positions, device),
-            moved(self.offsets, device),
+            to_device(self.token_ids, device),
+            to_device(self.positions, device),
+            to_device(self.offsets, device),
             tuple(group.on(device) for group in self.groups),
-            moved(self.sampled_rows, device),
+            to_device(self.sampled_rows, device),
         )
 
 
@@ -164,8 +164,8 @@ def _table_problem(
         return f"{len(block_ids)} blocks for {length} tokens"
     if max(block_ids) >= num_blocks or min(block_ids) < HOLE:
         return f"a block outside the cache's {num_blocks}"
-    if HOLE in block_ids[group.first_seen(part.start) // block_size : -(-length // block_size)]:
-        return f"a hole where tokens {group.first_seen(part.start)} to {length - 1} are needed"
+    if HOLE in block_ids[group.first_visible_token(part.start) // block_size : -(-length // block_size)]:
+        return f"a hole where tokens {group.first_visible_token(part.start)} to {length - 1} are needed"
     return None
 
 
@@ -196,7 +196,7 @@ class _GroupPart:
         if count == 1:
             self.decodes.append(self._query(first_row, length, block_ids))
         else:
-            first = self.group.first_seen(part.start)
+            first = self.group.first_visible_token(part.start)
             base = first // self.block_size
             table = torch.tensor([block_ids[base : -(-length // self.block_size)]])
             first_slot, first_row_slot = first - base * self.block_size, part.start - base * self.block_size
@@ -213,7 +213,7 @@ class _GroupPart:
 
     def _query(self, row: int, length: int, block_ids: tuple[int, ...]) -> _Query:
         """Of the token before `length`."""
-        first = self.group.first_seen(length - 1)
+        first = self.group.first_visible_token(length - 1)
         base = first // self.block_size
         start = base * self.block_size
         return _Query(row, first - start, length - start, block_ids[base : -(-length // self.block_size)])

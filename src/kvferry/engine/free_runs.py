@@ -1,4 +1,4 @@
-"""Free blocks as maximal runs of adjacent ones, so that whoever needs many gets few runs: a transfer moves a run as one piece.
+"""Free blocks as maximal runs of adjacent ones, so that whoever needs many gets few runs: a transfer moves a run as one segment.
 
 Runs are sorted into classes by length, [2^k, 2^(k+1)) each, so that a run that is long enough, and hardly longer than needed, is found
 without a search. Small needs use up small runs and leave the long ones whole.
@@ -10,13 +10,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 
-__all__ = ["FreeRuns"]
+__all__ = ["FreeExtents"]
 
-_MOST_TRIED = 8
+_MAX_CANDIDATES = 8
 """Runs of the class that may or may not hold enough: so many are looked at."""
 
 
-class FreeRuns:
+class FreeExtents:
     def __init__(self, num_blocks: int) -> None:
         """Blocks 0 to `num_blocks` - 1, as one run."""
         self._end_of: dict[int, int] = {}
@@ -44,7 +44,7 @@ class FreeRuns:
         self._link(start, end)
         self._num_blocks += 1
 
-    def take_behind(self, block: int, count: int) -> range:
+    def take_after(self, block: int, count: int) -> range:
         """Up to `count` blocks that follow `block`, which is not free itself."""
         end = self._end_of.get(block + 1)
         return range(0) if end is None or not count else self._cut(block + 1, end, count)
@@ -59,13 +59,13 @@ class FreeRuns:
         return taken
 
     def _choose(self, count: int) -> int:
-        ample = (count - 1).bit_length()
-        found = self._occupied >> ample << ample
+        min_class = (count - 1).bit_length()
+        found = self._occupied >> min_class << min_class
         if found:
             return next(iter(self._classes[(found & -found).bit_length() - 1]))
-        if ample and self._occupied >> (ample - 1):
-            perhaps = islice(self._classes[ample - 1], _MOST_TRIED)
-            for start in perhaps:
+        if min_class and self._occupied >> (min_class - 1):
+            candidates = islice(self._classes[min_class - 1], _MAX_CANDIDATES)
+            for start in candidates:
                 if self._end_of[start] - start >= count:
                     return start
         return next(iter(self._classes[self._occupied.bit_length() - 1]))

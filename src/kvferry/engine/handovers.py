@@ -11,33 +11,33 @@ from dataclasses import dataclass, field
 
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.step import SequenceSlice
-from kvferry.events import PullTimes
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.events import TransferTimes
+from kvferry.web.handover_records import TransferRecord
 
-__all__ = ["HandoverLog"]
+__all__ = ["TransferLog"]
 
-KEPT = 256
-MAX_SHOWN = 64
+MAX_RECORDS = 256
+MAX_REPORTED = 64
 _MAX_FAILURE_CHARS = 400
 _NAME = re.compile(r"(?:[a-z]+-)?(?P<stem>.*?)(?:-(?P<index>[0-9]+))?-[0-9a-f]{8}", re.DOTALL)
 """What the front-end makes of a client's X-Request-Id: `cmpl-ID-0-1a2b3c4d`."""
 
 
 @dataclass(slots=True)
-class _Entry:
+class _TransferEntry:
     request_id: str
     arrived: float
-    pulls: Sequence[PullTimes] = ()
+    pulls: Sequence[TransferTimes] = ()
     scheduled: float | None = None
     first_token: float | None = None
     failure: str = ""
 
 
 @dataclass(slots=True)
-class HandoverLog:
-    kept: int = KEPT
-    _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict, init=False)
-    _watched: dict[str, _Entry] = field(default_factory=dict, init=False)
+class TransferLog:
+    max_records: int = MAX_RECORDS
+    _entries: OrderedDict[str, _TransferEntry] = field(default_factory=OrderedDict, init=False)
+    _watched: dict[str, _TransferEntry] = field(default_factory=dict, init=False)
     """Those that have no first token yet."""
 
     @property
@@ -48,13 +48,13 @@ class HandoverLog:
         """Only requests whose KV is to come from elsewhere are of interest."""
         if not request.kv_transfer_params or not request.kv_transfer_params.get("do_remote_prefill"):
             return
-        entry = _Entry(request.request_id, now)
+        entry = _TransferEntry(request.request_id, now)
         self._entries[entry.request_id] = self._watched[entry.request_id] = entry
-        if len(self._entries) > self.kept:
+        if len(self._entries) > self.max_records:
             oldest, _ = self._entries.popitem(last=False)
             self._watched.pop(oldest, None)
 
-    def note_receives(self, times: Mapping[str, Sequence[PullTimes]]) -> None:
+    def note_receives(self, times: Mapping[str, Sequence[TransferTimes]]) -> None:
         """How receives went that have ended on some or all ranks."""
         for request_id, pulls in times.items():
             entry = self._entries.get(request_id)
@@ -63,8 +63,8 @@ class HandoverLog:
 
     def note_plan(self, slices: Iterable[SequenceSlice], now: float) -> None:
         """A step begins."""
-        for piece in slices:
-            entry = self._watched.get(piece.request_id)
+        for part in slices:
+            entry = self._watched.get(part.request_id)
             if entry is not None and entry.scheduled is None:
                 entry.scheduled = now
 
@@ -82,10 +82,10 @@ class HandoverLog:
         """It was aborted: it will have no first token. What was seen of it stays."""
         self._watched.pop(request_id, None)
 
-    def records(self, name: str, now: float) -> list[HandoverRecord]:
+    def records(self, name: str, now: float) -> list[TransferRecord]:
         """Newest first: those of one client's request id, or of an engine's own; for an empty name all, up to a bound."""
         newest = reversed(self._entries.values())
-        return [_record(entry, now) for entry in newest if not name or _is_named(entry.request_id, name)][:MAX_SHOWN]
+        return [_record(entry, now) for entry in newest if not name or _is_named(entry.request_id, name)][:MAX_REPORTED]
 
 
 def _is_named(request_id: str, name: str) -> bool:
@@ -99,14 +99,14 @@ def _is_named(request_id: str, name: str) -> bool:
     return name in (stem, f"{stem}-{index}", request_id.rpartition("-")[0])
 
 
-def _record(entry: _Entry, now: float) -> HandoverRecord:
+def _record(entry: _TransferEntry, now: float) -> TransferRecord:
     def since(moments: Iterable[float | None]) -> float | None:
         known = [moment for moment in moments if moment is not None]
         return max(0.0, max(known) - entry.arrived) if known else None
 
     pulls = entry.pulls
     began = [pull.began_at for pull in pulls if pull.began_at is not None]
-    return HandoverRecord(
+    return TransferRecord(
         request_id=entry.request_id,
         age_s=now - entry.arrived,
         attached_s=since(pull.attached_at for pull in pulls),
@@ -117,7 +117,7 @@ def _record(entry: _Entry, now: float) -> HandoverRecord:
         scheduled_s=since([entry.scheduled]),
         first_token_s=since([entry.first_token]),
         bytes=sum(pull.total_bytes for pull in pulls),
-        pieces=sum(pull.pieces for pull in pulls),
-        plane=next((pull.plane for pull in pulls if pull.plane), ""),
+        segments=sum(pull.segments for pull in pulls),
+        transport=next((pull.transport for pull in pulls if pull.transport), ""),
         failure=entry.failure,
     )

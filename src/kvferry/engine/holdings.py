@@ -8,17 +8,17 @@ Pure. Each operation happens wholly or changes nothing.
 
 from dataclasses import dataclass
 
-from kvferry.engine.blocks import BlockPool, GroupTable, Want
-from kvferry.engine.limits import Limits
+from kvferry.engine.blocks import BlockPool, BlockRequest, GroupTable
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.prefix import CachedPrefix, find_prefix
 from kvferry.engine.sequence import Match, Sequence
 from kvferry.protocol.tickets import HOLE
 
-__all__ = ["Holdings", "Placement"]
+__all__ = ["BlockAllocation", "BlockAllocator"]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class BlockAllocation:
     """The blocks a sequence would begin with."""
 
     match: Match
@@ -33,8 +33,8 @@ class Placement:
 
 
 @dataclass(slots=True)
-class Holdings:
-    limits: Limits
+class BlockAllocator:
+    limits: SchedulerLimits
     pool: BlockPool
 
     # -- beginning -------------------------------------------------------------------------------------------------
@@ -45,9 +45,9 @@ class Holdings:
             return CachedPrefix(0, tuple([] for _ in limits.groups))
         return find_prefix(self.pool.published, limits.groups, seq.block_hashes(limits.block_size), seq.num_tokens, limits.block_size)
 
-    def place(self, seq: Sequence, cached: CachedPrefix, match: Match, num_tokens: int) -> Placement:
+    def plan_allocation(self, seq: Sequence, cached: CachedPrefix, match: Match, num_tokens: int) -> BlockAllocation:
         """How `num_tokens` tokens would be held, of which `match` need no computing. Nothing is held by this."""
-        num_places = self.limits.blocks_for(num_tokens)
+        table_length = self.limits.blocks_for(num_tokens)
         # A prompt that is there as a whole still has its last token computed, which looks further back than the one after it.
         first_computed = min(match.total_tokens, seq.num_tokens - 1)
         tables = []
@@ -55,50 +55,50 @@ class Holdings:
             first = self.limits.first_needed(group, first_computed)
             # Of the block that a load's edge falls into, the producer may have had only a part: somebody whose window reaches further
             # back must not find it.
-            edge = self.limits.blocks_for(group.first_seen(match.total_tokens))
+            edge = self.limits.blocks_for(group.first_visible_token(match.total_tokens))
             tables.append(GroupTable([HOLE] * first + blocks[first:], first, max(len(blocks), edge)))
-        return Placement(match, tuple(tables), tuple(num_places - len(table.block_ids) for table in tables))
+        return BlockAllocation(match, tuple(tables), tuple(table_length - len(table.block_ids) for table in tables))
 
-    def num_left(self, placement: Placement) -> int:
+    def num_left(self, allocation: BlockAllocation) -> int:
         """How many blocks would be free beside it; negative when it does not fit."""
-        return self.pool.num_free_beside(placement.shared) - sum(placement.missing)
+        return self.pool.num_free_beside(allocation.shared) - sum(allocation.missing)
 
-    def begin(self, seq: Sequence, placement: Placement) -> None:
+    def allocate(self, seq: Sequence, allocation: BlockAllocation) -> None:
         """Let a sequence that holds nothing have a placement that fits."""
-        wants = [Want(table.last, count) for table, count in zip(placement.tables, placement.missing, strict=True)]
-        fresh = self.pool.acquire(placement.shared, wants)
+        block_requests = [BlockRequest(table.last, count) for table, count in zip(allocation.tables, allocation.missing, strict=True)]
+        fresh = self.pool.acquire(allocation.shared, block_requests)
         assert fresh is not None, "the caller has looked"
-        for table, blocks in zip(placement.tables, fresh, strict=True):
+        for table, blocks in zip(allocation.tables, fresh, strict=True):
             table.block_ids += blocks
-        seq.tables = placement.tables
-        seq.matched = placement.match
+        seq.tables = allocation.tables
+        seq.matched = allocation.match
         if not seq.num_output_tokens:
-            seq.num_cached_tokens = min(placement.match.total_tokens, seq.num_prompt_tokens)
+            seq.num_cached_tokens = min(allocation.match.total_tokens, seq.num_prompt_tokens)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
     def extend(self, seq: Sequence, num_tokens: int) -> bool:
         """Make place for so many tokens in all; False, and nothing has changed, when there are too few blocks."""
-        missing = self.limits.blocks_for(num_tokens) - seq.num_places
+        missing = self.limits.blocks_for(num_tokens) - seq.table_length
         if missing <= 0:
             return True
-        fresh = self.pool.acquire((), [Want(table.last, missing) for table in seq.tables])
+        fresh = self.pool.acquire((), [BlockRequest(table.last, missing) for table in seq.tables])
         if fresh is None:
             return False
         for table, blocks in zip(seq.tables, fresh, strict=True):
             table.block_ids += blocks
         return True
 
-    def num_lacking(self, seq: Sequence, num_tokens: int) -> int:
+    def num_missing_blocks(self, seq: Sequence, num_tokens: int) -> int:
         """How many blocks must come back before there is place for so many tokens."""
-        missing = self.limits.blocks_for(num_tokens) - seq.num_places
+        missing = self.limits.blocks_for(num_tokens) - seq.table_length
         return max(0, missing * len(seq.tables) - self.pool.num_free)
 
-    def give_back_unseen(self, seq: Sequence, position: int) -> None:
+    def free_unseen_blocks(self, seq: Sequence, position: int) -> None:
         """Give back the blocks that no token from `position` on looks at. What was given back before is not looked at again."""
-        for number, group in self.limits.forgetful_groups:
+        for number, group in self.limits.windowed_groups:
             table = seq.tables[number]
-            first = min(self.limits.first_needed(group, position), seq.num_places)
+            first = min(self.limits.first_needed(group, position), seq.table_length)
             if first > table.num_holes:
                 gone = slice(table.num_holes, first)
                 self.pool.release(table.block_ids[gone])
@@ -107,10 +107,10 @@ class Holdings:
 
     def num_still_needed(self, seq: Sequence) -> int:
         """At most so many blocks more than it holds will a sequence hold at once, until all its known tokens are computed."""
-        num_places = self.limits.blocks_for(seq.num_tokens)
+        table_length = self.limits.blocks_for(seq.num_tokens)
         return sum(
-            max(0, min(num_places - table.num_holes, most) - table.num_held)
-            for table, most in zip(seq.tables, self.limits.most_held, strict=True)
+            max(0, min(table_length - table.num_holes, most) - table.num_held)
+            for table, most in zip(seq.tables, self.limits.max_held_blocks, strict=True)
         )
 
     def publish(self, seq: Sequence) -> None:

@@ -2,13 +2,13 @@
 
 from hashlib import blake2b
 
-from kvferry.engine.limits import Limits
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.messages import AddRequest
 
-__all__ = ["choose_draw_seed", "find_excess", "find_fault"]
+__all__ = ["choose_draw_seed", "find_length_error", "find_validation_error"]
 
 
-def find_fault(request: AddRequest, limits: Limits) -> str | None:
+def find_validation_error(request: AddRequest, limits: SchedulerLimits) -> str | None:
     """A sentence when the request makes no sense to any engine of this model."""
     tokens = request.prompt_token_ids
     if not tokens:
@@ -20,7 +20,7 @@ def find_fault(request: AddRequest, limits: Limits) -> str | None:
     return None
 
 
-def find_excess(request: AddRequest, limits: Limits) -> str | None:
+def find_length_error(request: AddRequest, limits: SchedulerLimits) -> str | None:
     """A sentence when the prompt does not fit into this engine, however long it waited."""
     count, most = len(request.prompt_token_ids), limits.max_total_tokens - 1
     if count <= most:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.engine.config_keys import ConfigKeys
 
-__all__ = ["GEMMA", "LayerKind", "LinearScaling", "Llama3Scaling", "RopeConfig", "read_layers"]
+__all__ = ["GEMMA", "LayerConfig", "LinearScaling", "Llama3Scaling", "RopeConfig", "read_layers"]
 
 GEMMA = "Gemma3ForCausalLM"
 MISTRAL = "MistralForCausalLM"
@@ -43,13 +43,13 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerConfig:
     rope: RopeConfig
     window: int | None = None
     """Token i sees tokens i - window + 1 to i; None: all up to i."""
 
 
-def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerKind, ...]:
+def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerConfig, ...]:
     """One kind per layer. A window that no position can outgrow is none."""
     is_sliding = _sliding_layers(config, architecture)
     window = None
@@ -57,7 +57,7 @@ def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerKind, ...]:
         width = config.count("sliding_window") if config.has("sliding_window") else DEFAULT_WINDOW
         window = width if width < config.count("max_position_embeddings") else None
     full_rope, sliding_rope = _gemma_ropes(config) if architecture == GEMMA else (_rope(config),) * 2
-    kinds = {True: LayerKind(sliding_rope, window), False: LayerKind(full_rope)}
+    kinds = {True: LayerConfig(sliding_rope, window), False: LayerConfig(full_rope)}
     return tuple(kinds[each] for each in is_sliding)
 
 

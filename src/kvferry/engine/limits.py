@@ -7,11 +7,11 @@ from functools import cached_property
 from kvferry.connectors.contract import KVCacheGroup
 from kvferry.types import FailurePolicy
 
-__all__ = ["Limits"]
+__all__ = ["SchedulerLimits"]
 
 
 @dataclass(frozen=True)  # without slots, for the cached properties: they are asked for at every token
-class Limits:
+class SchedulerLimits:
     num_blocks: int
     """Of all groups together."""
     block_size: int
@@ -30,28 +30,28 @@ class Limits:
     def max_total_tokens(self) -> int:
         """A sequence ends when it has this many tokens: the model's limit, or what the whole cache holds and one (the last needs no KV)."""
         places = range(self.blocks_for(self.max_model_len) + 1)
-        most = bisect_right(places, self.num_blocks, key=lambda count: sum(min(count, held) for held in self.most_held)) - 1
+        most = bisect_right(places, self.num_blocks, key=lambda count: sum(min(count, held) for held in self.max_held_blocks)) - 1
         return min(self.max_model_len, most * self.block_size + 1)
 
     @cached_property
-    def most_held(self) -> tuple[int, ...]:
+    def max_held_blocks(self) -> tuple[int, ...]:
         """Per group, the blocks that one sequence can hold, however long it is: during a step, all that its first token looks at and all
         that the step computes."""
-        return tuple(self._most_held(group) for group in self.groups)
+        return tuple(self._max_held_blocks(group) for group in self.groups)
 
     @cached_property
-    def forgetful_groups(self) -> tuple[tuple[int, KVCacheGroup], ...]:
+    def windowed_groups(self) -> tuple[tuple[int, KVCacheGroup], ...]:
         """Those whose attention does not look back for ever, with their numbers."""
-        return tuple((number, group) for number, group in enumerate(self.groups) if group.forgets)
+        return tuple((number, group) for number, group in enumerate(self.groups) if group.has_local_attention)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def first_needed(self, group: KVCacheGroup, position: int) -> int:
         """The first block that a token from `position` on looks at."""
-        return group.first_seen(position) // self.block_size
+        return group.first_visible_token(position) // self.block_size
 
-    def _most_held(self, group: KVCacheGroup) -> int:
+    def _max_held_blocks(self, group: KVCacheGroup) -> int:
         whole = self.blocks_for(self.max_model_len)
         reach = group.attention_chunk or group.sliding_window
         if reach is None or not self.enable_chunked_prefill:

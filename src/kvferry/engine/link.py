@@ -18,17 +18,17 @@ from kvferry.engine.messages import (
     CoreFailed,
     CoreProgress,
     CoreReady,
+    CoreStatus,
     Drain,
     FromCore,
-    GetHandovers,
     GetStatus,
-    Handovers,
+    GetTransferRecords,
     Outputs,
     Remaining,
     RequestOutput,
     Shutdown,
-    Status,
     ToCore,
+    TransferRecordsReply,
 )
 from kvferry.errors import ConfigError, KVFerryError, RemoteProtocolError, TransportError
 
@@ -46,7 +46,7 @@ class OutputStream:
         self._request_id = request_id
         self._on_close = on_close
         self._ready: deque[RequestOutput] = deque()
-        self._news = asyncio.Event()
+        self._output_arrived = asyncio.Event()
         self._is_ended = False
 
     @property
@@ -56,7 +56,7 @@ class OutputStream:
     def put(self, output: RequestOutput) -> None:
         """For the client: one more output has arrived."""
         self._ready.append(output)
-        self._news.set()
+        self._output_arrived.set()
 
     def __aiter__(self) -> Self:
         return self
@@ -65,8 +65,8 @@ class OutputStream:
         if self._is_ended:
             raise StopAsyncIteration
         while not self._ready:
-            self._news.clear()
-            await self._news.wait()
+            self._output_arrived.clear()
+            await self._output_arrived.wait()
         output = self._ready.popleft()
         self._is_ended = output.finish_reason is not None
         return output
@@ -93,10 +93,10 @@ class CoreLink(asyncio.Protocol):
     def __init__(self, on_progress: Callable[[str], None], on_closed: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[CoreReady] = loop.create_future()
-        self.gone: asyncio.Future[str] = loop.create_future()
+        self.core_exit: asyncio.Future[str] = loop.create_future()
         self.remaining: Remaining | None = None
         self.drained = asyncio.Event()
-        self._questions: dict[int, asyncio.Future[Status | Handovers]] = {}
+        self._pending_queries: dict[int, asyncio.Future[CoreStatus | TransferRecordsReply]] = {}
         self.stage = "starting the process"
         self._on_progress = on_progress
         self._on_closed = on_closed
@@ -107,8 +107,8 @@ class CoreLink(asyncio.Protocol):
         self._encode = msgspec.msgpack.Encoder().encode
 
     @property
-    def death(self) -> str | None:
-        return self.gone.result() if self.gone.done() else None
+    def exit_reason(self) -> str | None:
+        return self.core_exit.result() if self.core_exit.done() else None
 
     # -- asyncio calls these ---------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class CoreLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for frame in self._assembler.feed(data):
-            self._take(self._decode(frame))
+            self._handle(self._decode(frame))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -126,18 +126,18 @@ class CoreLink(asyncio.Protocol):
 
     # -- what arrives ----------------------------------------------------------------------------------------------
 
-    def _take(self, message: FromCore) -> None:
+    def _handle(self, message: FromCore) -> None:
         match message:
             case Outputs(outputs=outputs):
                 for output in outputs:
                     self._deliver(output)
-            case Status(nonce=nonce) | Handovers(nonce=nonce):
-                waiter = self._questions.pop(nonce, None)
+            case CoreStatus(nonce=nonce) | TransferRecordsReply(nonce=nonce):
+                waiter = self._pending_queries.pop(nonce, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
             case Remaining():
                 self.remaining = message
-                (self.drained.set if message.is_nothing else self.drained.clear)()
+                (self.drained.set if message.is_drained else self.drained.clear)()
             case CoreProgress(stage=stage):
                 self.stage = stage
                 self._on_progress(stage)
@@ -145,7 +145,7 @@ class CoreLink(asyncio.Protocol):
                 if not self.ready.done():
                     self.ready.set_result(message)
             case CoreFailed(reason=reason, is_config=is_config):
-                self.lost(reason, ConfigError(reason) if is_config else KVFerryError(reason))
+                self.mark_lost(reason, ConfigError(reason) if is_config else KVFerryError(reason))
 
     def _deliver(self, output: RequestOutput) -> None:
         stream = self._streams.get(output.request_id)
@@ -155,15 +155,15 @@ class CoreLink(asyncio.Protocol):
             del self._streams[output.request_id]
         stream.put(output)
 
-    def lost(self, reason: str, error: KVFerryError | None = None) -> None:
+    def mark_lost(self, reason: str, error: KVFerryError | None = None) -> None:
         """The core is gone: everybody who waits hears it. Only the first reason counts."""
-        if self.gone.done():
+        if self.core_exit.done():
             return
-        self.gone.set_result(reason)
+        self.core_exit.set_result(reason)
         if not self.ready.done():
             self.ready.set_exception(error or KVFerryError(reason))
             self.ready.exception()
-        for waiter in self._questions.values():
+        for waiter in self._pending_queries.values():
             if not waiter.done():
                 waiter.set_exception(KVFerryError(reason))
         for request_id in list(self._streams):
@@ -180,7 +180,7 @@ class CoreLink(asyncio.Protocol):
         self._streams.update((stream.request_id, stream) for stream in streams)
         if self._transport is None:
             for stream in streams:
-                self._deliver(_error_output(stream.request_id, self.death or "the engine core is not connected"))
+                self._deliver(_error_output(stream.request_id, self.exit_reason or "the engine core is not connected"))
         else:
             self._transport.write(frame)
         return streams
@@ -206,16 +206,16 @@ class CoreLink(asyncio.Protocol):
             del self._streams[stream.request_id]
             self._send([AbortRequest(stream.request_id)])
 
-    async def ask(self, question: GetStatus | GetHandovers) -> Status | Handovers:
+    async def send_query(self, query: GetStatus | GetTransferRecords) -> CoreStatus | TransferRecordsReply:
         if self._transport is None:
-            raise KVFerryError(self.death or "the engine core is not connected")
-        waiter: asyncio.Future[Status | Handovers] = asyncio.get_running_loop().create_future()
-        self._questions[question.nonce] = waiter
-        self._send([question])
+            raise KVFerryError(self.exit_reason or "the engine core is not connected")
+        waiter: asyncio.Future[CoreStatus | TransferRecordsReply] = asyncio.get_running_loop().create_future()
+        self._pending_queries[query.nonce] = waiter
+        self._send([query])
         try:
             return await waiter
         finally:
-            self._questions.pop(question.nonce, None)
+            self._pending_queries.pop(query.nonce, None)
 
     def drain(self) -> None:
         self._send([Drain()])

@@ -48,7 +48,7 @@ def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: s
     config[MARKER] = {"family": family, "seed": seed, "size": size}
     tensors = dict(make_tensors(FAMILIES[family], shape, seed))
     try:
-        _claim(directory)
+        _check_directory(directory)
         # config.json first: a folder left half written is then known as ours.
         _write(directory / "config.json", _json(config))
         _write(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
@@ -59,7 +59,7 @@ def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: s
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
 
 
-def _claim(directory: Path) -> None:
+def _check_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # Hidden files may be those of another process that is just making the same model, or was killed doing so.
     if all(path.name.startswith(".") for path in directory.iterdir()):

@@ -1,4 +1,4 @@
-"""The families and sizes of made models, and the config.json of each. Pure."""
+"""The families and sizes of generated models, and the config.json of each. Pure."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto

@@ -1,4 +1,5 @@
-"""The tokenizer of made models: byte-level BPE over 256 bytes and the beginnings of common English words; any text comes back unchanged.
+"""The tokenizer of generated models: byte-level BPE over 256 bytes and the beginnings of common English words; any text comes back
+unchanged.
 
 The merges are written down here, not trained, so that the file is the same with every version of the library. Pure.
 """
@@ -66,7 +67,7 @@ def token_id(special_token: str) -> int:
 
 def readable_token_ids() -> list[int]:
     """Of tokens that are printable ASCII or a space, alone or in sequence."""
-    return [number for piece, number in _vocabulary().items() if all("!" <= char <= "~" or char == SPACE for char in piece)]
+    return [number for token, number in _vocabulary().items() if all("!" <= char <= "~" or char == SPACE for char in token)]
 
 
 @cache
@@ -87,5 +88,5 @@ def _word_forms() -> Iterator[str]:
 
 
 def _vocabulary() -> dict[str, int]:
-    pieces = sorted(ByteLevel.alphabet()) + [first + second for first, second in _merges()]
-    return {piece: number for number, piece in enumerate(pieces)}
+    tokens = sorted(ByteLevel.alphabet()) + [first + second for first, second in _merges()]
+    return {token: number for number, token in enumerate(tokens)}

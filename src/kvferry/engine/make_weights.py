@@ -1,4 +1,4 @@
-"""The random weights of made models: scaled so that attention decides the hidden state, and no special token ends a text. Pure."""
+"""The random weights of generated models: scaled so that attention decides the hidden state, and no special token ends a text. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What the API process and the engine core say to each other, as msgspec structs over one pipe.
 
-API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `GetHandovers`, `Drain`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or
-`CoreFailed` once, then `RequestOutput`s in batches (one `Outputs` per step), `Status`, `Handovers`, `Remaining` once it drains, and
+API -> core: `AddRequest`, `AbortRequest`, `GetStatus`, `GetTransferRecords`, `Drain`, `Shutdown`. Core -> API: `CoreProgress`*, `CoreReady` or
+`CoreFailed` once, then `RequestOutput`s in batches (one `Outputs` per step), `CoreStatus`, `TransferRecordsReply`, `Remaining` once it drains, and
 `CoreFailed` if the core dies with a reason.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvferry.engine.step import SampledToken, SamplingParams
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.web.handover_records import TransferRecord
 
 __all__ = [
     "AbortRequest",
@@ -18,17 +18,17 @@ __all__ = [
     "CoreFailed",
     "CoreProgress",
     "CoreReady",
+    "CoreStatus",
     "Drain",
     "FromCore",
-    "GetHandovers",
     "GetStatus",
-    "Handovers",
+    "GetTransferRecords",
     "Outputs",
     "Remaining",
     "RequestOutput",
     "Shutdown",
-    "Status",
     "ToCore",
+    "TransferRecordsReply",
     "TransferSummary",
 ]
 
@@ -60,7 +60,7 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
     nonce: int
 
 
-class GetHandovers(msgspec.Struct, frozen=True, tag=True):
+class GetTransferRecords(msgspec.Struct, frozen=True, tag=True):
     nonce: int
     name: str = ""
     """A request's id, as its client sent it or as the engine has it; empty: the newest, whosever they are."""
@@ -117,17 +117,17 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferSummary(msgspec.Struct, frozen=True):
-    """What one plane has carried so far, summed over ranks."""
+    """What one transport has carried so far, summed over ranks."""
 
-    plane: str
+    transport: str
     transfers: int = 0
     total_bytes: int = 0
     seconds: float = 0.0
-    pieces: int = 0
-    planned_pieces: int = 0
+    segments: int = 0
+    planned_segments: int = 0
 
 
-class Status(msgspec.Struct, frozen=True, tag=True):
+class CoreStatus(msgspec.Struct, frozen=True, tag=True):
     """A snapshot for /metrics and for `assert_quiescent`."""
 
     nonce: int
@@ -154,9 +154,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """What all processes together use of that GPU."""
 
 
-class Handovers(msgspec.Struct, frozen=True, tag=True):
+class TransferRecordsReply(msgspec.Struct, frozen=True, tag=True):
     nonce: int
-    records: list[HandoverRecord] = []
+    records: list[TransferRecord] = []
 
 
 class Remaining(msgspec.Struct, frozen=True, tag=True):
@@ -170,11 +170,11 @@ class Remaining(msgspec.Struct, frozen=True, tag=True):
     """Blocks that either of them hold."""
 
     @property
-    def is_nothing(self) -> bool:
+    def is_drained(self) -> bool:
         return not (self.num_requests or self.num_leases)
 
 
-ToCore = list[AddRequest | AbortRequest | GetStatus | GetHandovers | Drain | Shutdown]
+ToCore = list[AddRequest | AbortRequest | GetStatus | GetTransferRecords | Drain | Shutdown]
 """One frame holds a batch; requests in one frame enter the engine before its next step."""
 
-FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | Status | Handovers | Remaining
+FromCore = CoreProgress | CoreReady | CoreFailed | Outputs | CoreStatus | TransferRecordsReply | Remaining

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.engine.config_keys import ConfigKeys, read_json_object
-from kvferry.engine.layer_kinds import GEMMA, LayerKind, read_layers
+from kvferry.engine.layer_kinds import GEMMA, LayerConfig, read_layers
 from kvferry.errors import ConfigError
 from kvferry.protocol.ranks import can_divide
 
@@ -72,7 +72,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    layers: tuple[LayerKind, ...]
+    layers: tuple[LayerConfig, ...]
     attention: AttentionShape
     norm_eps: float
     max_position_embeddings: int

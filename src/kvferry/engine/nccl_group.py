@@ -22,8 +22,8 @@ from kvferry.errors import TransportError
 
 __all__ = ["NcclGroup", "has_nccl"]
 
-LOOK_AGAIN_S = 0.0001
-MONITOR = "TORCH_NCCL_ENABLE_MONITORING"
+POLL_INTERVAL_S = 0.0001
+MONITORING_VARIABLE = "TORCH_NCCL_ENABLE_MONITORING"
 """A thread of torch that looks into the store for as long as the group lives. Ours is gone once all ranks have met."""
 
 
@@ -37,11 +37,11 @@ class NcclGroup:
         """Meet the other ranks at `store`; blocks until all are there, and uses it no more afterwards. `gloo` joins the same ranks, and
         is closed with this."""
         self._size = parallel.tp_size
-        self._who = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
+        self._rank_name = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
         self._gloo = gloo
         self._timeout_s = timeout_s
         self._has_failed = False
-        with self._blamed("could not join the other ranks' GPUs"):
+        with self._as_transport_error("could not join the other ranks' GPUs"):
             self._nccl: Any = _nccl(parallel, PrefixStore("nccl", store), timeout_s)
         try:  # the first operation is what connects the GPUs
             self.concatenate(self.sum(torch.zeros(1, device=device)))
@@ -52,17 +52,17 @@ class NcclGroup:
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         part = part.contiguous()
-        with self._blamed("lost another rank during a sum"):
+        with self._as_transport_error("lost another rank during a sum"):
             self._nccl.allreduce([part]).wait()  # the stream waits, not the host
         return part
 
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self._size)]
-        with self._blamed("lost another rank during a gather"):
+        with self._as_transport_error("lost another rank during a gather"):
             self._nccl.allgather([parts], [part]).wait()
             result = torch.cat(parts, dim=-1)
-            self._gloo.meet()
+            self._gloo.barrier()
             self._wait_for_device()
         return result
 
@@ -80,11 +80,11 @@ class NcclGroup:
         deadline = time.monotonic() + self._timeout_s
         while not done.query():
             if time.monotonic() > deadline:
-                raise TransportError(f"{self._who} waited {self._timeout_s:g} s for the other ranks' GPUs")
-            time.sleep(LOOK_AGAIN_S)
+                raise TransportError(f"{self._rank_name} waited {self._timeout_s:g} s for the other ranks' GPUs")
+            time.sleep(POLL_INTERVAL_S)
 
     @contextmanager
-    def _blamed(self, what: str) -> Iterator[None]:
+    def _as_transport_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except TransportError:
@@ -92,12 +92,12 @@ class NcclGroup:
             raise
         except RuntimeError as error:  # all that NCCL and its stores raise
             self._has_failed = True
-            raise TransportError(f"{self._who} {what}: {error}") from error
+            raise TransportError(f"{self._rank_name} {what}: {error}") from error
 
 
 def _nccl(parallel: ParallelConfig, store: Store, timeout_s: float) -> Any:
     # As with gloo: the class itself, without a global group.
-    os.environ.setdefault(MONITOR, "0")
+    os.environ.setdefault(MONITORING_VARIABLE, "0")
     made: Any = _distributed_c10d.ProcessGroupNCCL  # only in builds for CUDA
     options = made.Options()
     # Torch's own watchdog ends the process; ours has spoken long before.

@@ -39,7 +39,7 @@ class EngineOptions:
     """The share of a GPU's memory that may be in use, by whomever, once the cache is there."""
     kv_cache_layout: KVLayout = KVLayout.HND
     cross_layer_blocks: bool = False
-    """Whether all layers of a block lie together in memory, so that a transfer moves them as one piece."""
+    """Whether all layers of a block lie together in memory, so that a transfer moves them as one segment."""
     max_model_len: int = 0
     """0: the checkpoint's own limit."""
     max_num_seqs: int = 128

@@ -50,26 +50,26 @@ class GlooGroup:
     def __init__(self, parallel: ParallelConfig, store: Store, timeout_s: float) -> None:
         """Meet the other ranks at `store`; blocks until all are there."""
         self._size = parallel.tp_size
-        self._who = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
-        with self._blamed("could not join the other ranks"):
+        self._rank_name = f"tensor-parallel rank {parallel.tp_rank} of {parallel.tp_size}"
+        with self._as_transport_error("could not join the other ranks"):
             self._gloo: Any = _gloo_on_loopback(parallel, store, timeout_s)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         on_host = part.contiguous().cpu()
-        with self._blamed("lost another rank during a sum"):
+        with self._as_transport_error("lost another rank during a sum"):
             self._gloo.allreduce([on_host]).wait()
         return on_host.to(part.device)
 
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
         on_host = part.contiguous().cpu()
         parts = [torch.empty_like(on_host) for _ in range(self._size)]
-        with self._blamed("lost another rank during a gather"):
+        with self._as_transport_error("lost another rank during a gather"):
             self._gloo.allgather([parts], [on_host]).wait()
         return torch.cat(parts, dim=-1).to(part.device)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here."""
-        with self._blamed("lost another rank"):
+        with self._as_transport_error("lost another rank"):
             self._gloo.barrier().wait()
 
     def close(self) -> None:
@@ -77,11 +77,11 @@ class GlooGroup:
         self._gloo = None
 
     @contextmanager
-    def _blamed(self, what: str) -> Iterator[None]:
+    def _as_transport_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # all that gloo and its stores raise
-            raise TransportError(f"{self._who} {what}: {error}") from error
+            raise TransportError(f"{self._rank_name} {what}: {error}") from error
 
 
 def join_group(parallel: ParallelConfig, rendezvous: str, timeout_s: float, device: RankDevice = CPU) -> TensorParallelGroup:

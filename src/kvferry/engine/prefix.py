@@ -27,12 +27,12 @@ def find_prefix(
 ) -> CachedPrefix:
     """`hashes` are those of the full blocks of a sequence of `num_tokens`. At least one token is left to compute."""
     most = (num_tokens - 1) // block_size
-    runs = {number: _leading(published[number].get, hashes) for number, group in enumerate(groups) if not group.forgets}
-    count = min([most, *map(len, runs.values())])
-    scans = [_Scan(published[n].get, group, hashes, block_size, count) for n, group in enumerate(groups) if group.forgets]
-    count = _agree(scans, count)
-    firsts = [group.first_seen(count * block_size) // block_size for group in groups]
-    tables = tuple(runs[n][:count] if n in runs else _seen(published[n], first, hashes[:count]) for n, first in enumerate(firsts))
+    prefixes = {number: _leading(published[number].get, hashes) for number, group in enumerate(groups) if not group.has_local_attention}
+    count = min([most, *map(len, prefixes.values())])
+    scans = [_Scan(published[n].get, group, hashes, block_size, count) for n, group in enumerate(groups) if group.has_local_attention]
+    count = _common_length(scans, count)
+    firsts = [group.first_visible_token(count * block_size) // block_size for group in groups]
+    tables = tuple(prefixes[n][:count] if n in prefixes else _seen(published[n], first, hashes[:count]) for n, first in enumerate(firsts))
     is_whole = count == most < len(hashes) and all(hashes[most] in known for known in published)
     return CachedPrefix(count, tables, is_whole)
 
@@ -51,7 +51,7 @@ def _seen(known: Mapping[bytes, int], first: int, hashes: Sequence[bytes]) -> li
     return [HOLE] * first + [known[block_hash] for block_hash in hashes[first:]]
 
 
-def _agree(scans: Sequence["_Scan"], count: int) -> int:
+def _common_length(scans: Sequence["_Scan"], count: int) -> int:
     """The longest prefix of at most `count` blocks that all of them can use."""
     while True:
         before = count
@@ -63,7 +63,7 @@ def _agree(scans: Sequence["_Scan"], count: int) -> int:
 
 @dataclass(slots=True)
 class _Scan:
-    """One forgetful group's blocks, looked at from the end of the prefix backwards, each once."""
+    """One windowed group's blocks, looked at from the end of the prefix backwards, each once."""
 
     find: Callable[[bytes], int | None]
     group: KVCacheGroup
@@ -85,4 +85,4 @@ class _Scan:
         return count
 
     def _first_needed(self, count: int) -> int:
-        return self.group.first_seen(count * self.block_size) // self.block_size
+        return self.group.first_visible_token(count * self.block_size) // self.block_size

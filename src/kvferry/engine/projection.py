@@ -47,8 +47,10 @@ def _project_latent(
     narrow = inputs
     if weights.query_down is not None and weights.query_norm is not None:
         narrow = weights.query_norm(weights.query_down(inputs))
-    plain, turned = weights.query(narrow).unflatten(1, (-1, latent.query_dim)).split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
+    plain, rotated = (
+        weights.query(narrow).unflatten(1, (-1, latent.query_dim)).split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
+    )
     in_latent_space = torch.einsum("rhn,hnl->rhl", plain, weights.keys)
-    queries = torch.cat((in_latent_space, rotary.rotate_neighbours(turned)), dim=-1)
+    queries = torch.cat((in_latent_space, rotary.rotate_interleaved(rotated)), dim=-1)
     compressed, key = weights.down(inputs).unsqueeze(1).split((latent.kv_lora_rank, latent.qk_rope_head_dim), -1)
-    return queries, torch.cat((weights.norm(compressed), rotary.rotate_neighbours(key)), dim=-1)
+    return queries, torch.cat((weights.norm(compressed), rotary.rotate_interleaved(key)), dim=-1)

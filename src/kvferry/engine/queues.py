@@ -70,10 +70,10 @@ class SequenceQueues:
         return sum(not seq.status.is_finished for seq in self.loading.values())
 
     @property
-    def has_borrowed_blocks(self) -> bool:
+    def has_blocks_in_transfer(self) -> bool:
         """Whether blocks will come back when a transfer ends."""
         return bool(self.loading or self.held)
 
-    def holdings(self) -> Iterator[list[int]]:
+    def held_blocks(self) -> Iterator[list[int]]:
         """The blocks of every sequence, for `BlockPool.check`."""
         return (table.held for seq in self.known.values() for table in seq.tables)

@@ -1,7 +1,7 @@
 """A tensor-parallel rank in its own process: what runs there, and the handle the core has on it.
 
     core -> rank   StepPlan | RankStop
-    rank -> core   RankReady | RankFailed once, then one StepResult per plan, and RankNotice when its connector has news between steps
+    rank -> core   RankReady | RankFailed once, then one StepResult per plan, and RankWakeup when its connector has news between steps
 
 Frames are pickles: both ends are one program on one machine, joined by a private socketpair. A rank ends when told, when the socket
 closes, or with the core's death (PR_SET_PDEATHSIG, for a rank that is deep in a step then).
@@ -29,7 +29,7 @@ from kvferry.engine.step import StepPlan, StepResult
 from kvferry.engine.wakeup import Wakeup
 from kvferry.errors import ConfigError, KVFerryError, TransportError
 
-__all__ = ["RankFailed", "RankNotice", "RankProcess", "RankReady", "RankStop", "run_rank"]
+__all__ = ["RankFailed", "RankProcess", "RankReady", "RankStop", "RankWakeup", "run_rank"]
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RankFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class RankNotice:
+class RankWakeup:
     """The connector of this rank wants a step soon."""
 
 
@@ -68,7 +68,7 @@ class RankProcess:
         self._link = link
         self._timeout_s = timeout_s
         self._arrived: deque[object] = deque()
-        self._has_notice = False
+        self._has_wakeup = False
 
     @classmethod
     def start(cls, setup: EngineSetup, parallel: ParallelConfig, rendezvous: str) -> "RankProcess":
@@ -87,12 +87,12 @@ class RankProcess:
     def fileno(self) -> int:
         return self._link.fileno()
 
-    def take_notice(self) -> bool:
+    def take_wakeup(self) -> bool:
         """Whether the rank asked for a step since the last call. TransportError when it is gone."""
         self._read()
         if not self._link.is_open:
-            raise TransportError(self._obituary())
-        had, self._has_notice = self._has_notice, False
+            raise TransportError(self._exit_description())
+        had, self._has_wakeup = self._has_wakeup, False
         return had
 
     def wait_ready(self, timeout_s: float) -> RankReady:
@@ -108,7 +108,7 @@ class RankProcess:
         try:
             self._link.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         except TransportError as error:
-            raise TransportError(f"{self._obituary()} ({error})") from error
+            raise TransportError(f"{self._exit_description()} ({error})") from error
 
     def wait_result(self) -> StepResult:
         match self._next(self._timeout_s):
@@ -127,7 +127,7 @@ class RankProcess:
         if failed is not None:
             return f"tensor-parallel rank {self._rank}: {failed.reason}"
         # A dying process closes its files, the sentinel among them, a moment before it can be waited for.
-        return self._obituary() if is_ending else None
+        return self._exit_description() if is_ending else None
 
     def ask_to_stop(self) -> None:
         if self._link.is_open:
@@ -151,7 +151,7 @@ class RankProcess:
         deadline = time.monotonic() + timeout_s
         while not self._arrived:
             if not self._link.is_open:
-                raise TransportError(self._obituary())
+                raise TransportError(self._exit_description())
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not multiprocessing.connection.wait([self._link.fileno()], left_s):
                 raise TransportError(f"tensor-parallel rank {self._rank} (pid {self.pid}) did not answer within {timeout_s:g} s")
@@ -161,12 +161,12 @@ class RankProcess:
     def _read(self) -> None:
         for frame in self._link.receive():
             message = pickle.loads(frame)
-            if isinstance(message, RankNotice):
-                self._has_notice = True
+            if isinstance(message, RankWakeup):
+                self._has_wakeup = True
             else:
                 self._arrived.append(message)
 
-    def _obituary(self) -> str:
+    def _exit_description(self) -> str:
         self._process.join(1.0)
         code = self._process.exitcode
         how = "closed its socket" if code is None else f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -201,13 +201,13 @@ def _serve(setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, link: 
     # Imported here only: the core needs the handle above before it has loaded a model.
     from kvferry.engine.worker import Worker
 
-    worker = Worker.start(setup, parallel, rendezvous, wakeup.ring, _log.debug)
+    worker = Worker.start(setup, parallel, rendezvous, wakeup.wake, _log.debug)
     try:
         _send(link, RankReady(worker.kv_cache_config.num_blocks, worker.handshake_metadata()))
         while link.is_open:
             multiprocessing.connection.wait([link.fileno(), wakeup.fileno()])
             if wakeup.clear():
-                _send(link, RankNotice())
+                _send(link, RankWakeup())
             for frame in link.receive():
                 plan = pickle.loads(frame)
                 if not isinstance(plan, StepPlan):

@@ -14,7 +14,7 @@ from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.device_names import first_gpu, gpu_of_rank, ranks_on_gpu
 from kvferry.errors import ConfigError
 
-__all__ = ["CPU", "RankDevice", "moved", "open_device"]
+__all__ = ["CPU", "RankDevice", "open_device", "to_device"]
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
     return RankDevice(found, num_sharing, parallel.tp_size <= num_gpus)
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the order of the current stream."""
     if device.type == "cpu" or not tensor.numel():
         return tensor.to(device)

@@ -26,13 +26,13 @@ class RotaryTable:
 
     def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """`heads` is [tokens, heads, head_dim]; dimension i turns with dimension i + head_dim / 2."""
-        return torch.cat(self._turned(*heads.chunk(2, dim=-1)), dim=-1)
+        return torch.cat(self._rotated(*heads.chunk(2, dim=-1)), dim=-1)
 
-    def rotate_neighbours(self, heads: torch.Tensor) -> torch.Tensor:
+    def rotate_interleaved(self, heads: torch.Tensor) -> torch.Tensor:
         """The same where dimension 2i turns with dimension 2i + 1."""
-        return torch.stack(self._turned(heads[..., 0::2], heads[..., 1::2]), dim=-1).flatten(-2)
+        return torch.stack(self._rotated(heads[..., 0::2], heads[..., 1::2]), dim=-1).flatten(-2)
 
-    def _turned(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotated(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return first * self.cos - second * self.sin, second * self.cos + first * self.sin
 
 

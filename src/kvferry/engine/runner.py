@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvferry.connectors.contract import KVCacheConfig, ModelIdentity, ParallelConfig
-from kvferry.engine.cache_shape import CacheShape, cache_shape
+from kvferry.engine.cache_shape import CacheLayout, plan_cache_layout
 from kvferry.engine.checkpoint import open_checkpoint
 from kvferry.engine.flat_batch import make_flat_batch
 from kvferry.engine.identity import model_identity
@@ -23,12 +23,12 @@ from kvferry.engine.sampling import choose_tokens
 from kvferry.engine.step import SampledToken, SequenceSlice
 from kvferry.engine.weights import load_weights
 from kvferry.errors import LocalProtocolError
-from kvferry.ports.kit import PlaneKit
+from kvferry.ports.kit import TransportKit
 from kvferry.ports.memory import CacheMemory
 
 __all__ = ["LayerHooks", "Runner"]
 
-LOOK_EVERY_STEPS = 256
+TRIM_CHECK_STEPS = 256
 MAX_SPARE_BYTES = 1024 * 1024 * 1024
 """Batches are of ever other shapes, and what torch kept of one may be too small for the next: without a bound that adds up."""
 
@@ -48,7 +48,7 @@ class Runner:
         self._rendezvous = rendezvous
         self._timeout_s = timeout_s
         self._model: Model | None = None
-        self._shape: CacheShape | None = None
+        self._shape: CacheLayout | None = None
         self._caches: tuple[LayerCache, ...] = ()
         self._memory: CacheMemory | None = None
         self._device: RankDevice = CPU
@@ -76,13 +76,13 @@ class Runner:
         """What decides whether another engine's KV can be used here. After `load`."""
         return model_identity(self._loaded.config, self._options)
 
-    def allocate_cache(self, kit: PlaneKit) -> KVCacheConfig:
+    def allocate_cache(self, kit: TransportKit) -> KVCacheConfig:
         """Allocate one buffer for all layers and build `kv_caches` in it. Once, after `load`."""
         config = self._loaded.config
-        self._shape = cache_shape(config, self._parallel, self._options, self._loaded.precision.cache, self._cache_bytes())
+        self._shape = plan_cache_layout(config, self._parallel, self._options, self._loaded.precision.cache, self._cache_bytes())
         caches = self._shape.layer_caches(self._allocate(kit, self._shape.size_bytes))
         self._caches = tuple(caches[config.layer_name(layer)] for layer in range(config.num_layers))
-        return self._shape.described()
+        return self._shape.to_config()
 
     @property
     def kv_caches(self) -> Mapping[str, torch.Tensor]:
@@ -104,7 +104,7 @@ class Runner:
         if not slices:
             return {}
         logits = self.logits(slices, hooks)
-        self._bound_memory()
+        self._trim_spare_memory()
         if self._parallel.tp_rank != 0:
             return {}
         sampled = [part for part in slices if part.sampling is not None]
@@ -133,9 +133,9 @@ class Runner:
         """What it computes on. After `load`."""
         return self._device
 
-    def _bound_memory(self) -> None:
+    def _trim_spare_memory(self) -> None:
         self._num_steps += 1
-        if self._num_steps % LOOK_EVERY_STEPS == 0 and self._device.spare_bytes > MAX_SPARE_BYTES:
+        if self._num_steps % TRIM_CHECK_STEPS == 0 and self._device.spare_bytes > MAX_SPARE_BYTES:
             self._device.trim()
 
     def _cache_bytes(self) -> int:
@@ -146,8 +146,8 @@ class Runner:
         own = torch.tensor([self._device.cache_bytes(options.gpu_memory_utilization)], device=self._device.torch_device)
         return int(self._loaded.group.concatenate(own).min())
 
-    def _allocate(self, kit: PlaneKit, size_bytes: int) -> torch.Tensor:
-        """Zeroed bytes: where planes reach them best in host memory, or on the device."""
+    def _allocate(self, kit: TransportKit, size_bytes: int) -> torch.Tensor:
+        """Zeroed bytes: where transports reach them best in host memory, or on the device."""
         if not self._device.is_cuda:
             self._memory = kit.allocate_cache(size_bytes)
             return torch.frombuffer(self._memory.buffer, dtype=torch.uint8)[:size_bytes]
@@ -161,7 +161,7 @@ class Runner:
         return self._model
 
     @property
-    def _allocated(self) -> CacheShape:
+    def _allocated(self) -> CacheLayout:
         if self._shape is None:
             raise LocalProtocolError("the cache was used before it was allocated")
         return self._shape

@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 
 from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorOutput, RequestStatus, SupportsHMA
-from kvferry.engine.batch import Batch, Batcher
+from kvferry.engine.batch import Batcher, StepBatch
 from kvferry.engine.blocks import BlockPool
 from kvferry.engine.counters import Counters
-from kvferry.engine.holdings import Holdings
-from kvferry.engine.intake import choose_draw_seed, find_excess, find_fault
-from kvferry.engine.limits import Limits
-from kvferry.engine.messages import AddRequest, RequestOutput, Status
+from kvferry.engine.holdings import BlockAllocator
+from kvferry.engine.intake import choose_draw_seed, find_length_error, find_validation_error
+from kvferry.engine.limits import SchedulerLimits
+from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput
 from kvferry.engine.queues import SequenceQueues
-from kvferry.engine.sequence import Hold, Sequence, Source
+from kvferry.engine.sequence import Hold, KVSource, Sequence
 from kvferry.engine.step import SampledToken, SequenceSlice, StepPlan, StepResult
 from kvferry.engine.stopping import FINISH_REASONS, find_stop
 from kvferry.errors import LocalProtocolError
@@ -36,18 +36,18 @@ _BAD_REQUEST, _BAD_GATEWAY = 400, 502
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, connector: KVConnectorBase_V1 | None = None) -> None:
+    def __init__(self, limits: SchedulerLimits, connector: KVConnectorBase_V1 | None = None) -> None:
         self._limits = limits
         self._connector = connector
         self._pool = BlockPool(limits.num_blocks, len(limits.groups))
-        self._holdings = Holdings(limits, self._pool)
+        self._allocator = BlockAllocator(limits, self._pool)
         self._queues = SequenceQueues()
         self._counters = Counters()
-        self._batcher = Batcher(limits, self._holdings, self._queues, self._counters, connector)
-        self._batch = Batch(limits)
+        self._batcher = Batcher(limits, self._allocator, self._queues, self._counters, connector)
+        self._batch = StepBatch(limits)
         self._finished_ids: set[str] = set()
         self._load_failures: dict[str, str] = {}
-        self._notes: list[str] = []
+        self._warnings: list[str] = []
         self._num_steps = 0
         self._has_changed = False
 
@@ -74,23 +74,23 @@ class Scheduler:
         return self._connector is not None and self._connector.has_pending_push_work()
 
     @property
-    def is_answer_pending(self) -> bool:
+    def is_lookup_pending(self) -> bool:
         """Whether the connector was unsure in the last step, so that a request waits for nothing but to be asked about again."""
-        return self._batch.is_answer_pending
+        return self._batch.is_lookup_pending
 
     @property
     def has_transfers(self) -> bool:
         """Whether the connector still has to report the end of something."""
-        return self._queues.has_borrowed_blocks
+        return self._queues.has_blocks_in_transfer
 
-    def take_notes(self) -> list[str]:
+    def take_warnings(self) -> list[str]:
         """Oddities for the log since the last call."""
-        notes, self._notes = self._notes, []
+        notes, self._warnings = self._warnings, []
         return notes
 
-    def status(self, nonce: int = 0) -> Status:
+    def status(self, nonce: int = 0) -> CoreStatus:
         queues, counters = self._queues, self._counters
-        return Status(
+        return CoreStatus(
             nonce=nonce,
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.ready),
@@ -105,24 +105,24 @@ class Scheduler:
             requests_finished_by_reason=dict(counters.finished_by_reason),
         )
 
-    def keep_nothing(self) -> None:
+    def evict_retained(self) -> None:
         """Have the connector let go of all it keeps for nobody in particular."""
         if self._connector is not None:
-            self._connector.want_blocks(self._limits.num_blocks)
+            self._connector.reclaim_blocks(self._limits.num_blocks)
 
     def check(self) -> None:
         """LocalProtocolError unless every held block belongs to exactly the sequences that list it."""
-        self._pool.check(self._queues.holdings())
+        self._pool.check(self._queues.held_blocks())
 
     # -- requests come and go --------------------------------------------------------------------------------------
 
     def add(self, request: AddRequest) -> RequestOutput | None:
         """Take a request in. An output at once means that it is refused."""
-        fault = find_fault(request, self._limits)
+        invalid = find_validation_error(request, self._limits)
         if request.request_id in self._queues.known:
-            fault = f"request id {request.request_id} is still in use"
-        if fault is not None:
-            return RequestOutput(request.request_id, finish_reason="error", error=fault, error_status=_BAD_REQUEST)
+            invalid = f"request id {request.request_id} is still in use"
+        if invalid is not None:
+            return RequestOutput(request.request_id, finish_reason="error", error=invalid, error_status=_BAD_REQUEST)
         arrival = self._counters.arrivals
         self._counters.arrivals += 1
         request = msgspec.structs.replace(request, draw_seed=choose_draw_seed(request, self._limits.seed, arrival))
@@ -132,9 +132,9 @@ class Scheduler:
         self._has_changed = True
         if self._connector is not None:
             self._connector.on_new_request(seq)
-        excess = find_excess(request, self._limits)
+        too_long = find_length_error(request, self._limits)
         # The connector knows the request by now, so that it lets go of what a peer may hold for it.
-        return self._fail(seq, excess, _BAD_REQUEST) if excess else None
+        return self._fail(seq, too_long, _BAD_REQUEST) if too_long else None
 
     def abort(self, request_id: str) -> None:
         """End a request without an output. A finished one whose blocks wait for a peer is waited for no more; unknown ones are ignored."""
@@ -168,26 +168,26 @@ class Scheduler:
             self._finished_ids.add(seq.request_id)
             if seq.tables and not seq.hold:
                 # A peer computes the last token again, so what that one looks at is all that is worth keeping for it.
-                self._holdings.give_back_unseen(seq, max(0, seq.num_computed_tokens - 1))
-            is_delayed, params = self._tell_finished(self._connector, seq)
+                self._allocator.free_unseen_blocks(seq, max(0, seq.num_computed_tokens - 1))
+            is_delayed, params = self._notify_connector(self._connector, seq)
             if is_delayed:
                 seq.hold |= Hold.SENDING
-        self._settle(seq)
+        self._release_or_hold(seq)
         return params
 
-    def _tell_finished(self, connector: KVConnectorBase_V1, seq: Sequence) -> tuple[bool, dict[str, Any] | None]:
+    def _notify_connector(self, connector: KVConnectorBase_V1, seq: Sequence) -> tuple[bool, dict[str, Any] | None]:
         num_blocks = self._limits.blocks_for(seq.num_computed_tokens)
         block_ids = tuple(table.block_ids[:num_blocks] for table in seq.tables) or tuple([] for _ in self._limits.groups)
         if isinstance(connector, SupportsHMA):
             return connector.request_finished_all_groups(seq, block_ids)
         return connector.request_finished(seq, block_ids[0])
 
-    def _settle(self, seq: Sequence) -> None:
+    def _release_or_hold(self, seq: Sequence) -> None:
         """Forget a finished request, or keep its blocks while somebody touches them."""
         if seq.hold:
             self._queues.held[seq.request_id] = seq
             return
-        self._holdings.release(seq)
+        self._allocator.release(seq)
         self._queues.held.pop(seq.request_id, None)
         del self._queues.known[seq.request_id]
 
@@ -206,30 +206,30 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take in what the workers did with the plan of the last `schedule`."""
-        news = result.connector_output
+        connector_output = result.connector_output
         outputs: list[RequestOutput] = []
-        if self._connector is not None and news is not None:
-            self._connector.update_connector_output(news)
+        if self._connector is not None and connector_output is not None:
+            self._connector.update_connector_output(connector_output)
             # What the connector was unsure of it may know by now.
-            self._has_changed = self._has_changed or news.kv_connector_worker_meta is not None
-            outputs += self._drop_invalid(news.invalid_block_ids)
-        for piece in plan.slices:
-            output = self._advance(piece, result.tokens.get(piece.request_id))
+            self._has_changed = self._has_changed or connector_output.kv_connector_worker_meta is not None
+            outputs += self._drop_invalid(connector_output.invalid_block_ids)
+        for part in plan.slices:
+            output = self._advance(part, result.tokens.get(part.request_id))
             if output is not None:
                 outputs.append(output)
-        if news is not None:
-            outputs += self._take_transfers(news)
+        if connector_output is not None:
+            outputs += self._take_transfers(connector_output)
         self._has_changed = self._has_changed or bool(plan.slices)
         return outputs
 
-    def _advance(self, piece: SequenceSlice, token: SampledToken | None) -> RequestOutput | None:
-        seq = self._queues.known.get(piece.request_id)
-        if seq is None or seq.status is not RequestStatus.RUNNING or seq.num_computed_tokens != piece.start:
+    def _advance(self, part: SequenceSlice, token: SampledToken | None) -> RequestOutput | None:
+        seq = self._queues.known.get(part.request_id)
+        if seq is None or seq.status is not RequestStatus.RUNNING or seq.num_computed_tokens != part.start:
             # Its blocks turned out to be invalid in this step: what was computed from them does not count.
             return None
-        seq.num_computed_tokens += len(piece.token_ids)
-        self._holdings.publish(seq)
-        if piece.sampling is None:
+        seq.num_computed_tokens += len(part.token_ids)
+        self._allocator.publish(seq)
+        if part.sampling is None:
             return None
         if token is None:
             raise LocalProtocolError(f"the workers sampled no token for request {seq.request_id}")
@@ -254,15 +254,15 @@ class Scheduler:
 
     # -- what the connector reports --------------------------------------------------------------------------------
 
-    def _take_transfers(self, news: KVConnectorOutput) -> list[RequestOutput]:
-        outputs = self._give_up_loads(news.given_up_recving)
-        for request_id in sorted(news.failed_recving):
+    def _take_transfers(self, connector_output: KVConnectorOutput) -> list[RequestOutput]:
+        outputs = self._give_up_loads(connector_output.given_up_recving)
+        for request_id in sorted(connector_output.failed_recving):
             if request_id in self._queues.loading:
-                reason = news.failure_reasons.get(request_id, "the connector gave no reason")
+                reason = connector_output.failure_reasons.get(request_id, "the connector gave no reason")
                 self._load_failures.setdefault(request_id, reason)
-        for request_id in sorted(news.finished_recving):
+        for request_id in sorted(connector_output.finished_recving):
             outputs += self._end_load(request_id)
-        for request_id in sorted(news.finished_sending):
+        for request_id in sorted(connector_output.finished_sending):
             self._end_sending(request_id)
         return outputs
 
@@ -272,7 +272,7 @@ class Scheduler:
             return []
         loading = [(self._queues.loading.get(request_id), reason) for request_id, reason in sorted(given_up.items())]
         lost = [(seq, reason) for seq, reason in loading if seq and not seq.status.is_finished and not self._is_optional(seq)]
-        return [self._fail(seq, _unfetched(reason), _BAD_GATEWAY) for seq, reason in lost]
+        return [self._fail(seq, _fetch_error(reason), _BAD_GATEWAY) for seq, reason in lost]
 
     def _is_optional(self, seq: Sequence) -> bool:
         return self._connector is not None and self._connector.is_load_optional(seq.request_id)
@@ -286,30 +286,30 @@ class Scheduler:
         self._has_changed = True
         seq.hold &= ~Hold.RECEIVING
         if seq.status.is_finished:
-            self._settle(seq)
+            self._release_or_hold(seq)
         elif failure is not None:
-            return self._refuse_load(seq, failure)
+            return self._fail_or_recompute(seq, failure)
         else:
             self._accept_load(seq)
         return []
 
     def _accept_load(self, seq: Sequence) -> None:
-        seq.source = Source.LOADED
+        seq.source = KVSource.LOADED
         loaded = seq.num_computed_tokens + seq.matched.external_tokens
         # The last token is computed again for its logits; its block is published after that, never written while shared.
         seq.num_computed_tokens = min(loaded, seq.num_tokens - 1)
-        self._holdings.publish(seq)
+        self._allocator.publish(seq)
         self._queues.make_ready(seq)
 
-    def _refuse_load(self, seq: Sequence, failure: str) -> list[RequestOutput]:
+    def _fail_or_recompute(self, seq: Sequence, failure: str) -> list[RequestOutput]:
         """By the failure policy: an error for the client, or everything computed here from now on. That, too, if it was only to save
         computing."""
         if self._limits.load_failure_policy is FailurePolicy.FAIL and not self._is_optional(seq):
-            return [self._fail(seq, _unfetched(failure), _BAD_GATEWAY)]
-        self._notes.append(f"request={seq.request_id} is computed here because its KV could not be fetched: {failure}")
+            return [self._fail(seq, _fetch_error(failure), _BAD_GATEWAY)]
+        self._warnings.append(f"request={seq.request_id} is computed here because its KV could not be fetched: {failure}")
         self._has_changed = True
         self._batcher.withdraw(seq)
-        seq.source = Source.LOCAL_ONLY
+        seq.source = KVSource.LOCAL_ONLY
         self._queues.wait(seq)
         return []
 
@@ -320,7 +320,7 @@ class Scheduler:
             return
         self._has_changed = True
         seq.hold &= ~Hold.SENDING
-        self._settle(seq)
+        self._release_or_hold(seq)
 
     def _drop_invalid(self, block_ids: set[int]) -> list[RequestOutput]:
         """Blocks that a load should have filled and did not: nothing that was computed from them counts."""
@@ -338,13 +338,13 @@ class Scheduler:
             num_used = self._limits.blocks_for(seq.num_computed_tokens)
             if any(not block_ids.isdisjoint(table.block_ids[:num_used]) for table in seq.tables):
                 self._queues.leave(seq)
-                outputs += self._refuse_load(seq, reason)
+                outputs += self._fail_or_recompute(seq, reason)
         return outputs
 
     def _note_unknown(self, what: str, request_id: str) -> None:
         self._counters.unknown_transfers += 1
-        self._notes.append(f"the connector reported {what} of request={request_id}, which has no such transfer; ignored")
+        self._warnings.append(f"the connector reported {what} of request={request_id}, which has no such transfer; ignored")
 
 
-def _unfetched(reason: str) -> str:
+def _fetch_error(reason: str) -> str:
     return f"the KV cache of this request could not be fetched: {reason}"

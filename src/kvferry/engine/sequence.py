@@ -14,20 +14,20 @@ from kvferry.engine.blocks import GroupTable, hash_block, hash_root
 from kvferry.engine.messages import AddRequest
 from kvferry.engine.step import SamplingParams
 
-__all__ = ["Hold", "Match", "Sequence", "Source"]
+__all__ = ["Hold", "KVSource", "Match", "Sequence"]
 
 
 class Hold(Flag):
     """Who besides the sequence itself still touches its blocks."""
 
-    NOBODY = 0
+    NONE = 0
     RECEIVING = auto()
     """A load writes into them; over when `finished_recving` names the request."""
     SENDING = auto()
     """A peer reads them; over when `finished_sending` names the request."""
 
 
-class Source(Enum):
+class KVSource(Enum):
     """Whether the connector is asked for this sequence's KV."""
 
     MAY_ASK = auto()
@@ -66,8 +66,8 @@ class Sequence:
     """Of the last admission."""
     num_cached_tokens: int = field(default=0, init=False)
     """Prompt tokens that were not computed here, up to the first output token."""
-    hold: Hold = field(default=Hold.NOBODY, init=False)
-    source: Source = field(default=Source.MAY_ASK, init=False)
+    hold: Hold = field(default=Hold.NONE, init=False)
+    source: KVSource = field(default=KVSource.MAY_ASK, init=False)
     _hashes: list[bytes] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def num_places(self) -> int:
+    def table_length(self) -> int:
         """Blocks of tokens that the tables have room for."""
         return len(self.tables[0].block_ids) if self.tables else 0
 

@@ -1,4 +1,4 @@
-"""All that an engine's processes are started with: the options, the makers of planes and what identifies this life of the engine.
+"""All that an engine's processes are started with: the options, the makers of transports and what identifies this life of the engine.
 
 Picklable plain data; the core and every tensor-parallel rank get the same one.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvferry.engine.options import EngineOptions
-from kvferry.ports.kit import PlaneKit
+from kvferry.ports.kit import TransportKit
 
 if TYPE_CHECKING:
     from kvferry.config import SideChannelConfig
@@ -19,7 +19,7 @@ __all__ = ["EngineSetup"]
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
     options: EngineOptions
-    kit: PlaneKit
+    kit: TransportKit
     secret: bytes = field(default=b"", repr=False)
     """The cluster secret; empty without a connector."""
     side_channel: "SideChannelConfig | None" = None

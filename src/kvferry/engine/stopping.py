@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.connectors.contract import RequestStatus
-from kvferry.engine.limits import Limits
+from kvferry.engine.limits import SchedulerLimits
 from kvferry.engine.sequence import Sequence
 
 __all__ = ["FINISH_REASONS", "Stop", "banned_token_ids", "find_stop"]
@@ -23,7 +23,7 @@ class Stop:
     """The requested stop token that ended the sequence; None for end of sequence and for lengths."""
 
 
-def find_stop(seq: Sequence, limits: Limits) -> Stop | None:
+def find_stop(seq: Sequence, limits: SchedulerLimits) -> Stop | None:
     """Whether the last token of a sequence ends it, and how. Of several reasons a stop token comes first."""
     sampling, last = seq.sampling, seq.token_ids[-1]
     if seq.num_output_tokens >= sampling.min_tokens:
@@ -36,7 +36,7 @@ def find_stop(seq: Sequence, limits: Limits) -> Stop | None:
     return None
 
 
-def banned_token_ids(seq: Sequence, limits: Limits) -> tuple[int, ...]:
+def banned_token_ids(seq: Sequence, limits: SchedulerLimits) -> tuple[int, ...]:
     """The tokens that would end a sequence, while it must not end."""
     if seq.num_output_tokens >= seq.sampling.min_tokens:
         return ()

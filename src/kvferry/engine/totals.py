@@ -4,17 +4,17 @@ from bisect import bisect_left
 from typing import Any
 
 from kvferry.connectors.stats import HISTOGRAMS, KVConnectorStats, add_up, merge_stats
-from kvferry.engine.handovers import HandoverLog
+from kvferry.engine.handovers import TransferLog
 from kvferry.engine.messages import TransferSummary
 
-__all__ = ["TransferTotals"]
+__all__ = ["ConnectorTotals"]
 
 
-class TransferTotals:
+class ConnectorTotals:
     """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets": {index of the upper bound: count}}}."""
 
     def __init__(self) -> None:
-        self.handovers = HandoverLog()
+        self.transfer_log = TransferLog()
         self._data: dict[str, Any] = {}
 
     def add(self, stats: KVConnectorStats | None) -> None:
@@ -32,16 +32,16 @@ class TransferTotals:
         return dict(self._data)
 
     def summaries(self) -> list[TransferSummary]:
-        """One line per plane, as far as the connector tells planes apart."""
-        planes = self._data.get("planes", {})
+        """One line per transport, as far as the connector tells transports apart."""
+        transports = self._data.get("transports", {})
         return [
             TransferSummary(
-                plane=name,
+                transport=name,
                 transfers=int(row.get("transfers", 0)),
                 total_bytes=int(row.get("bytes", 0)),
                 seconds=float(row.get("seconds", 0.0)),
-                pieces=int(row.get("pieces", 0)),
-                planned_pieces=int(row.get("planned", 0)),
+                segments=int(row.get("segments", 0)),
+                planned_segments=int(row.get("planned", 0)),
             )
-            for name, row in sorted(planes.items())
+            for name, row in sorted(transports.items())
         ]

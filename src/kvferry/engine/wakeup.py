@@ -10,26 +10,26 @@ class Wakeup:
     """Rings collapse: however many came, the waiter wakes once and calls `clear`. After `close` a ring does nothing."""
 
     def __init__(self) -> None:
-        self._waiter, self._ringer = socket.socketpair()
-        self._waiter.setblocking(False)
-        self._ringer.setblocking(False)
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         # A full buffer means that the waiter is going to wake anyway; a closed one that nobody waits any more.
         with contextlib.suppress(OSError):
-            self._ringer.send(b"\0")
+            self._sender.send(b"\0")
 
     def clear(self) -> bool:
         """Whether it rang since the last call."""
-        rang = False
+        was_woken = False
         with contextlib.suppress(BlockingIOError):
-            while self._waiter.recv(4096):
-                rang = True
-        return rang
+            while self._receiver.recv(4096):
+                was_woken = True
+        return was_woken
 
     def fileno(self) -> int:
-        return self._waiter.fileno()
+        return self._receiver.fileno()
 
     def close(self) -> None:
-        self._ringer.close()
-        self._waiter.close()
+        self._sender.close()
+        self._receiver.close()

@@ -108,20 +108,20 @@ def load_weights(
     """Everything is checked against the configuration before the first tensor is read."""
     config.check_tensor_parallel(parallel.tp_size)
     check_shapes(config, checkpoint)
-    share = _Share(checkpoint, config, parallel, precision, device)
-    embedding = share.whole("model.embed_tokens.weight")
+    shard = _ShardReader(checkpoint, config, parallel, precision, device)
+    embedding = shard.whole("model.embed_tokens.weight")
     is_tied = config.has_tied_embeddings
-    lm_head = share.vocabulary_of(embedding) if is_tied else share.vocabulary("lm_head.weight", config.vocab_size)
+    lm_head = shard.vocabulary_of(embedding) if is_tied else shard.vocabulary("lm_head.weight", config.vocab_size)
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(config, share, f"model.layers.{layer}.") for layer in range(config.num_layers)),
-        norm=share.norm("model.norm"),
+        layers=tuple(_load_layer(config, shard, f"model.layers.{layer}.") for layer in range(config.num_layers)),
+        norm=shard.norm("model.norm"),
         lm_head=Linear(lm_head),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _ShardReader:
     """Reads this rank's part of a tensor to the device, in the format of the arithmetic."""
 
     checkpoint: Checkpoint
@@ -197,43 +197,43 @@ class _Share:
         return tensor.to(self.device).to(self.precision.weights).to(self.precision.compute)
 
 
-def _load_layer(config: ModelConfig, share: _Share, prefix: str) -> LayerWeights:
+def _load_layer(config: ModelConfig, shard: _ShardReader, prefix: str) -> LayerWeights:
     latent = config.attention.latent
     is_gemma = config.is_gemma
     return LayerWeights(
-        input_norm=share.norm(f"{prefix}input_layernorm"),
-        attention=_load_heads(config, share, f"{prefix}self_attn.")
+        input_norm=shard.norm(f"{prefix}input_layernorm"),
+        attention=_load_heads(config, shard, f"{prefix}self_attn.")
         if latent is None
-        else _load_latent(latent, share, f"{prefix}self_attn."),
-        output=share.row_parallel(f"{prefix}self_attn.o_proj"),
-        output_norm=share.norm(f"{prefix}post_attention_layernorm") if is_gemma else None,
-        mlp_norm=share.norm(f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"),
-        gate_up=share.column_parallel(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
-        down=share.row_parallel(f"{prefix}mlp.down_proj"),
-        down_norm=share.norm(f"{prefix}post_feedforward_layernorm") if is_gemma else None,
+        else _load_latent(latent, shard, f"{prefix}self_attn."),
+        output=shard.row_parallel(f"{prefix}self_attn.o_proj"),
+        output_norm=shard.norm(f"{prefix}post_attention_layernorm") if is_gemma else None,
+        mlp_norm=shard.norm(f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"),
+        gate_up=shard.column_parallel(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
+        down=shard.row_parallel(f"{prefix}mlp.down_proj"),
+        down_norm=shard.norm(f"{prefix}post_feedforward_layernorm") if is_gemma else None,
     )
 
 
-def _load_heads(config: ModelConfig, share: _Share, prefix: str) -> HeadWeights:
+def _load_heads(config: ModelConfig, shard: _ShardReader, prefix: str) -> HeadWeights:
     has_norms = config.attention.has_qk_norm
     return HeadWeights(
-        qkv=share.column_parallel(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
-        num_kv_heads=len(share.kv_heads),
-        q_norm=share.norm(f"{prefix}q_norm") if has_norms else None,
-        k_norm=share.norm(f"{prefix}k_norm") if has_norms else None,
+        qkv=shard.column_parallel(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
+        num_kv_heads=len(shard.kv_heads),
+        q_norm=shard.norm(f"{prefix}q_norm") if has_norms else None,
+        k_norm=shard.norm(f"{prefix}k_norm") if has_norms else None,
     )
 
 
-def _load_latent(latent: LatentShape, share: _Share, prefix: str) -> LatentWeights:
+def _load_latent(latent: LatentShape, shard: _ShardReader, prefix: str) -> LatentWeights:
     is_direct = latent.q_lora_rank is None
-    up = share.rows(f"{prefix}kv_b_proj.weight").unflatten(0, (-1, latent.qk_nope_head_dim + latent.v_head_dim))
+    up = shard.rows(f"{prefix}kv_b_proj.weight").unflatten(0, (-1, latent.qk_nope_head_dim + latent.v_head_dim))
     keys, values = up.split((latent.qk_nope_head_dim, latent.v_head_dim), dim=1)
     return LatentWeights(
-        query_down=None if is_direct else share.replicated(f"{prefix}q_a_proj"),
-        query_norm=None if is_direct else share.norm(f"{prefix}q_a_layernorm", LATENT_NORM_EPS),
-        query=share.column_parallel(f"{prefix}q_proj" if is_direct else f"{prefix}q_b_proj"),
-        down=share.replicated(f"{prefix}kv_a_proj_with_mqa"),
-        norm=share.norm(f"{prefix}kv_a_layernorm", LATENT_NORM_EPS),
+        query_down=None if is_direct else shard.replicated(f"{prefix}q_a_proj"),
+        query_norm=None if is_direct else shard.norm(f"{prefix}q_a_layernorm", LATENT_NORM_EPS),
+        query=shard.column_parallel(f"{prefix}q_proj" if is_direct else f"{prefix}q_b_proj"),
+        down=shard.replicated(f"{prefix}kv_a_proj_with_mqa"),
+        norm=shard.norm(f"{prefix}kv_a_layernorm", LATENT_NORM_EPS),
         keys=keys.contiguous(),
         values=values.contiguous(),
     )

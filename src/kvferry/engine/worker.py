@@ -36,18 +36,18 @@ class Worker:
 
     @classmethod
     def start(
-        cls, setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, wake: Callable[[], None], say: Callable[[str], None]
+        cls, setup: EngineSetup, parallel: ParallelConfig, rendezvous: str, wake: Callable[[], None], report_stage: Callable[[str], None]
     ) -> "Worker":
-        """Load the model, join the other ranks, allocate the cache and register it. `say` hears what is being done."""
+        """Load the model, join the other ranks, allocate the cache and register it. `report_stage` hears what is being done."""
         runner = Runner(setup.options, parallel, rendezvous, setup.rank_timeout_s)
         try:
-            say("loading the model")
+            report_stage("loading the model")
             runner.load()
-            say("allocating the KV cache")
+            report_stage("allocating the KV cache")
             kv_cache_config = runner.allocate_cache(setup.kit)
             worker = cls(runner, kv_cache_config, None)
             if setup.options.kv_transfer is not None:
-                say("registering the KV cache")
+                report_stage("registering the KV cache")
                 worker._connect(setup, parallel, wake)
         except BaseException:
             runner.close()

@@ -1,4 +1,4 @@
-"""What an engine tells its ferry: typed, picklable, in order. The scheduler writes them, a step carries them to every rank."""
+"""What an engine tells its transfer worker: typed, picklable, in order. The scheduler writes them, a step carries them to every rank."""
 
 from dataclasses import dataclass
 
@@ -6,32 +6,32 @@ from kvferry.protocol.fingerprints import Fingerprint
 from kvferry.types import Address, RequestId
 
 __all__ = [
-    "Abandon",
-    "Abort",
-    "Close",
-    "Command",
-    "Expect",
-    "ExpectFrom",
-    "Grant",
-    "HandBack",
-    "Keep",
-    "LetGo",
-    "OfConsumer",
-    "OfProducer",
-    "Open",
-    "Publish",
-    "Reject",
-    "Settle",
-    "Start",
-    "Track",
-    "TryToTrack",
-    "Withdraw",
-    "Withhold",
+    "AbandonLease",
+    "AbortLoad",
+    "CloseStream",
+    "ConsumerCommand",
+    "EvictTurn",
+    "FailPush",
+    "GrantLease",
+    "OpenStream",
+    "PrepareLoad",
+    "PrepareOptionalLoad",
+    "ProducerCommand",
+    "PublishTicket",
+    "RegisterForPush",
+    "RegisterForPushByAddress",
+    "RejectLoad",
+    "ReleaseTicket",
+    "RetainTurn",
+    "SkipLoad",
+    "StartLoad",
+    "WithdrawStream",
+    "WorkerCommand",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Track:
+class PrepareLoad:
     """A request with a genuine ticket has arrived: shake hands, attach, keep the lease alive."""
 
     request: RequestId
@@ -39,7 +39,7 @@ class Track:
 
 
 @dataclass(frozen=True, slots=True)
-class TryToTrack:
+class PrepareOptionalLoad:
     """The same for a request that can do without: say whether the producer has what the ticket is for, before there are blocks."""
 
     request: RequestId
@@ -47,7 +47,7 @@ class TryToTrack:
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class RegisterForPush:
     """A request with a genuine push ticket has arrived: shake hands, register, attach once there is something."""
 
     request: RequestId
@@ -59,7 +59,7 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectFrom:
+class RegisterForPushByAddress:
     """The same without a push ticket: a router that signs nothing has named a producer that we believe. Its life is asked for first, and
     the two legs meet by their request id."""
 
@@ -73,7 +73,7 @@ class ExpectFrom:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartLoad:
     """Blocks are there: fill them with the KV of token positions `first_token` to `end_token` (exclusive)."""
 
     request: RequestId
@@ -85,21 +85,21 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class SkipLoad:
     """Nothing is needed from the producer after all."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortLoad:
     """The request is over."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Reject:
+class RejectLoad:
     """Report this request as failed: its parameters cannot be honoured."""
 
     request: RequestId
@@ -107,7 +107,7 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class GrantLease:
     """Readers with ticket `serial` may read this request's blocks from now on."""
 
     request: RequestId
@@ -117,7 +117,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetainTurn:
     """As Grant, but for so long, or until they are let go, for whoever might come."""
 
     request: RequestId
@@ -127,14 +127,14 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class EvictTurn:
     """The engine needs blocks that are kept: it has them back when nobody reads them."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenStream:
     """A request is being computed for a peer: what is published of it may be read by those with ticket `serial`."""
 
     request: RequestId
@@ -142,7 +142,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseStream:
     """An open request has been computed; its blocks are kept for readers from now on, as if it had been granted."""
 
     request: RequestId
@@ -151,19 +151,19 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
-    """An open request has lost its blocks and is computed anew. Sent before anything else is written into them."""
+class WithdrawStream:
+    """An open request has lost its blocks and is computed again. Sent before anything else is written into them."""
 
     request: RequestId
     serial: int
 
 
 @dataclass(frozen=True, slots=True)
-class Publish:
+class PublishTicket:
     """A request that is granted or open is for whoever registers for it: offer this ticket, of which so many tokens are ready."""
 
     request: RequestId
-    handover: str
+    match_id: str
     """Of its push ticket; empty: it had none."""
     ticket: str
     ready_tokens: int
@@ -172,29 +172,42 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Withhold:
+class FailPush:
     """A request has ended without blocks to hand over: whoever has registered for it waits in vain."""
 
     request: RequestId
-    handover: str
+    match_id: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
+class AbandonLease:
     """Nobody will come for this request's blocks: its ticket reached nobody."""
 
     request: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class HandBack:
+class ReleaseTicket:
     """The holder of ticket `serial` of this request has given it up."""
 
     request: RequestId
     serial: int
 
 
-OfConsumer = Track | TryToTrack | Expect | ExpectFrom | Start | Settle | Abort | Reject
-OfProducer = Grant | Keep | LetGo | Open | Close | Withdraw | Publish | Withhold | Abandon | HandBack
-Command = OfConsumer | OfProducer
+ConsumerCommand = (
+    PrepareLoad | PrepareOptionalLoad | RegisterForPush | RegisterForPushByAddress | StartLoad | SkipLoad | AbortLoad | RejectLoad
+)
+ProducerCommand = (
+    GrantLease
+    | RetainTurn
+    | EvictTurn
+    | OpenStream
+    | CloseStream
+    | WithdrawStream
+    | PublishTicket
+    | FailPush
+    | AbandonLease
+    | ReleaseTicket
+)
+WorkerCommand = ConsumerCommand | ProducerCommand

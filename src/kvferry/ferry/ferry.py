@@ -1,6 +1,6 @@
-"""The ferry: feeds the pure producer and consumer with commands, messages and completions, and performs what they ask for.
+"""The transfer worker: feeds the pure producer and consumer with commands, messages and completions, and performs what they ask for.
 
-Owned by one thread (`FerryThread`), or stepped by a test. It has no opinion about the protocol.
+Owned by one thread (`TransferWorkerThread`), or stepped by a test. It has no opinion about the protocol.
 """
 
 from collections import deque
@@ -8,102 +8,102 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from kvferry.breath import breathe
+from kvferry.breath import short_sleep
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
-from kvferry.events import BytesMoved, Event, LeaseEnded, LeaseLingers, MessageDropped, PeerConnected, PullFailed
+from kvferry.events import BytesMoved, Event, EvictionDeferred, LeaseEnded, MessageDropped, PeerConnected, TransferFailed
 from kvferry.ferry.commands import (
-    Abandon,
-    Abort,
-    Close,
-    Command,
-    Expect,
-    ExpectFrom,
-    Grant,
-    HandBack,
-    Keep,
-    LetGo,
-    OfConsumer,
-    OfProducer,
-    Open,
-    Publish,
-    Reject,
-    Settle,
-    Start,
-    Track,
-    TryToTrack,
-    Withdraw,
-    Withhold,
+    AbandonLease,
+    AbortLoad,
+    CloseStream,
+    ConsumerCommand,
+    EvictTurn,
+    FailPush,
+    GrantLease,
+    OpenStream,
+    PrepareLoad,
+    PrepareOptionalLoad,
+    ProducerCommand,
+    PublishTicket,
+    RegisterForPush,
+    RegisterForPushByAddress,
+    RejectLoad,
+    ReleaseTicket,
+    RetainTurn,
+    SkipLoad,
+    StartLoad,
+    WithdrawStream,
+    WorkerCommand,
 )
-from kvferry.ferry.postponed import Postponed
+from kvferry.ferry.postponed import PostponedCommands
 from kvferry.ports.block_store import BlockStore, StoreHandle
-from kvferry.ports.control import ControlPlane, Disconnected, Received
-from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
+from kvferry.ports.control import ControlTransport, Disconnected, Received
+from kvferry.ports.data import Completion, DataTransport, Handle, TransportOffer
 from kvferry.protocol import codec
 from kvferry.protocol.actions import (
     Action,
+    CloseConnection,
     ClosePeer,
-    Expose,
-    HangUp,
-    Lend,
+    CopyToHostBuffer,
+    GrantWrites,
     OpenPeer,
-    Place,
+    PlaceBlocks,
+    RevokeWrites,
     Send,
     StartRead,
     StartWrite,
     StopRead,
     StopWrite,
-    TakeBack,
 )
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
 from kvferry.protocol.peers import UNKNOWN_EPOCH
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import Invitation
+from kvferry.protocol.pulls import PushInfo
 from kvferry.protocol.push_desk import MAX_LEASES_WAITED
 from kvferry.protocol.push_tickets import PushTicketKey
 from kvferry.protocol.tickets import TicketKey
-from kvferry.protocol.writers import Writers, WriterSettings
-from kvferry.types import EngineId, EngineLife
+from kvferry.protocol.writers import PushWriter, WriterSettings
+from kvferry.types import EngineId, EngineIncarnation
 
-__all__ = ["Ferry", "FerrySettings", "FerrySnapshot"]
+__all__ = ["TransferWorker", "TransferWorkerSettings", "TransferWorkerSnapshot"]
 
 MAX_WAIT_S = 1.0
-CONTROL_GRAIN_S = 0.0005
-"""The control plane waits for whole milliseconds. A plane that watches its device wants less."""
-EXPIRY_GRAIN_S = 0.05
+CONTROL_RESOLUTION_S = 0.0005
+"""The control transport waits for whole milliseconds. A transport that watches its device wants less."""
+EXPIRY_RESOLUTION_S = 0.05
 """A lease that has run out is no longer good at once; its blocks may be freed this much later."""
 READ_WATCH_INTERVAL_S = 0.01
-"""How often planes that need our help are looked at while a read is likely to begin."""
+"""How often transports that need our help are looked at while a read is likely to begin."""
 READ_START_INTERVAL_S = 0.001
 """The same while one is beginning."""
 
 
 @dataclass(frozen=True, slots=True)
-class FerrySettings:
+class TransferWorkerSettings:
     producer: ProducerSettings
     consumer: ConsumerSettings
     secret: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class FerrySnapshot:
-    """What a ferry holds right now; all zero when quiescent."""
+class TransferWorkerSnapshot:
+    """What a transfer worker holds right now; all zero when quiescent."""
 
     leases: int = 0
-    pulls: int = 0
+    transfers: int = 0
     reads: int = 0
     peers: int = 0
     registrations: int = 0
-    writings: int = 0
+    writes: int = 0
 
 
-class Ferry:
+class TransferWorker:
     def __init__(
         self,
-        settings: FerrySettings,
-        planes: Sequence[DataPlane],
-        control: ControlPlane,
+        settings: TransferWorkerSettings,
+        transports: Sequence[DataTransport],
+        control: ControlTransport,
         store: BlockStore,
         clock: Callable[[], float],
     ) -> None:
@@ -112,53 +112,55 @@ class Ferry:
         self._consumer = Consumer(settings.consumer)
         self._writers = _writers(settings, self._consumer)
         self._producer = Producer(settings.producer, self._key, self._push_key, self._writers)
-        self._planes = {plane.name: plane for plane in planes}
+        self._transports = {transport.name: transport for transport in transports}
         self._control = control
         self._store = store
         self._clock = clock
-        self._moves: dict[tuple[str, Handle], StartRead | StartWrite | TakeBack] = {}
-        """By plane: what its handles are about."""
-        self._stored: dict[StoreHandle, Place | Expose] = {}
-        self._postponed = Postponed(settings.consumer.peers.geometry.block_size, self._producer.is_copying)
+        self._moves: dict[tuple[str, Handle], StartRead | StartWrite | RevokeWrites] = {}
+        """By transport: what its handles are about."""
+        self._stored: dict[StoreHandle, PlaceBlocks | CopyToHostBuffer] = {}
+        self._postponed = PostponedCommands(settings.consumer.peers.geometry.block_size, self._producer.is_copying)
         self._events: deque[Event] = deque()
 
-    def snapshot(self) -> FerrySnapshot:
-        producer, consumer, num_writings = self._producer, self._consumer, len(self._writers) + self._writers.num_posted
+    def snapshot(self) -> TransferWorkerSnapshot:
+        producer, consumer, num_writes = self._producer, self._consumer, len(self._writers) + self._writers.num_posted
         num_moves, num_registrations = len(self._moves), producer.num_registrations
-        return FerrySnapshot(producer.num_leases, consumer.num_pulls, num_moves, consumer.num_peers, num_registrations, num_writings)
+        return TransferWorkerSnapshot(
+            producer.num_leases, consumer.num_transfers, num_moves, consumer.num_peers, num_registrations, num_writes
+        )
 
     def step(
         self,
-        commands: Sequence[Command],
+        commands: Sequence[WorkerCommand],
         *,
         wait_s: float | None = None,
-        late_commands: Callable[[], Sequence[Command]] = tuple,
+        late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
     ) -> list[Event]:
         """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened.
 
         What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
         blocks were good until now is answered by what the engine had said until then."""
         timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
-        if 0.0 < timeout < CONTROL_GRAIN_S:
-            breathe(timeout)
+        if 0.0 < timeout < CONTROL_RESOLUTION_S:
+            short_sleep(timeout)
             timeout = 0.0
         received = self._control.poll(timeout)
         now = self._clock()
         for command in (*commands, *late_commands()):
-            self._obey(command, now)
+            self._execute(command, now)
         # What was written before the engine said this is right only if the engine did not take its blocks back.
-        self._producer.settle_writes(now)
-        for news in received:
-            self._take_news(news, now)
-        # Before the planes are asked: a read that begins now may be over at once.
+        self._producer.confirm_writes(now)
+        for control_event in received:
+            self._receive(control_event, now)
+        # Before the transports are asked: a read that begins now may be over at once.
         self._perform(now)
-        for plane in self._planes.values():
-            for completion in plane.poll():
-                self._take_completion(plane.name, completion, now)
+        for transport in self._transports.values():
+            for completion in transport.poll():
+                self._take_completion(transport.name, completion, now)
         for stored in self._store.poll():
-            self._take_stored(self._stored.pop(stored.handle), stored.error, now)
+            self._finish_store(self._stored.pop(stored.handle), stored.error, now)
         for command in self._postponed.take_due():
-            self._obey_as_consumer(command, now)
+            self._execute_for_consumer(command, now)
         self._producer.advance(now)
         self._consumer.advance(now)
         self._perform(now)
@@ -175,44 +177,44 @@ class Ferry:
         waits = [] if consumer_at is None else [consumer_at - now]
         if producer_at is not None:
             # Thousands of leases have thousands of deadlines; whatever is due within a moment is dealt with together.
-            waits.append(max(EXPIRY_GRAIN_S, producer_at - now))
+            waits.append(max(EXPIRY_RESOLUTION_S, producer_at - now))
         waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
-        for plane in self._planes.values():
-            intervals = [plane.poll_interval_s()]
-            if self._producer.num_readers(plane.name) or self._consumer.may_be_written(plane.name):
-                intervals.append(self._serving_interval_s(plane, now))
+        for transport in self._transports.values():
+            intervals = [transport.poll_interval_s()]
+            if self._producer.num_readers(transport.name) or self._consumer.may_be_written(transport.name):
+                intervals.append(self._serving_interval_s(transport, now))
             waits += [interval for interval in intervals if interval is not None]
         return max(0.0, min([MAX_WAIT_S, *waits]))
 
-    def _serving_interval_s(self, plane: DataPlane, now: float) -> float | None:
-        interval = plane.serving_interval_s()
+    def _serving_interval_s(self, transport: DataTransport, now: float) -> float | None:
+        interval = transport.serving_interval_s()
         if interval is None or not self._producer.is_reading_likely(now):
             return interval
         return min(interval, READ_START_INTERVAL_S if self._producer.is_read_beginning(now) else READ_WATCH_INTERVAL_S)
 
     def close(self) -> None:
         with ExitStack() as stack:  # what comes after one that cannot be closed is closed all the same
-            for close in (self._control.close, self._store.close, *(plane.close for plane in self._planes.values())):
+            for close in (self._control.close, self._store.close, *(transport.close for transport in self._transports.values())):
                 stack.callback(close)
 
     # -- inputs ----------------------------------------------------------------------------------------------------
 
-    def _take_news(self, news: Received | Disconnected, now: float) -> None:
-        if isinstance(news, Disconnected):
-            self._consumer.disconnected(news.address, now)
+    def _receive(self, control_event: Received | Disconnected, now: float) -> None:
+        if isinstance(control_event, Disconnected):
+            self._consumer.disconnected(control_event.address, now)
             return
         try:
-            message = codec.decode(news.frame)
+            message = codec.decode(control_event.frame)
         except RemoteProtocolError as error:
             self._events.append(MessageDropped(str(error)))
             return
-        is_inbound = not news.route.dialled
+        is_inbound = not control_event.route.dialled
         if is_inbound and isinstance(message, ToProducer):
-            self._producer.receive(news.route, message, now)
+            self._producer.receive(control_event.route, message, now)
         elif not is_inbound and isinstance(message, ToConsumer):
-            self._consumer.receive(news.route.dialled, message, now)
+            self._consumer.receive(control_event.route.dialled, message, now)
         elif not is_inbound and isinstance(message, PushOffer):
-            self._take_offer(news.route.dialled, message, now)
+            self._take_offer(control_event.route.dialled, message, now)
         else:
             self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
 
@@ -222,81 +224,81 @@ class Ferry:
         except InvalidTicket as error:
             self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
 
-    def _obey(self, command: Command, now: float) -> None:
-        if isinstance(command, OfProducer):
-            self._obey_as_producer(command, now)
-        elif not self._postponed.keeps(command):
-            self._obey_as_consumer(command, now)
+    def _execute(self, command: WorkerCommand, now: float) -> None:
+        if isinstance(command, ProducerCommand):
+            self._execute_for_producer(command, now)
+        elif not self._postponed.postpones(command):
+            self._execute_for_consumer(command, now)
 
-    def _obey_as_producer(self, command: OfProducer, now: float) -> None:
+    def _execute_for_producer(self, command: ProducerCommand, now: float) -> None:
         match command:
-            case Grant(request, serial, blocks):
+            case GrantLease(request, serial, blocks):
                 self._producer.grant(request, serial, now, blocks)
-            case Keep(request, serial, ttl_s, blocks):
-                self._producer.keep(request, serial, now, ttl_s, blocks)
-            case LetGo(request):
-                if self._producer.let_go(request, now):
-                    self._events.append(LeaseLingers(request))
-            case Open(request, serial):
+            case RetainTurn(request, serial, ttl_s, blocks):
+                self._producer.retain(request, serial, now, ttl_s, blocks)
+            case EvictTurn(request):
+                if self._producer.evict(request, now):
+                    self._events.append(EvictionDeferred(request))
+            case OpenStream(request, serial):
                 self._producer.open(request, serial, now)
-            case Close(request, blocks):
+            case CloseStream(request, blocks):
                 self._producer.close(request, now, blocks)
-            case Withdraw(request, serial):
+            case WithdrawStream(request, serial):
                 self._producer.withdraw(request, serial, now)
-            case Publish(request, handover, ticket, ready_tokens, blocks):
-                self._producer.publish(request, handover, ticket, ready_tokens, now, blocks)
-            case Withhold(request, handover, reason):
-                self._producer.withhold(request, handover, reason, now)
-            case Abandon(request):
+            case PublishTicket(request, match_id, ticket, ready_tokens, blocks):
+                self._producer.publish(request, match_id, ticket, ready_tokens, now, blocks)
+            case FailPush(request, match_id, reason):
+                self._producer.fail_prefill(request, match_id, reason, now)
+            case AbandonLease(request):
                 self._producer.abandon(request)
-            case HandBack(request, serial):
-                self._producer.hand_back(request, serial)
+            case ReleaseTicket(request, serial):
+                self._producer.release_ticket(request, serial)
 
-    def _obey_as_consumer(self, command: OfConsumer, now: float) -> None:
+    def _execute_for_consumer(self, command: ConsumerCommand, now: float) -> None:
         match command:
-            case Track(request, ticket):
+            case PrepareLoad(request, ticket):
                 self._consumer.track(request, self._key.open(ticket), ticket, now)
-            case TryToTrack(request, ticket):
-                self._consumer.try_to_track(request, self._key.open(ticket), ticket, now)
-            case Expect(request, text, tokens, own_address):
-                invited = self._push_key.open(text)
-                invitation = Invitation(invited.handover, tokens, own_address, text)
-                self._consumer.expect(request, invited.life, invited.address, invited.tp_size, invitation, now)
-            case ExpectFrom(request, engine, address, tp_size, tokens, own_address):
-                life = EngineLife(EngineId(engine), UNKNOWN_EPOCH)
-                self._consumer.expect(request, life, address, tp_size, Invitation("", tokens, own_address, ""), now)
-            case Start(request, blocks, first_token, end_token, needed_from):
+            case PrepareOptionalLoad(request, ticket):
+                self._consumer.track_optional(request, self._key.open(ticket), ticket, now)
+            case RegisterForPush(request, text, tokens, own_address):
+                push_ticket = self._push_key.open(text)
+                push_info = PushInfo(push_ticket.match_id, tokens, own_address, text)
+                self._consumer.expect(request, push_ticket.incarnation, push_ticket.address, push_ticket.tp_size, push_info, now)
+            case RegisterForPushByAddress(request, engine, address, tp_size, tokens, own_address):
+                incarnation = EngineIncarnation(EngineId(engine), UNKNOWN_EPOCH)
+                self._consumer.expect(request, incarnation, address, tp_size, PushInfo("", tokens, own_address, ""), now)
+            case StartLoad(request, blocks, first_token, end_token, needed_from):
                 self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
-            case Settle(request):
+            case SkipLoad(request):
                 self._consumer.settle(request, now)
-            case Abort(request):
+            case AbortLoad(request):
                 self._consumer.abort(request, now)
-            case Reject(request, reason):
-                self._events.append(PullFailed(request, reason))
+            case RejectLoad(request, reason):
+                self._events.append(TransferFailed(request, reason))
 
-    def _take_completion(self, plane: str, completion: Completion, now: float) -> None:
-        move = self._moves.pop((plane, completion.handle), None)
-        if isinstance(move, TakeBack):
-            self._consumer.taken_back(move.request, move.number, now)
+    def _take_completion(self, transport: str, completion: Completion, now: float) -> None:
+        move = self._moves.pop((transport, completion.handle), None)
+        if isinstance(move, RevokeWrites):
+            self._consumer.writes_revoked(move.request, move.grant_id, now)
             return
-        moved, used = completion.total_bytes, completion.pieces
-        planned = used if move is None else sum(len(part.local_offsets) for part in move.pieces)
+        moved, used = completion.total_bytes, completion.segments
+        planned = used if move is None else sum(len(part.local_offsets) for part in move.segments)
         request = move.request if isinstance(move, StartRead) else None
-        self._events.append(BytesMoved(plane, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok, request))
+        self._events.append(BytesMoved(transport, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok, request))
         if move is not None:
-            self._tell_end(move, completion.error, now)
+            self._report_end(move, completion.error, now)
 
-    def _tell_end(self, move: StartRead | StartWrite, error: str | None, now: float) -> None:
+    def _report_end(self, move: StartRead | StartWrite, error: str | None, now: float) -> None:
         if isinstance(move, StartRead):
             self._consumer.read_ended(move.request, move.peer, error, now)
         else:
             self._writers.write_ended(move.write, error, now)
 
-    def _take_stored(self, action: Place | Expose, error: str | None, now: float) -> None:
-        if isinstance(action, Place):
+    def _finish_store(self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float) -> None:
+        if isinstance(action, PlaceBlocks):
             self._consumer.placed(action.request, error, now)
         else:
-            self._producer.exposed(action.copy, error, now)
+            self._producer.copied_to_host_buffer(action.copy, error, now)
 
     # -- effects ---------------------------------------------------------------------------------------------------
 
@@ -313,13 +315,13 @@ class Ferry:
         match action:
             case Send(address, message):
                 self._send(address, codec.encode(message), now)
-            case HangUp(address):
+            case CloseConnection(address):
                 self._control.forget(address)
             case OpenPeer():
                 self._open(action, now)
             case ClosePeer(peer, control_address):
-                for plane in self._planes.values():
-                    plane.disconnect(peer)
+                for transport in self._transports.values():
+                    transport.disconnect(peer)
                 self._control.forget(control_address)
             case StartRead() | StartWrite():
                 self._start_move(action, now)
@@ -327,11 +329,11 @@ class Ferry:
                 self._cancel(lambda move: isinstance(move, StartRead) and (move.request, move.peer) == (request, peer))
             case StopWrite(write):
                 self._cancel(lambda move: isinstance(move, StartWrite) and move.write == write)
-            case Lend(plane, number, blocks):
-                self._planes[plane].lend(number, blocks)
-            case TakeBack(_, plane, number):
-                self._moves[plane, self._planes[plane].take_back(number)] = action
-            case Place() | Expose():
+            case GrantWrites(transport, grant_id, blocks):
+                self._transports[transport].grant_writes(grant_id, blocks)
+            case RevokeWrites(_, transport, grant_id):
+                self._moves[transport, self._transports[transport].revoke_writes(grant_id)] = action
+            case PlaceBlocks() | CopyToHostBuffer():
                 self._store_blocks(action, now)
 
     def _send(self, address: str, frame: bytes, now: float) -> None:
@@ -344,58 +346,62 @@ class Ferry:
     def _open(self, action: OpenPeer, now: float) -> None:
         problems = []
         for choice in action.candidates:
-            offer = next(o for o in action.offers if o.plane == choice.plane)
+            offer = next(o for o in action.offers if o.transport == choice.transport)
             try:
-                made = PlaneOffer(offer.plane, offer.reach, offer.blob, offer.near)
-                self._planes[choice.plane].connect(action.peer, made, action.geometry.regions)
+                made = TransportOffer(offer.transport, offer.reach, offer.blob, offer.near)
+                self._transports[choice.transport].connect(action.peer, made, action.geometry.regions)
             except Exception as error:  # top of a peer: what it offers goes through libraries that raise whatever they like
-                problems.append(f"{choice.plane}: {_described(error)}")
+                problems.append(f"{choice.transport}: {_described(error)}")
                 continue
             reason = "; ".join([choice.reason, *problems])
-            self._events.append(PeerConnected(action.peer.engine, choice.plane, reason))
-            self._consumer.peer_opened(action.peer, choice.plane, now)
+            self._events.append(PeerConnected(action.peer.engine, choice.transport, reason))
+            self._consumer.peer_opened(action.peer, choice.transport, now)
             return
-        self._consumer.peer_unreachable(action.peer, f"no plane reaches the producer ({'; '.join(problems)})", now)
+        self._consumer.peer_unreachable(action.peer, f"no transport reaches the producer ({'; '.join(problems)})", now)
 
     def _start_move(self, action: StartRead | StartWrite, now: float) -> None:
-        if not action.pieces:
-            self._tell_end(action, None, now)
+        if not action.segments:
+            self._report_end(action, None, now)
             return
-        plane = self._planes[action.plane]
+        transport = self._transports[action.transport]
         try:
             if isinstance(action, StartRead):
-                handle = plane.read(action.peer, action.pieces)
+                handle = transport.read(action.peer, action.segments)
             else:
-                handle = plane.write(action.peer, action.pieces, action.number)
+                handle = transport.write(action.peer, action.segments, action.grant_id)
         except Exception as error:  # top of a transfer, likewise
-            self._tell_end(action, _described(error), now)
+            self._report_end(action, _described(error), now)
             if isinstance(action, StartWrite):
-                # The plane has given up the connection; the next request shakes hands anew.
+                # The transport has given up the connection; the next request shakes hands anew.
                 self._consumer.peer_unreachable(action.peer, _described(error), now)
             return
-        self._moves[action.plane, handle] = action
+        self._moves[action.transport, handle] = action
 
-    def _cancel(self, is_meant: Callable[[StartRead | StartWrite | TakeBack], bool]) -> None:
+    def _cancel(self, matches: Callable[[StartRead | StartWrite | RevokeWrites], bool]) -> None:
         for (name, handle), move in self._moves.items():
-            if is_meant(move):
-                self._planes[name].cancel(handle)
+            if matches(move):
+                self._transports[name].cancel(handle)
 
-    def _store_blocks(self, action: Place | Expose, now: float) -> None:
+    def _store_blocks(self, action: PlaceBlocks | CopyToHostBuffer, now: float) -> None:
         store = self._store
         try:
-            handle = store.place(action.placements, action.blocks) if isinstance(action, Place) else store.expose(action.blocks)
+            handle = (
+                store.place(action.permutations, action.blocks)
+                if isinstance(action, PlaceBlocks)
+                else store.copy_to_host_buffer(action.blocks)
+            )
         except Exception as error:  # top of a transfer, likewise
-            self._take_stored(action, _described(error), now)
+            self._finish_store(action, _described(error), now)
             return
         self._stored[handle] = action
 
 
-def _writers(settings: FerrySettings, consumer: Consumer) -> Writers:
+def _writers(settings: TransferWorkerSettings, consumer: Consumer) -> PushWriter:
     producer = settings.producer
     max_lease_s = MAX_LEASES_WAITED * producer.lease_ttl_s
-    ours = WriterSettings(producer.engine, settings.consumer.read_timeout_s, max_lease_s, can_write=not producer.is_staged)
-    writers = Writers(ours, consumer.peers)
-    consumer.share_peers(writers)
+    ours = WriterSettings(producer.engine, settings.consumer.read_timeout_s, max_lease_s, can_write=not producer.uses_host_buffer)
+    writers = PushWriter(ours, consumer.peers)
+    consumer.add_peer_user(writers)
     return writers
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
-from kvferry.ferry.commands import HandBack
-from kvferry.ports.control import ControlPlane, Received
+from kvferry.ferry.commands import ReleaseTicket
+from kvferry.ports.control import ControlTransport, Received
 from kvferry.protocol import codec
 from kvferry.protocol.handshake import ServedEngine, answer
-from kvferry.protocol.messages import AskTurn, HandshakeRequest, Release, Turn
+from kvferry.protocol.messages import HandshakeRequest, Release, RetainedTurnReply, RetainedTurnRequest
 from kvferry.protocol.tickets import TicketKey
 from kvferry.protocol.turns import EndedTurns
 
@@ -34,24 +34,24 @@ _log = logging.getLogger(__name__)
 class EndedTurn:
     """What a router may ask for by this word."""
 
-    word: str
+    turn_id: str
     params: str = ""
     """JSON; empty: nothing any more."""
     ttl_s: float = 0.0
 
 
 class SideChannel:
-    def __init__(self, control: ControlPlane, served: ServedEngine, key: TicketKey, wake_engine: Callable[[], None]) -> None:
+    def __init__(self, control: ControlTransport, served: ServedEngine, key: TicketKey, wake_engine: Callable[[], None]) -> None:
         self._control = control
         self._served = served
         self._key = key
         self._wake_engine = wake_engine
-        self._released: deque[HandBack] = deque(maxlen=MAX_RELEASED)
+        self._released: deque[ReleaseTicket] = deque(maxlen=MAX_RELEASED)
         # Filled by the engine's thread, emptied by ours.
-        self._turns_told: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
+        self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
         self._turns = EndedTurns(MAX_TURNS)
         self._num_dropped = 0
-        self._num_told = 0
+        self._num_dropped_reported = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
 
@@ -62,8 +62,8 @@ class SideChannel:
 
     def take_num_dropped(self) -> int:
         """How many of them since the last call."""
-        before, self._num_told = self._num_told, self._num_dropped
-        return self._num_told - before
+        before, self._num_dropped_reported = self._num_dropped_reported, self._num_dropped
+        return self._num_dropped_reported - before
 
     @property
     def has_released(self) -> bool:
@@ -72,13 +72,13 @@ class SideChannel:
     def start(self) -> None:
         self._thread.start()
 
-    def take_released(self) -> list[HandBack]:
+    def take_released(self) -> list[ReleaseTicket]:
         """Tickets that were handed back since the last call."""
         return [self._released.popleft() for _ in range(len(self._released))]
 
-    def tell(self, turn: EndedTurn) -> None:
+    def publish_turn(self, turn: EndedTurn) -> None:
         """From now on, say this when asked. Called by the engine's thread; never waits."""
-        self._turns_told.append(turn)
+        self._published_turns.append(turn)
 
     def close(self) -> None:
         """Stop the thread and close the socket. Idempotent."""
@@ -97,24 +97,24 @@ class SideChannel:
         try:
             while not self._is_closing:
                 arrived = self._control.poll(POLL_S)
-                self._note_turns()
-                for news in arrived:
-                    if isinstance(news, Received):
-                        self._take(news)
+                self._store_published_turns()
+                for received in arrived:
+                    if isinstance(received, Received):
+                        self._take(received)
         finally:
             self._control.close()
 
-    def _take(self, news: Received) -> None:
+    def _take(self, received: Received) -> None:
         try:
-            message = codec.decode(news.frame)
+            message = codec.decode(received.frame)
             match message:
                 case HandshakeRequest():
-                    self._control.reply(news.route, codec.encode(answer(self._served, message)))
+                    self._control.reply(received.route, codec.encode(answer(self._served, message)))
                 case Release(ticket):
                     self._release(ticket)
-                case AskTurn(nonce, word):
-                    reply = Turn(nonce, word, self._turns.find(word, time.monotonic()))
-                    self._control.reply(news.route, codec.encode(reply))
+                case RetainedTurnRequest(nonce, turn_id):
+                    reply = RetainedTurnReply(nonce, turn_id, self._turns.find(turn_id, time.monotonic()))
+                    self._control.reply(received.route, codec.encode(reply))
                 case _:
                     raise RemoteProtocolError(f"a {type(message).__name__} is not for a side channel")
         except KVFerryError as error:
@@ -124,17 +124,17 @@ class SideChannel:
             self._num_dropped += 1
             _log.exception("side channel failed on a message")
 
-    def _note_turns(self) -> None:
-        while self._turns_told:
-            turn = self._turns_told.popleft()
+    def _store_published_turns(self) -> None:
+        while self._published_turns:
+            turn = self._published_turns.popleft()
             if turn.params:
-                self._turns.add(turn.word, turn.params, time.monotonic() + turn.ttl_s)
+                self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.ttl_s)
             else:
-                self._turns.forget(turn.word)
+                self._turns.forget(turn.turn_id)
 
     def _release(self, text: str) -> None:
         ticket = self._key.open(text)
         if (ticket.engine_id, ticket.epoch_id) != (self._served.engine, self._served.epoch):
-            raise InvalidTicket("a ticket of another engine life was handed back")
-        self._released.append(HandBack(ticket.lease, ticket.serial))
+            raise InvalidTicket("a ticket of another engine incarnation was handed back")
+        self._released.append(ReleaseTicket(ticket.lease, ticket.serial))
         self._wake_engine()

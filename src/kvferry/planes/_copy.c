@@ -83,11 +83,11 @@ static int check_all(const Py_buffer *ends, const Py_buffer *numbers)
     return 1;
 }
 
-static PyObject *copy_runs(PyObject *module, PyObject *args)
+static PyObject *copy_segments(PyObject *module, PyObject *args)
 {
     Py_buffer ends[2], numbers[3];
     (void)module;
-    if (!PyArg_ParseTuple(args, "w*y*y*y*y*:copy_runs", &ends[0], &ends[1], &numbers[0], &numbers[1], &numbers[2]))
+    if (!PyArg_ParseTuple(args, "w*y*y*y*y*:copy_segments", &ends[0], &ends[1], &numbers[0], &numbers[1], &numbers[2]))
         return NULL;
     int is_valid = check_all(ends, numbers);
     if (is_valid) {
@@ -304,13 +304,13 @@ static double seconds_now(void)
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static PyObject *ask_until(PyObject *module, PyObject *args)
+static PyObject *poll_until(PyObject *module, PyObject *args)
 {
     unsigned long long function, argument;
     int waiting, answer;
     double seconds;
     (void)module;
-    if (!PyArg_ParseTuple(args, "KKid:ask_until", &function, &argument, &waiting, &seconds))
+    if (!PyArg_ParseTuple(args, "KKid:poll_until", &function, &argument, &waiting, &seconds))
         return NULL;
     int (*ask)(void *) = (int (*)(void *))(uintptr_t)function;
     Py_BEGIN_ALLOW_THREADS
@@ -322,11 +322,11 @@ static PyObject *ask_until(PyObject *module, PyObject *args)
     return PyLong_FromLong(answer);
 }
 
-static PyObject *linger(PyObject *module, PyObject *args)
+static PyObject *spin_wait(PyObject *module, PyObject *args)
 {
     double seconds;
     (void)module;
-    if (!PyArg_ParseTuple(args, "d:linger", &seconds))
+    if (!PyArg_ParseTuple(args, "d:spin_wait", &seconds))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     double end = seconds_now() + seconds;
@@ -341,9 +341,9 @@ static PyMethodDef methods[] = {
     {"put_all", put_all, METH_VARARGS, "put_all(table, first, offsets, last): table[first + i] = offsets[i]; all of these, or-ed. IndexError unless all are from 0 to last."},
     {"put_places", put_places, METH_VARARGS, "put_places(table, first, sources, targets, rest): for each place its source, its target and the three numbers of the rest; all sources and targets, or-ed."},
     {"start_kernel", start_kernel, METH_VARARGS, "start_kernel((upload, launch, record), (table, pinned, size), (function, threads, shared, parameters), (width, height), (number, number), stream, event): bring the table to the device, start the kernel with it and the two numbers, record the event; which call was the last, and its status."},
-    {"ask_until", ask_until, METH_VARARGS, "ask_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
-    {"linger", linger, METH_VARARGS, "linger(seconds): so long, awake."},
-    {"copy_runs", copy_runs, METH_VARARGS, "copy_runs(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
+    {"poll_until", poll_until, METH_VARARGS, "poll_until(function, argument, waiting, seconds): call the function at that address until it answers something else than `waiting`, for so long at most; its last answer."},
+    {"spin_wait", spin_wait, METH_VARARGS, "spin_wait(seconds): so long, awake."},
+    {"copy_segments", copy_segments, METH_VARARGS, "copy_segments(target, source, targets, sources, sizes): copy every run, or none and ValueError."},
     {NULL, NULL, 0, NULL},
 };
 

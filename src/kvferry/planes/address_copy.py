@@ -1,9 +1,9 @@
-"""Copies between addresses of this process: many pieces of one size from anywhere to anywhere, handed over as a whole.
+"""Copies between addresses of this process: many segments of one size from anywhere to anywhere, handed over as a whole.
 
 The layers of a cache mostly move the same blocks, so the same offsets may stand for several places.
 
-What moves KV without a peer's help stands on this: the gathering and scattering of staged transfers, and the plane that reads a peer's
-memory on the same GPU. Called by one thread.
+What moves KV without a peer's help stands on this: the gathering and scattering of bounce-buffer transfers, and the transport that reads a
+peer's memory on the same GPU. Called by one thread.
 """
 
 import ctypes
@@ -14,11 +14,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvferry.breath import breathe
+from kvferry.breath import short_sleep
 from kvferry.errors import TransportError
 from kvferry.planes.copiers import fastest_copier
 from kvferry.planes.offsets import are_within
-from kvferry.planes.runs import Bytes, Offsets, Runs
+from kvferry.planes.runs import Bytes, Descriptors, Offsets
 
 __all__ = ["MAX_OFFSET", "AddressCopier", "AddressCopies", "CopyJob", "HostAddressCopier", "Timing"]
 
@@ -39,7 +39,7 @@ class AddressCopies(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Pieces of each place."""
+        """Segments of each place."""
         return len(self.sources)
 
     @property
@@ -94,31 +94,33 @@ class HostAddressCopier:
     def start(self, copies: Sequence[AddressCopies]) -> CopyJob:
         for part in copies:
             if not are_within(part.sources, part.source_last) or not are_within(part.targets, part.target_last):
-                raise TransportError("a piece of this transfer leaves its region")
+                raise TransportError("a segment of this transfer leaves its region")
             if not part.num_rows or not part.size_bytes:
                 continue
-            sources, targets = _Stretch.over(part.sources, part.size_bytes), _Stretch.over(part.targets, part.size_bytes)
-            runs = Runs(part.sources - sources.first, part.targets - targets.first, np.full(part.num_rows, part.size_bytes, np.int64))
+            sources, targets = _HostRange.over(part.sources, part.size_bytes), _HostRange.over(part.targets, part.size_bytes)
+            descriptors = Descriptors(
+                part.sources - sources.first, part.targets - targets.first, np.full(part.num_rows, part.size_bytes, np.int64)
+            )
             for source_base, target_base in zip(part.source_bases, part.target_bases, strict=True):
-                self._copy(targets.at(target_base), sources.at(source_base), runs)
+                self._copy(targets.at(target_base), sources.at(source_base), descriptors)
         return _Done()
 
     def pause(self, seconds: float) -> None:
-        breathe(seconds)
+        short_sleep(seconds)
 
     def close(self) -> None:
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _HostRange:
     """All memory from the first to the last of some offsets. There may be gaps: nobody touches those."""
 
     first: int
     length: int
 
     @classmethod
-    def over(cls, offsets: Offsets, size_bytes: int) -> "_Stretch":
+    def over(cls, offsets: Offsets, size_bytes: int) -> "_HostRange":
         first = int(offsets.min())
         return cls(first, int(offsets.max()) + size_bytes - first)
 

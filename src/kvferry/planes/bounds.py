@@ -1,6 +1,6 @@
 """Range checks of transfers: every offset lies in its region, before any address is computed.
 
-Pure. Shared by all data planes, so that they refuse the same things with the same errors.
+Pure. Shared by all data transports, so that they refuse the same things with the same errors.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
 from kvferry.planes.offsets import are_within
-from kvferry.ports.data import Pieces
+from kvferry.ports.data import Segments
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["MAX_ADDRESS", "check_forms", "check_pieces", "check_regions", "merged_ranges"]
+__all__ = ["MAX_ADDRESS", "check_regions", "check_segment_fields", "check_segments", "merged_ranges"]
 
 MAX_ADDRESS = 1 << 63
 """Offsets and addresses are computed in signed 64 bits."""
 
 
-def check_pieces(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
-    """LocalProtocolError when our side of a piece is impossible, TransportError when the peer's is."""
-    check_forms(pieces, local, remote, peer)
+def check_segments(segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
+    """LocalProtocolError when our side of a segment is impossible, TransportError when the peer's is."""
+    check_segment_fields(segments, local, remote, peer)
     seen = set[tuple[int, int, int]]()
-    for part in pieces:
-        size = part.piece_bytes
+    for part in segments:
+        size = part.segment_bytes
         # Layers mostly share their offsets: looking once is enough.
         near = id(part.local_offsets), local[part.local_region].size_bytes, size
         if near not in seen:
@@ -36,13 +36,13 @@ def check_pieces(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequ
             _check_side(part.remote_region, part.remote_offsets, size, remote, (f"{peer}'s", TransportError))
 
 
-def check_forms(pieces: Sequence[Pieces], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
-    """The same of all but the offsets themselves: for planes that look at each of a great many when its turn comes."""
+def check_segment_fields(segments: Sequence[Segments], local: Sequence[Region], remote: Sequence[Region], peer: object) -> None:
+    """The same of all but the offsets themselves: for transports that look at each of a great many when its turn comes."""
     num_local, num_remote = len(local), len(remote)
-    for part in pieces:
-        if part.piece_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
+    for part in segments:
+        if part.segment_bytes <= 0 or len(part.local_offsets) != len(part.remote_offsets):
             raise LocalProtocolError(
-                f"a transfer with {peer} has {part.piece_bytes} bytes a piece, {len(part.local_offsets)} local and "
+                f"a transfer with {peer} has {part.segment_bytes} bytes a segment, {len(part.local_offsets)} local and "
                 f"{len(part.remote_offsets)} remote offsets; this is a bug in its planning"
             )
         if not 0 <= part.local_region < num_local:
@@ -75,12 +75,12 @@ def merged_ranges(regions: Sequence[Region]) -> list[tuple[int, int]]:
 
 
 def _check_side(
-    region: int, offsets: npt.NDArray[np.int64], piece_bytes: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]
+    region: int, offsets: npt.NDArray[np.int64], segment_bytes: int, regions: Sequence[Region], blame: tuple[str, type[KVFerryError]]
 ) -> None:
     whose, error = blame
     size_bytes = regions[region].size_bytes
-    if not are_within(offsets, size_bytes - piece_bytes):
+    if not are_within(offsets, size_bytes - segment_bytes):
         raise error(
-            f"offsets {int(offsets.min())} to {int(offsets.max())} with {piece_bytes} bytes a piece leave {whose} region "
+            f"offsets {int(offsets.min())} to {int(offsets.max())} with {segment_bytes} bytes a segment leave {whose} region "
             f"{region} of {size_bytes} bytes"
         )

@@ -3,25 +3,25 @@
 from importlib import import_module
 from typing import Any, TypeVar
 
-__all__ = ["COMPILED", "compiled_or", "missing_loops"]
+__all__ = ["NATIVE_FUNCTIONS", "missing_native_functions", "native_or"]
 
-COMPILED = "are_within", "ask_until", "copy_runs", "linger", "put_all", "put_places", "start_kernel"
+NATIVE_FUNCTIONS = "are_within", "poll_until", "copy_segments", "spin_wait", "put_all", "put_places", "start_kernel"
 
-Loop = TypeVar("Loop")
+NativeFunction = TypeVar("NativeFunction")
 
 
-def compiled_or(name: str, otherwise: Loop) -> Loop:
-    """The compiled loop of that name, if there is one here."""
-    found: Loop = getattr(_compiled(), name, otherwise)
+def native_or(name: str, otherwise: NativeFunction) -> NativeFunction:
+    """The native function of that name, if there is one here."""
+    found: NativeFunction = getattr(_native_module(), name, otherwise)
     return found
 
 
-def missing_loops() -> tuple[str, ...]:
+def missing_native_functions() -> tuple[str, ...]:
     """What is not compiled here: all works, slower."""
-    return tuple(name for name in COMPILED if not hasattr(_compiled(), name))
+    return tuple(name for name in NATIVE_FUNCTIONS if not hasattr(_native_module(), name))
 
 
-def _compiled() -> Any:
+def _native_module() -> Any:
     try:
         return import_module("kvferry.planes._copy")
     except ImportError:

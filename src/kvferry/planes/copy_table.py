@@ -1,4 +1,4 @@
-"""The table by which a kernel finds the pieces that it copies. Pure.
+"""The table by which a kernel finds the segments that it copies. Pure.
 
 Layers mostly move the same blocks, so offsets are written down once for all places that have them in common:
 
@@ -16,44 +16,44 @@ from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopies
 from kvferry.planes.offsets import PLACE_NUMBERS, put_all, put_places
 from kvferry.planes.runs import Offsets
-from kvferry.ports.data import Pieces
+from kvferry.ports.data import Segments
 
 __all__ = [
     "FIRST_ROWS",
     "TABLE_NUMBERS",
     "TABLE_ROWS",
-    "TURN_BYTES",
-    "Copies",
+    "TICK_BYTES",
+    "CopyTuple",
     "TableLayout",
-    "alike",
-    "by_launch",
     "flat_addresses",
-    "in_turns",
+    "group_by_offsets",
     "is_one_launch",
-    "together",
+    "merge_by_offsets",
+    "split_by_launch",
+    "split_by_tick",
     "write_table",
 ]
 
 TABLE_NUMBERS = 131_072
-"""1 MiB: torch rounds up what it pins, and keeps large pieces of a device for what is larger."""
+"""1 MiB: torch rounds up what it pins, and keeps large segments of a device for what is larger."""
 MAX_PLACES = 2048
 TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
 """Rows of offsets in one table."""
 FIRST_ROWS = 8192
 """Rows of a long transfer that are handed over first. Then it is more each time, so that the device has work while the next are written
 down."""
-MORE_EACH_TURN = 4
-TURN_BYTES = 1 << 30
+GROWTH_PER_TICK = 4
+TICK_BYTES = 1 << 30
 """What is handed over at a time, if more than one row is: others want their turn."""
-MOST_IDLE = 2
+MAX_IDLE_FACTOR = 2
 """Every place gets as many programs as the one with the most rows; so many times what all of them need are too many."""
 
 
-Copies = tuple[int, Offsets, Offsets, int, int, int, int]
+CopyTuple = tuple[int, Offsets, Offsets, int, int, int, int]
 """As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of each transfer."""
 
 
-class _Place(NamedTuple):
+class _TableEntry(NamedTuple):
     """Numbers `first_source + i` and `first_target + i` of the table are offsets from these addresses."""
 
     source_base: int
@@ -73,33 +73,33 @@ class TableLayout(NamedTuple):
     """All addresses, or-ed: what their lowest bits say of every one."""
 
 
-def alike(pieces: Sequence[Pieces]) -> list[Sequence[Pieces]]:
+def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
     """Those with the same offsets, by size and length, at most a table's worth of places. Mostly that is all of them, so this is looked at
     first: there may be a hundred layers. Offsets are the same if they are the same array."""
-    if not pieces:
+    if not segments:
         return []
-    size, near, far = pieces[0].piece_bytes, pieces[0].local_offsets, pieces[0].remote_offsets
-    for part in pieces:
-        if part.local_offsets is not near or part.remote_offsets is not far or part.piece_bytes != size:
+    size, near, far = segments[0].segment_bytes, segments[0].local_offsets, segments[0].remote_offsets
+    for part in segments:
+        if part.local_offsets is not near or part.remote_offsets is not far or part.segment_bytes != size:
             break
     else:
-        if len(pieces) <= MAX_PLACES:
-            return [pieces] if len(near) else []
-    found: dict[tuple[int, int, int], list[Pieces]] = {}
-    for part in pieces:
+        if len(segments) <= MAX_PLACES:
+            return [segments] if len(near) else []
+    found: dict[tuple[int, int, int], list[Segments]] = {}
+    for part in segments:
         if len(part.local_offsets):
-            found.setdefault((part.piece_bytes, id(part.local_offsets), id(part.remote_offsets)), []).append(part)
-    groups = sorted(found.values(), key=lambda same: (same[0].piece_bytes, len(same[0].local_offsets)))
+            found.setdefault((part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)), []).append(part)
+    groups = sorted(found.values(), key=lambda same: (same[0].segment_bytes, len(same[0].local_offsets)))
     return [same[first : first + MAX_PLACES] for same in groups for first in range(0, len(same), MAX_PLACES)]
 
 
-def together(copies: Iterable[Copies]) -> list[AddressCopies]:
+def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
     """Those with the same offsets as one, by size and length. Offsets are the same if they are the same array."""
-    found: dict[tuple[int, int, int], list[Copies]] = {}
+    found: dict[tuple[int, int, int], list[CopyTuple]] = {}
     for part in copies:
         found.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
     joined = [
-        _joined(parts[first : first + MAX_PLACES])
+        _merge(parts[first : first + MAX_PLACES])
         for parts in found.values()
         for first in range(0, len(parts), MAX_PLACES)
         if parts[0][0] and len(parts[0][1])
@@ -109,24 +109,24 @@ def together(copies: Iterable[Copies]) -> list[AddressCopies]:
 
 def is_one_launch(part: AddressCopies) -> bool:
     """As most transfers are: handed over at once, and copied by one kernel."""
-    return 0 < part.num_rows <= FIRST_ROWS and 0 < part.total_bytes <= TURN_BYTES and part.num_places <= MAX_PLACES
+    return 0 < part.num_rows <= FIRST_ROWS and 0 < part.total_bytes <= TICK_BYTES and part.num_places <= MAX_PLACES
 
 
-def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
+def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
     """What is handed over at a time."""
     if len(copies) == 1:
-        yield from _turns_of(copies[0])
+        yield from _split_one(copies[0])
         return
     most_rows = FIRST_ROWS
-    waiting, rows, room = list[AddressCopies](), most_rows, TURN_BYTES
+    waiting, rows, room = list[AddressCopies](), most_rows, TICK_BYTES
     for part in copies:
         first, row_bytes = 0, part.size_bytes * part.num_places
         while first < part.num_rows:
             fitting = min(rows, max(room // row_bytes, 0 if waiting else 1))
             if fitting <= 0:
                 yield waiting
-                most_rows = min(MORE_EACH_TURN * most_rows, TABLE_ROWS)
-                waiting, rows, room = [], most_rows, TURN_BYTES
+                most_rows = min(GROWTH_PER_TICK * most_rows, TABLE_ROWS)
+                waiting, rows, room = [], most_rows, TICK_BYTES
                 continue
             taken = part.rows(first, first + fitting)
             waiting.append(taken)
@@ -135,41 +135,41 @@ def in_turns(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
         yield waiting
 
 
-def _turns_of(part: AddressCopies) -> Iterator[list[AddressCopies]]:
+def _split_one(part: AddressCopies) -> Iterator[list[AddressCopies]]:
     """As most transfers are: the same blocks in every layer."""
     first, most_rows, num_rows = 0, FIRST_ROWS, part.num_rows
-    fitting = max(1, TURN_BYTES // (part.size_bytes * part.num_places))
+    fitting = max(1, TICK_BYTES // (part.size_bytes * part.num_places))
     while first < num_rows:
         taken = part.rows(first, first + min(most_rows, fitting))
         yield [taken]
-        first, most_rows = first + taken.num_rows, min(MORE_EACH_TURN * most_rows, TABLE_ROWS)
+        first, most_rows = first + taken.num_rows, min(GROWTH_PER_TICK * most_rows, TABLE_ROWS)
 
 
-def by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
-    """What one kernel copies: pieces of one size, at most a table's worth, places of about as many rows."""
+def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
+    """What one kernel copies: segments of one size, at most a table's worth, places of about as many rows."""
     if len(copies) == 1 and is_one_launch(copies[0]):
         yield [copies[0]]
         return
-    waiting, room, num_places, num_pieces, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0
+    waiting, room, num_places, num_segments, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0
     for part in copies:
         first = 0
         while first < part.num_rows and part.size_bytes:
             taken = part.rows(first, first + (room or TABLE_ROWS))
-            places, pieces = num_places + part.num_places, num_pieces + taken.num_rows * part.num_places
+            places, segments = num_places + part.num_places, num_segments + taken.num_rows * part.num_places
             most = max(most_rows, taken.num_rows)
-            fits = room and places <= MAX_PLACES and most * places <= MOST_IDLE * pieces
+            fits = room and places <= MAX_PLACES and most * places <= MAX_IDLE_FACTOR * segments
             if waiting and (not fits or waiting[0].size_bytes != part.size_bytes):
                 yield waiting
-                waiting, room, num_places, num_pieces, most_rows = [], TABLE_ROWS, 0, 0, 0
+                waiting, room, num_places, num_segments, most_rows = [], TABLE_ROWS, 0, 0, 0
                 continue
             waiting.append(taken)
-            first, room, num_places, num_pieces, most_rows = first + taken.num_rows, room - taken.num_rows, places, pieces, most
+            first, room, num_places, num_segments, most_rows = first + taken.num_rows, room - taken.num_rows, places, segments, most
     if waiting:
         yield waiting
 
 
 def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
-    """TransportError when a piece leaves its region."""
+    """TransportError when a segment leaves its region."""
     num_places = sum(part.num_places for part in parts)
     first, at, bits = 0, PLACE_NUMBERS * num_places, 0
     try:
@@ -179,19 +179,19 @@ def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
             bits |= put_places(table, first, part.source_bases, part.target_bases, (at, at + rows, rows))
             first, at = first + PLACE_NUMBERS * part.num_places, at + 2 * rows
     except IndexError as error:
-        raise TransportError("a piece of this transfer leaves its region") from error
+        raise TransportError("a segment of this transfer leaves its region") from error
     return TableLayout(num_places, max(part.num_rows for part in parts), at, bits)
 
 
 def flat_addresses(table: Offsets, layout: TableLayout) -> tuple[Offsets, Offsets]:
-    """Sources and targets of all pieces, for whoever copies without a kernel."""
-    places = [_Place(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
+    """Sources and targets of all segments, for whoever copies without a kernel."""
+    places = [_TableEntry(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
     return (
         np.concatenate([table[place.first_source :][: place.num_rows] + place.source_base for place in places]),
         np.concatenate([table[place.first_target :][: place.num_rows] + place.target_base for place in places]),
     )
 
 
-def _joined(parts: Sequence[Copies]) -> AddressCopies:
+def _merge(parts: Sequence[CopyTuple]) -> AddressCopies:
     sizes, sources, targets, source_bases, target_bases, source_lasts, target_lasts = zip(*parts, strict=True)
     return AddressCopies(sizes[0], sources[0], targets[0], source_bases, target_bases, min(source_lasts), min(target_lasts))

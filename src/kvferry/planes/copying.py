@@ -1,6 +1,6 @@
-"""The transfers of a plane that copies by itself: what is under way, sliced, in turn.
+"""The transfers of a transport that copies by itself: what is under way, sliced, in turn.
 
-Owned by the plane's thread. The plane says which peers are alive; this does the rest of the data plane's contract.
+Owned by the transport's thread. The transport says which peers are alive; this does the rest of the data transport's contract.
 """
 
 import time
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import TransportError
 from kvferry.planes.copiers import Copier, fastest_copier
-from kvferry.planes.gather import SLICE_BYTES, SLICE_COST, Direction, RegionCopy, copy_in_slices
+from kvferry.planes.gather import SLICE_BYTES, SLICE_COST, CopyDirection, RegionCopy, copy_in_slices
 from kvferry.planes.runs import Bytes
-from kvferry.ports.data import Completion, Handle, Pieces
+from kvferry.ports.data import Completion, Handle, Segments
 from kvferry.types import PeerId
 
 __all__ = ["CopyQueue", "CopyTransfer", "Slices"]
@@ -52,15 +52,15 @@ class CopyQueue:
     def start(
         self,
         peer: PeerId,
-        pieces: Sequence[Pieces],
+        segments: Sequence[Segments],
         local: Sequence[Bytes],
         remote: Sequence[Bytes],
-        direction: Direction,
+        direction: CopyDirection,
         admit: Callable[[Slices], Slices] = iter,
     ) -> Handle:
         """`admit` may stand between the slices and whoever asks for them: a TransportError from there fails the transfer."""
         started = time.perf_counter()
-        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction) for part in pieces]
+        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction) for part in segments]
         slices = admit(copy_in_slices(copies, self.copier))
         handle = self._next_handle()
         self._active.append(CopyTransfer(handle, peer, started, slices, time.perf_counter() - started))

@@ -1,4 +1,4 @@
-"""Copies between addresses that a GPU can reach: one kernel for all pieces of a size, on streams of its own.
+"""Copies between addresses that a GPU can reach: one kernel for all segments of a size, on streams of its own.
 
 Jobs take turns on two streams: while one is copying, the table of the next goes to the device, and no job waits for another's last bytes.
 
@@ -18,9 +18,9 @@ import torch
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
-from kvferry.planes.copy_table import TableLayout, by_launch, flat_addresses
+from kvferry.planes.copy_table import TableLayout, flat_addresses, split_by_launch
 from kvferry.planes.cuda_table import CudaTable
-from kvferry.planes.driver_calls import linger
+from kvferry.planes.driver_calls import spin_wait
 
 __all__ = ["CudaAddressCopier", "CudaCopyJob", "copy_by_torch"]
 
@@ -35,22 +35,22 @@ FIRST_TABLES, MAX_TABLES = 4, 16
 _log = logging.getLogger(__name__)
 
 Launch = Callable[[CudaTable, TableLayout, int, bool, torch.cuda.Stream], None]
-"""`piece_kernel.PieceKernel`, or what stands in for it."""
+"""`segment_kernel.SegmentKernel`, or what stands in for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Span:
+class _Timespan:
     began: torch.cuda.Event
     ended: torch.cuda.Event
 
 
 class CudaCopyJob:
-    """Implements `planes.address_copy.CopyJob`."""
+    """Implements `transports.address_copy.CopyJob`."""
 
-    def __init__(self, table: CudaTable | None, span: _Span | None) -> None:
+    def __init__(self, table: CudaTable | None, timespan: _Timespan | None) -> None:
         """`table`: the last one that is read for it."""
         self._table = table
-        self.span = span
+        self.timespan = timespan
 
     def forget(self) -> None:
         """It is over, and its table is used for something else."""
@@ -58,19 +58,19 @@ class CudaCopyJob:
 
     def is_done(self) -> bool:
         try:
-            return self._table is None or (self._table.has_passed() and (self.span is None or bool(self.span.ended.query())))
+            return self._table is None or (self._table.is_complete() and (self.timespan is None or bool(self.timespan.ended.query())))
         except RuntimeError as error:
             raise TransportError(f"the GPU has failed ({error}); nothing more can be copied by this process") from error
 
     def device_s(self, first: "CudaCopyJob") -> float | None:
         """From the beginning of another job to the end of this one, once it is done; None where no times were taken."""
-        if first.span is None or self.span is None:
+        if first.timespan is None or self.timespan is None:
             return None
-        return float(first.span.began.elapsed_time(self.span.ended)) / 1000
+        return float(first.timespan.began.elapsed_time(self.timespan.ended)) / 1000
 
 
 class CudaAddressCopier:
-    """Implements `planes.address_copy.AddressCopier`."""
+    """Implements `transports.address_copy.AddressCopier`."""
 
     def __init__(self, device: int, launch: Launch | None = None) -> None:
         self.timing = Timing.OFF
@@ -90,46 +90,46 @@ class CudaAddressCopier:
         stream, self._next_stream = self._next_stream, self._stream
         self._stream, tables = stream, []
         try:
-            span: _Span | None = None
-            for parts in by_launch(copies):
+            timespan: _Timespan | None = None
+            for parts in split_by_launch(copies):
                 table, size_bytes = self._take_table(), parts[0].size_bytes
                 layout = table.write(parts)
                 tables.append(table)
-                span = span or self._begin_span(stream)
+                timespan = timespan or self._begin_timespan(stream)
                 self._launch(table, layout, size_bytes, (layout.bits | size_bytes) % ALIGNMENT == 0, stream)
-            if span is not None:
-                span.ended.record(stream)
+            if timespan is not None:
+                timespan.ended.record(stream)
         except Exception as error:  # no memory for a table, or the device has failed: this transfer's, not the thread's end
             with contextlib.suppress(RuntimeError):
                 if tables:
                     self.wait()  # whoever hears of it takes the memory back
                     self._free += tables
             raise error if isinstance(error, TransportError) else TransportError(f"the GPU cannot copy this ({error})") from error
-        job = CudaCopyJob(tables[-1] if tables else None, span)
+        job = CudaCopyJob(tables[-1] if tables else None, timespan)
         self._used.extend((table, job) for table in tables)
         return job
 
     @property
     def is_full(self) -> bool:
         """Whether so much is under way that more would only wait."""
-        return len(self._used) >= MAX_TABLES and not self._used[0][0].has_passed()
+        return len(self._used) >= MAX_TABLES and not self._used[0][0].is_complete()
 
     def watch(self, seconds: float) -> None:
         """Until one more of the kernels under way is through, for so long at most."""
-        while self._take_back():
+        while self._reclaim_table():
             pass
         if self._used:
-            cuda_driver.has_passed(self._used[0][0].event_handle, seconds)
+            cuda_driver.is_complete(self._used[0][0].event_handle, seconds)
 
     def pause(self, seconds: float) -> None:
         """Awake. A device that has failed is found by its jobs."""
         with contextlib.suppress(RuntimeError):
-            if self._take_back():
+            if self._reclaim_table():
                 return
         if self._used:
-            cuda_driver.has_passed(self._used[0][0].event_handle, seconds)
+            cuda_driver.is_complete(self._used[0][0].event_handle, seconds)
         else:
-            linger(seconds)
+            spin_wait(seconds)
 
     def wait(self) -> None:
         """Until nothing of it is under way: a millisecond or so, or as long as the device is kept from it."""
@@ -141,17 +141,17 @@ class CudaAddressCopier:
         self._used.clear()
         self._free.clear()
 
-    def _begin_span(self, stream: torch.cuda.Stream) -> _Span | None:
+    def _begin_timespan(self, stream: torch.cuda.Stream) -> _Timespan | None:
         if self.timing is Timing.OFF:
             return None
-        span = _Span(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
-        span.began.record(stream)
-        return span
+        timespan = _Timespan(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))
+        timespan.began.record(stream)
+        return timespan
 
     def _take_table(self) -> CudaTable:
         """One that no kernel reads any more."""
         if not self._free:
-            self._take_back()
+            self._reclaim_table()
         return self._free.pop() if self._free else self._new_table()
 
     def _new_table(self) -> CudaTable:
@@ -161,8 +161,8 @@ class CudaAddressCopier:
             stream.wait_event(table.event)
         return table
 
-    def _take_back(self) -> bool:
-        if not self._used or not self._used[0][0].has_passed():
+    def _reclaim_table(self) -> bool:
+        if not self._used or not self._used[0][0].is_complete():
             return False
         table, job = self._used.popleft()
         if not self._used or self._used[0][1] is not job:
@@ -173,12 +173,12 @@ class CudaAddressCopier:
     def _best_launch(self, table: CudaTable) -> Launch:
         try:
             # Imported only where there is a device, and not everywhere is there triton.
-            from kvferry.planes.piece_kernel import PieceKernel
+            from kvferry.planes.piece_kernel import SegmentKernel
 
             with torch.cuda.stream(self._stream):
-                return PieceKernel(table, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
+                return SegmentKernel(table, torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=self._device))
         except Exception as error:  # whatever keeps a compiler from working: there is another way
-            _log.warning("triton does not work here (%s); pieces are copied by plain torch, slower", error)
+            _log.warning("triton does not work here (%s); segments are copied by plain torch, slower", error)
             return copy_by_torch
 
 
@@ -203,7 +203,7 @@ class _Words:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _DeviceRange:
     """Device memory from the first to the last of some addresses, as CUDA's array interface wants it. Gaps are not touched."""
 
     address: int
@@ -219,5 +219,5 @@ class _Stretch:
 def _words_at(addresses: torch.Tensor, words: torch.Tensor, word_bytes: int) -> _Words:
     first = int(addresses.min())
     length = (int(addresses.max()) - first) // word_bytes + len(words)
-    memory = torch.as_tensor(_Stretch(first, length, word_bytes), device="cuda")
+    memory = torch.as_tensor(_DeviceRange(first, length, word_bytes), device="cuda")
     return _Words(memory, ((addresses.cuda() - first) // word_bytes)[:, None] + words)

@@ -20,8 +20,8 @@ __all__ = [
     "close_handle",
     "device_with",
     "export_handle",
-    "has_passed",
     "ignore_captures",
+    "is_complete",
     "open_handle",
     "read_memory",
     "start_kernel",
@@ -102,10 +102,10 @@ def start_kernel(
         raise _error(KERNEL_CALLS[call], status)
 
 
-def has_passed(event: int, within_s: float) -> bool:
+def is_complete(event: int, within_s: float) -> bool:
     """Whether the device has come past an event, or has failed. It is asked all the time for so long; other threads of this interpreter go
     on meanwhile."""
-    return driver_calls.ask_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
+    return driver_calls.poll_until(_event_query(), event, NOT_READY, within_s) != NOT_READY
 
 
 def ignore_captures() -> None:

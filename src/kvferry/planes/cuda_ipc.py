@@ -1,6 +1,6 @@
-"""The `cuda_ipc` data plane: caches on GPUs of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
+"""The `cuda_ipc` data transport: caches on GPUs of one host. A peer's memory is opened here, and a kernel of ours copies what we want.
 
-Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its pieces
+Owned by one thread. Every allocation that holds a region is opened once per peer and life; a transfer is one kernel over all its segments
 (more where they are very many, or very unequal), on streams of our own. No engine waits for it: `poll` asks for a moment whether it is
 through, and lets other threads of the interpreter go on meanwhile. Facts of CUDA 13:
 
@@ -21,26 +21,26 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.breath import BREATH_S
+from kvferry.breath import SHORT_SLEEP_S
 from kvferry.errors import LocalProtocolError, TransportError
 from kvferry.planes import cuda_driver
 from kvferry.planes.address_copy import AddressCopies, Timing
-from kvferry.planes.bounds import check_forms, check_pieces, check_regions
-from kvferry.planes.copy_table import FIRST_ROWS, alike
+from kvferry.planes.bounds import check_regions, check_segment_fields, check_segments
+from kvferry.planes.copy_table import FIRST_ROWS, group_by_offsets
 from kvferry.planes.cuda_peer import CudaOffer, OfferedAllocation, PeerMemory, decode_offer, has_ended
 from kvferry.planes.cuda_transfer import CudaTransfer
-from kvferry.planes.fabric import host_reach
-from kvferry.planes.gather import Direction
-from kvferry.planes.lending import no_fence
+from kvferry.planes.fabric import host_identity
+from kvferry.planes.gather import CopyDirection
+from kvferry.planes.lending import write_grants_unsupported
 from kvferry.planes.process import start_ticks
-from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.ports.data import Completion, Handle, Segments, TransportOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
 if TYPE_CHECKING:
     from kvferry.planes.cuda_copier import CudaAddressCopier
     from kvferry.planes.cuda_device import CudaDevice
 
-__all__ = ["CudaIpcDataPlane"]
+__all__ = ["CudaIpcTransport"]
 
 DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at."""
@@ -54,8 +54,8 @@ BUSY_S = 2e-3
 _log = logging.getLogger(__name__)
 
 
-class CudaIpcDataPlane:
-    """Implements `ports.data.DataPlane`. Nothing of CUDA is loaded before `register` is given memory of a device."""
+class CudaIpcTransport:
+    """Implements `ports.data.DataTransport`. Nothing of CUDA is loaded before `register` is given memory of a device."""
 
     def __init__(self) -> None:
         self._regions: tuple[Region, ...] = ()
@@ -92,12 +92,12 @@ class CudaIpcDataPlane:
         self._addresses, self._sizes = [region.address for region in regions], [region.size_bytes for region in regions]
         return True
 
-    def offer(self) -> PlaneOffer:
+    def offer(self) -> TransportOffer:
         if self._offer is None:
-            raise LocalProtocolError("the cuda_ipc plane is used before its memory is registered")
-        return PlaneOffer(self.name, host_reach(), msgspec.msgpack.encode(self._offer))
+            raise LocalProtocolError("the cuda_ipc transport is used before its memory is registered")
+        return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(self._offer))
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         device = self._entered()
         check_regions(regions, peer)
         decoded = decode_offer(peer, offer)
@@ -109,21 +109,21 @@ class CudaIpcDataPlane:
     def disconnect(self, peer: PeerId) -> None:
         self._drop(peer, f"peer {peer} was disconnected")
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, Direction.READ)
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        return self._start(peer, segments, CopyDirection.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
-        return self._start(peer, pieces, Direction.WRITE)
+    def write(self, peer: PeerId, segments: Sequence[Segments], number: int = 0) -> Handle:
+        return self._start(peer, segments, CopyDirection.WRITE)
 
     @property
-    def fences_writes(self) -> bool:
+    def supports_write_grants(self) -> bool:
         return False
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise no_fence(self.name)
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise write_grants_unsupported(self.name)
 
-    def take_back(self, number: int) -> Handle:
-        raise no_fence(self.name)
+    def revoke_writes(self, number: int) -> Handle:
+        raise write_grants_unsupported(self.name)
 
     def poll(self) -> list[Completion]:
         if self._device is None:
@@ -148,13 +148,13 @@ class CudaIpcDataPlane:
 
     def poll_interval_s(self) -> float | None:
         if self._transfers:
-            return 0.0 if self._is_moving(time.monotonic()) else BREATH_S
+            return 0.0 if self._is_moving(time.monotonic()) else SHORT_SLEEP_S
         return DEATH_CHECK_S if self._peers else None
 
     def serving_interval_s(self) -> float | None:
         return None
 
-    def take_times(self, timing: Timing) -> None:
+    def set_timing(self, timing: Timing) -> None:
         """Whether completions say how long the device was at it, from now on. That costs some microseconds."""
         self._entered().copier.timing = timing
 
@@ -170,16 +170,16 @@ class CudaIpcDataPlane:
 
     def _entered(self) -> "CudaDevice":
         if self._device is None:
-            raise LocalProtocolError("the cuda_ipc plane is used before its memory is registered, or after it is closed")
+            raise LocalProtocolError("the cuda_ipc transport is used before its memory is registered, or after it is closed")
         self._device.work()
         return self._device
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection) -> Handle:
         memory = self._peers.get(peer)
         if memory is None:
             raise TransportError(f"peer {peer} is not connected over cuda_ipc")
-        check_forms(pieces, self._regions, memory.regions, peer)
-        copies = [self._copies(group, memory, direction) for group in alike(pieces)]
+        check_segment_fields(segments, self._regions, memory.regions, peer)
+        copies = [self._copies(group, memory, direction) for group in group_by_offsets(segments)]
         self._last_handle += 1
         transfer = CudaTransfer(Handle(self._last_handle), peer, copies)
         copier = self._entered().copier
@@ -187,20 +187,20 @@ class CudaIpcDataPlane:
         # Offsets are looked at when they are written down. Whether few of them are possible is known before anything moves; to look at very
         # many takes as long as to move a good part of them.
         if sum(part.num_rows for part in copies) <= FIRST_ROWS and not (is_next and transfer.is_one_launch):
-            check_pieces(pieces, self._regions, memory.regions, peer)
+            check_segments(segments, self._regions, memory.regions, peer)
         if is_next:
             self._launch(transfer, copier)
             if transfer.error is not None:
-                check_pieces(pieces, self._regions, memory.regions, peer)
+                check_segments(segments, self._regions, memory.regions, peer)
         self._transfers.append(transfer)
         return transfer.handle
 
-    def _copies(self, group: Sequence[Pieces], memory: PeerMemory, direction: Direction) -> AddressCopies:
-        size, near, far = group[0].piece_bytes, group[0].local_offsets, group[0].remote_offsets
+    def _copies(self, group: Sequence[Segments], memory: PeerMemory, direction: CopyDirection) -> AddressCopies:
+        size, near, far = group[0].segment_bytes, group[0].local_offsets, group[0].remote_offsets
         ours, theirs = [part.local_region for part in group], [part.remote_region for part in group]
         here, there = tuple([self._addresses[each] for each in ours]), tuple([memory.addresses[each] for each in theirs])
         last_here, last_there = min([self._sizes[each] for each in ours]) - size, min([memory.sizes[each] for each in theirs]) - size
-        if direction is Direction.READ:
+        if direction is CopyDirection.READ:
             return AddressCopies(size, far, near, there, here, last_there, last_here)
         return AddressCopies(size, near, far, here, there, last_here, last_there)
 

@@ -1,4 +1,5 @@
-"""A mirror of a CUDA cache in pinned host memory. Copies go through a stream of their own, so that they run beside the engine's kernels.
+"""A host buffer of a CUDA cache in pinned host memory. Copies go through a stream of their own, so that they run beside the engine's
+kernels.
 
 Called by the thread that owns the store; it never waits for the device. A copy from the engine needs no event of the engine's stream: it is
 asked for after the engine has seen the output of the step that filled the blocks, which its kernels computed after they had written them.
@@ -19,13 +20,13 @@ from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.planes.mirror import blocks_by_region
 from kvferry.types import MemoryKind, Region
 
-__all__ = ["CudaMirror"]
+__all__ = ["CudaHostBuffer"]
 
 SLICE_S = 0.001
 """How long one slice hands copies to the device: each takes some ten microseconds, whatever its size."""
 WAIT_S = 0.0002
 """How soon a copy that was handed over is asked after."""
-LONG_RUN_BYTES = 512 * 1024
+LONG_SEGMENT_BYTES = 512 * 1024
 """Runs of this length on average are worth a copy each."""
 GATHER_BYTES = 16 * 1024 * 1024
 """What one kernel gathers at most: it takes as much memory on the device for a moment."""
@@ -59,19 +60,19 @@ class _Copy:
     block_bytes: int
 
 
-class CudaMirror:
-    """Implements `planes.mirror.Mirror`. `mirror` lies in `memory` (address and size), which is pinned until `close`."""
+class CudaHostBuffer:
+    """Implements `transports.host_buffer.Mirror`. `host_buffer` lies in `memory` (address and size), which is pinned until `close`."""
 
-    def __init__(self, engine: Sequence[Region], mirror: Sequence[Region], memory: tuple[int, int]) -> None:
+    def __init__(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: tuple[int, int]) -> None:
         devices = {region.device for region in engine}
         if len(devices) != 1 or any(region.memory is not MemoryKind.VRAM for region in engine):
-            raise LocalProtocolError("this mirror is for a cache on one CUDA device")
+            raise LocalProtocolError("this host buffer is for a cache on one CUDA device")
         self._engine = tuple(engine)
         self._device = torch.device("cuda", devices.pop())
         self._stream = torch.cuda.Stream(self._device)
         self._memory = memory
         self._pin(memory)
-        self._rows = [(self._tensor(a, b), self._tensor(b, a)) for a, b in zip(engine, mirror, strict=True)]
+        self._rows = [(self._tensor(a, b), self._tensor(b, a)) for a, b in zip(engine, host_buffer, strict=True)]
 
     def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
         chosen = blocks_by_region(blocks, self._engine)
@@ -97,7 +98,7 @@ class CudaMirror:
     def _copy(self, copies: list[_Copy]) -> Iterator[float]:
         done = torch.cuda.Event()
         try:
-            yield from self._hand_over(copies)
+            yield from self._submit_copies(copies)
             done.record(self._stream)
             while not done.query():
                 yield WAIT_S
@@ -106,18 +107,18 @@ class CudaMirror:
             self._stream.synchronize()
             raise
 
-    def _hand_over(self, copies: list[_Copy]) -> Iterator[float]:
+    def _submit_copies(self, copies: list[_Copy]) -> Iterator[float]:
         until = time.perf_counter() + SLICE_S
         for copy in copies:
-            runs = list(_runs(copy.numbers))
-            is_scattered = len(copy.numbers) * copy.block_bytes < len(runs) * LONG_RUN_BYTES
-            for _ in self._gathered(copy) if is_scattered else self._copied(copy, runs):
+            contiguous = list(_contiguous_blocks(copy.numbers))
+            is_scattered = len(copy.numbers) * copy.block_bytes < len(contiguous) * LONG_SEGMENT_BYTES
+            for _ in self._gathered(copy) if is_scattered else self._copied(copy, contiguous):
                 if time.perf_counter() >= until:
                     yield 0.0
                     until = time.perf_counter() + SLICE_S
 
-    def _copied(self, copy: _Copy, runs: list[tuple[int, int]]) -> Iterator[None]:
-        for first, end in runs:
+    def _copied(self, copy: _Copy, contiguous: list[tuple[int, int]]) -> Iterator[None]:
+        for first, end in contiguous:
             with torch.cuda.stream(self._stream):
                 copy.to[first:end].copy_(copy.source[first:end], non_blocking=True)
             yield
@@ -136,7 +137,7 @@ class CudaMirror:
             raise ConfigError(f"a host buffer of {memory[1]} bytes cannot be pinned (CUDA error {int(status)}); raise the memlock limit")
 
 
-def _runs(numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _contiguous_blocks(numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Neighbours together: first, and one past the last."""
     cuts = (np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()
     for first, end in zip([0, *cuts], [*cuts, len(numbers)], strict=True):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.ports.order import Mark
+from kvferry.ports.order import StreamEvent
 
 __all__ = ["CudaOrder"]
 
@@ -13,17 +13,17 @@ __all__ = ["CudaOrder"]
 class _EventMark:
     event: torch.cuda.Event
 
-    def has_passed(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self.event.query())
 
 
 class CudaOrder:
-    """Implements `ports.order.EngineOrder`."""
+    """Implements `ports.order.EngineStream`."""
 
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
 
-    def mark(self) -> Mark | None:
+    def mark(self) -> StreamEvent | None:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return _EventMark(event)

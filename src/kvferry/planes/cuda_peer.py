@@ -1,6 +1,6 @@
 """A peer's device memory, opened here: what it offers, and what is believed of that.
 
-Owned by the plane's thread, with the device's context current in it.
+Owned by the transport's thread, with the device's context current in it.
 """
 
 from contextlib import ExitStack, suppress
@@ -9,9 +9,9 @@ import msgspec
 
 from kvferry.errors import TransportError
 from kvferry.planes import cuda_driver
-from kvferry.planes.fabric import host_reach
-from kvferry.planes.process import ProcessLife
-from kvferry.ports.data import PlaneOffer
+from kvferry.planes.fabric import host_identity
+from kvferry.planes.process import ProcessIncarnation
+from kvferry.ports.data import TransportOffer
 from kvferry.types import PeerId, Region
 
 __all__ = ["CudaOffer", "OfferedAllocation", "PeerMemory", "decode_offer", "has_ended"]
@@ -43,10 +43,10 @@ class PeerMemory:
         self.regions = regions
         self.sizes = [region.size_bytes for region in regions]
         self._opened: list[int] = []
-        life = ProcessLife.watch(offer.pid, offer.start_ticks)
-        if life is None:
+        incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
+        if incarnation is None:
             raise TransportError(has_ended(peer))
-        self._life = life
+        self._incarnation = incarnation
         try:
             _check_reach(peer, offer.gpu, device, may_be_elsewhere)
             self.addresses = self._open(peer, offer)
@@ -56,13 +56,13 @@ class PeerMemory:
             raise
 
     def has_ended(self) -> bool:
-        return self._life.has_ended()
+        return self._incarnation.has_ended()
 
     def close(self) -> None:
         """Every transfer with this peer has ended before. Idempotent. All is closed that can be; the first error is raised then."""
         opened, self._opened = self._opened, []
         with ExitStack() as stack:
-            stack.callback(self._life.close)
+            stack.callback(self._incarnation.close)
             for address in opened:
                 stack.callback(cuda_driver.close_handle, address)
 
@@ -79,7 +79,7 @@ class PeerMemory:
         return [_place(peer, region, here) for region in self.regions]
 
 
-def decode_offer(peer: PeerId, offer: PlaneOffer) -> CudaOffer:
+def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
     """TransportError unless it is one that can be tried."""
     try:
         decoded = msgspec.msgpack.decode(offer.blob, type=CudaOffer)
@@ -89,8 +89,8 @@ def decode_offer(peer: PeerId, offer: PlaneOffer) -> CudaOffer:
     is_possible = min(numbers) >= 0 and decoded.pid <= MAX_INT and len(decoded.allocations) <= MAX_ALLOCATIONS
     if not is_possible or any(len(each.handle) != cuda_driver.HANDLE_BYTES for each in decoded.allocations):
         raise TransportError(f"the cuda_ipc offer of {peer} is not one of device memory; drop this peer")
-    if offer.reach != host_reach():
-        raise TransportError(f"the cuda_ipc offer of {peer} is from another host, user or container; use another plane")
+    if offer.reach != host_identity():
+        raise TransportError(f"the cuda_ipc offer of {peer} is from another host, user or container; use another transport")
     return decoded
 
 

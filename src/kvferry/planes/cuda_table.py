@@ -34,5 +34,5 @@ class CudaTable:
         cuda_driver.upload(*self.addresses, 8 * layout.num_numbers, stream.cuda_stream)
         return self._on_device
 
-    def has_passed(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self.event.query())

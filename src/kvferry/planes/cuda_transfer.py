@@ -1,4 +1,4 @@
-"""One transfer by kernels of ours: its pieces as addresses, a launch at a time. Owned by the plane's thread."""
+"""One transfer by kernels of ours: its segments as addresses, a launch at a time. Owned by the transport's thread."""
 
 import time
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import TransportError
 from kvferry.planes.address_copy import AddressCopies
-from kvferry.planes.copy_table import in_turns, is_one_launch
+from kvferry.planes.copy_table import is_one_launch, split_by_tick
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
 
@@ -22,7 +22,7 @@ class CudaTransfer:
         self.peer = peer
         self._began = time.perf_counter()
         self._copies = copies
-        self._launches = in_turns(copies)
+        self._launches = split_by_tick(copies)
         self._next = next(self._launches, None)
         self._jobs: list[CudaCopyJob] = []
         self.error: str | None = None
@@ -68,7 +68,7 @@ class CudaTransfer:
 
     def completion(self) -> Completion:
         elapsed = time.perf_counter() - self._began
-        device_s = None if self.error or not self._jobs or self._jobs[0].span is None else self._device_s()
+        device_s = None if self.error or not self._jobs or self._jobs[0].timespan is None else self._device_s()
         return Completion(self.handle, self.error, self._total_bytes, self._num_launches, self._post_s, elapsed, device_s)
 
     def _device_s(self) -> float | None:

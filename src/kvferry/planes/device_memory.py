@@ -1,4 +1,4 @@
-"""Memory on a CUDA device that planes hold for themselves."""
+"""Memory on a CUDA device that transports hold for themselves."""
 
 import torch
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvferry.breath import breathe
-from kvferry.planes.compiled import compiled_or
+from kvferry.breath import short_sleep
+from kvferry.planes.compiled import native_or
 
-__all__ = ["Kernel", "ask_by_breaths", "ask_until", "linger", "start_by_ctypes", "start_kernel"]
+__all__ = ["Kernel", "poll_until", "poll_with_short_sleeps", "spin_wait", "start_by_ctypes", "start_kernel"]
 
 OWN_PARAMETERS = 3
 
@@ -26,11 +26,11 @@ class Kernel(NamedTuple):
     num_parameters: int
 
 
-def ask_by_breaths(function: int, argument: int, waiting: int, seconds: float) -> int:
+def poll_with_short_sleeps(function: int, argument: int, waiting: int, seconds: float) -> int:
     ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function)
     end = time.monotonic() + seconds
     while (answer := int(ask(argument))) == waiting and time.monotonic() < end:
-        breathe()
+        short_sleep()
     return answer
 
 
@@ -57,12 +57,12 @@ def start_by_ctypes(
     return 2, int(record(event, stream))
 
 
-ask_until: Callable[[int, int, int, float], int] = compiled_or("ask_until", ask_by_breaths)
+poll_until: Callable[[int, int, int, float], int] = native_or("poll_until", poll_with_short_sleeps)
 """Call the function at an address, with a pointer, until it answers something else than `waiting`, for so long at most: its last answer."""
-linger: Callable[[float], None] = compiled_or("linger", breathe)
+spin_wait: Callable[[float], None] = native_or("spin_wait", short_sleep)
 """So long, awake: a processor that has slept for some microseconds takes longer than those to be back, and is slow at first."""
 start_kernel: Callable[
     [tuple[int, int, int], tuple[int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int], int, int], tuple[int, int]
-] = compiled_or("start_kernel", start_by_ctypes)
+] = native_or("start_kernel", start_by_ctypes)
 """Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record an event, in the order of a stream:
 which of the three calls was the last, and its status."""

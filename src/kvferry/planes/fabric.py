@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from uuid import uuid4
 
-__all__ = ["has_fabric", "host_reach", "where_nixl_is_near"]
+__all__ = ["has_rdma", "host_identity", "nixl_locality"]
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 """The kernel lists InfiniBand, RoCE, EFA and iWARP devices here alike."""
@@ -17,7 +17,7 @@ RDMA_TRANSPORTS = frozenset({"ib", "rc", "rc_v", "rc_x", "rc_verbs", "rc_mlx5", 
 """Whoever forbids one of these wants to do without: what is left may be slower than TCP, or nothing."""
 
 
-def has_fabric(backends: Sequence[str], environ: Mapping[str, str], devices: Path = RDMA_DEVICES) -> bool:
+def has_rdma(backends: Sequence[str], environ: Mapping[str, str], devices: Path = RDMA_DEVICES) -> bool:
     """Whether NIXL has more than TCP to reach other hosts. Of backends other than UCX it is believed: somebody has named them."""
     if any(backend != "UCX" for backend in backends):
         return True
@@ -30,14 +30,14 @@ def has_fabric(backends: Sequence[str], environ: Mapping[str, str], devices: Pat
     return bool(present if "all" in named else present & named)
 
 
-def where_nixl_is_near(backends: Sequence[str], environ: Mapping[str, str]) -> str:
-    """What NIXL says of itself as `PlaneOffer.near`: everywhere with a fabric, else in this host and network, by shared memory; without
+def nixl_locality(backends: Sequence[str], environ: Mapping[str, str]) -> str:
+    """What NIXL says of itself as `TransportOffer.near`: everywhere with a fabric, else in this host and network, by shared memory; without
     that nowhere, which no other process is."""
-    if has_fabric(backends, environ):
+    if has_rdma(backends, environ):
         return ""
     if not any(name in SHARED_MEMORY_TRANSPORTS or name.startswith("^") for name in _allowed(environ)):
         return uuid4().hex
-    return f"{host_reach()} {os.readlink('/proc/self/ns/net')}"
+    return f"{host_identity()} {os.readlink('/proc/self/ns/net')}"
 
 
 def _allowed(environ: Mapping[str, str]) -> set[str]:
@@ -45,7 +45,7 @@ def _allowed(environ: Mapping[str, str]) -> set[str]:
 
 
 @functools.cache
-def host_reach() -> str:
+def host_identity() -> str:
     """Equal for two processes exactly when one can open the other's files in /proc: same boot, process namespace and user."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as boot:
         facts = (boot.read().strip(), os.readlink("/proc/self/ns/pid").encode(), str(os.getuid()).encode())

@@ -1,6 +1,6 @@
-"""A data plane that does wrong on purpose, over any other: for tests and negative controls.
+"""A data transport that does wrong on purpose, over any other: for tests and negative controls.
 
-Owned by the thread of the plane it wraps. A comparison that a corrupted transfer does not fail proves nothing.
+Owned by the thread of the transport it wraps. A comparison that a corrupted transfer does not fail proves nothing.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ import numpy as np
 from kvferry.errors import ConfigError
 from kvferry.planes import cuda_driver
 from kvferry.planes.runs import Bytes
-from kvferry.ports.data import Completion, DataPlane, Handle, Pieces, PlaneOffer
+from kvferry.ports.data import Completion, DataTransport, Handle, Segments, TransportOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["Faults", "FaultyDataPlane", "parse_faults"]
+__all__ = ["Faults", "FaultyTransport", "parse_faults"]
 
 KNOWN = {("corrupt", "every"): "corrupt_every", ("fail", "every"): "fail_every", ("delay", "polls"): "delay_polls"}
 
@@ -25,7 +25,7 @@ class Faults:
     """What goes wrong. 0: never."""
 
     corrupt_every: int = 0
-    """Every n-th read arrives with its first block of each region wrong; what peers wrote into lent blocks, with the first of those."""
+    """Every n-th read arrives with its first block of each region wrong; what peers wrote into granted blocks, with the first of those."""
     fail_every: int = 0
     """Every n-th transfer fails after it has moved."""
     delay_polls: int = 0
@@ -45,16 +45,16 @@ def parse_faults(text: str) -> Faults:
     return faults
 
 
-class FaultyDataPlane:
-    """Implements `ports.data.DataPlane`: all calls go to `inner`, completions come back worse."""
+class FaultyTransport:
+    """Implements `ports.data.DataTransport`: all calls go to `inner`, completions come back worse."""
 
-    def __init__(self, inner: DataPlane, faults: Faults) -> None:
+    def __init__(self, inner: DataTransport, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
         self._regions: tuple[Region, ...] = ()
-        self._reads: dict[Handle, tuple[Pieces, ...]] = {}
-        self._lent: dict[int, tuple[tuple[int, ...], ...]] = {}
-        self._fences: dict[Handle, int] = {}
+        self._reads: dict[Handle, tuple[Segments, ...]] = {}
+        self._granted: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._revocations: dict[Handle, int] = {}
         self._late: list[tuple[int, Completion]] = []
         self._polls = 0
         self._ended = 0
@@ -68,39 +68,39 @@ class FaultyDataPlane:
         self._regions = tuple(regions)
         return self._inner.register(regions)
 
-    def offer(self) -> PlaneOffer:
+    def offer(self) -> TransportOffer:
         return self._inner.offer()
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         self._inner.connect(peer, offer, regions)
 
     def disconnect(self, peer: PeerId) -> None:
         self._inner.disconnect(peer)
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        handle = self._inner.read(peer, pieces)
-        self._reads[handle] = tuple(pieces)
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        handle = self._inner.read(peer, segments)
+        self._reads[handle] = tuple(segments)
         return handle
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
-        return self._inner.write(peer, pieces, number)
+    def write(self, peer: PeerId, segments: Sequence[Segments], number: int = 0) -> Handle:
+        return self._inner.write(peer, segments, number)
 
     @property
-    def fences_writes(self) -> bool:
-        return self._inner.fences_writes
+    def supports_write_grants(self) -> bool:
+        return self._inner.supports_write_grants
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        self._inner.lend(number, blocks)
-        self._lent[number] = tuple(map(tuple, blocks))
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._inner.grant_writes(number, blocks)
+        self._granted[number] = tuple(map(tuple, blocks))
 
-    def take_back(self, number: int) -> Handle:
-        handle = self._inner.take_back(number)
-        self._fences[handle] = number
+    def revoke_writes(self, number: int) -> Handle:
+        handle = self._inner.revoke_writes(number)
+        self._revocations[handle] = number
         return handle
 
     def poll(self) -> list[Completion]:
         self._polls += 1
-        self._late += [(self._polls + self._faults.delay_polls, self._spoilt(completion)) for completion in self._inner.poll()]
+        self._late += [(self._polls + self._faults.delay_polls, self._with_fault(completion)) for completion in self._inner.poll()]
         due = [completion for at, completion in self._late if at <= self._polls]
         self._late = [(at, completion) for at, completion in self._late if at > self._polls]
         return due
@@ -116,29 +116,29 @@ class FaultyDataPlane:
 
     def close(self) -> None:
         self._reads.clear()
-        self._lent.clear()
-        self._fences.clear()
+        self._granted.clear()
+        self._revocations.clear()
         self._late.clear()
         self._inner.close()
 
-    def _spoilt(self, completion: Completion) -> Completion:
-        if completion.handle in self._fences:  # no transfer of ours: it never fails
-            self._spoil_lent(self._lent.pop(self._fences.pop(completion.handle), ()))
+    def _with_fault(self, completion: Completion) -> Completion:
+        if completion.handle in self._revocations:  # no transfer of ours: it never fails
+            self._corrupt_granted(self._granted.pop(self._revocations.pop(completion.handle), ()))
             return completion
         self._ended += 1
-        pieces = self._reads.pop(completion.handle, None)
+        segments = self._reads.pop(completion.handle, None)
         if not completion.ok:
             return completion
-        if pieces is not None and self._is_corruption_due():
-            for part in pieces:
-                count = max(1, self._regions[part.local_region].block_bytes // part.piece_bytes)
+        if segments is not None and self._is_corruption_due():
+            for part in segments:
+                count = max(1, self._regions[part.local_region].block_bytes // part.segment_bytes)
                 for offset in part.local_offsets[:count].tolist():
-                    self._corrupt(part.local_region, offset, part.piece_bytes)
+                    self._corrupt(part.local_region, offset, part.segment_bytes)
         if self._is_due(self._ended - 1, self._faults.fail_every):
             return replace(completion, error="a fault was asked for")
         return completion
 
-    def _spoil_lent(self, blocks: Sequence[Sequence[int]]) -> None:
+    def _corrupt_granted(self, blocks: Sequence[Sequence[int]]) -> None:
         """Whatever peers have written into these is ours from now on."""
         if blocks and self._is_corruption_due():
             for index, region in enumerate(self._regions):
@@ -159,12 +159,12 @@ class FaultyDataPlane:
         Not moved by whole tokens: attention does not see in which order the tokens of one head lie."""
         address = self._regions[region].address + offset
         if self._regions[region].memory is MemoryKind.DRAM:
-            piece = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
-            piece[:] = _wrong(piece)
+            segment = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))
+            segment[:] = _corrupted(segment)
         else:
-            cuda_driver.write_memory(address, _wrong(np.frombuffer(cuda_driver.read_memory(address, size_bytes), np.uint8)).tobytes())
+            cuda_driver.write_memory(address, _corrupted(np.frombuffer(cuda_driver.read_memory(address, size_bytes), np.uint8)).tobytes())
 
 
-def _wrong(piece: Bytes) -> Bytes:
-    moved = np.roll(piece, len(piece) // 2 + 8)
-    return moved if not np.array_equal(moved, piece) else piece ^ np.uint8(1)
+def _corrupted(segment: Bytes) -> Bytes:
+    moved = np.roll(segment, len(segment) // 2 + 8)
+    return moved if not np.array_equal(moved, segment) else segment ^ np.uint8(1)

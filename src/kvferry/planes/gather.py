@@ -1,6 +1,6 @@
-"""Copying pieces between two mapped regions, in slices, at the speed of memory.
+"""Copying segments between two mapped regions, in slices, at the speed of memory.
 
-Called by the thread that owns the plane. Neighbours on both sides are joined first. What is left is copied in the order of its source:
+Called by the thread that owns the transport. Neighbours on both sides are joined first. What is left is copied in the order of its source:
 a processor reads ahead well only where addresses ascend; where the bytes are written hardly matters.
 `kvferry bench transfer` shows what comes of it, beside memcpy.
 """
@@ -12,10 +12,10 @@ from enum import Enum
 import numpy as np
 
 from kvferry.planes.copiers import Copier
-from kvferry.planes.runs import Bytes, Offsets, Runs, batches, coalesce
-from kvferry.ports.data import Pieces
+from kvferry.planes.runs import Bytes, Descriptors, Offsets, batches, coalesce
+from kvferry.ports.data import Segments
 
-__all__ = ["SLICE_BYTES", "SLICE_COST", "Direction", "RegionCopy", "copy_in_slices"]
+__all__ = ["SLICE_BYTES", "SLICE_COST", "CopyDirection", "RegionCopy", "copy_in_slices"]
 
 SLICE_BYTES = 16 * 1024 * 1024
 """What one slice copies at most: about a millisecond, so that no message waits for a transfer. Each empties the caches, so that whatever
@@ -25,37 +25,39 @@ SLICE_COST = 128 * 1024
 """What a slice takes besides its bytes, in bytes that could have been copied meanwhile: some calls of the interpreter."""
 
 
-class Direction(Enum):
+class CopyDirection(Enum):
     READ = "read"
     WRITE = "write"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionCopy:
-    """One region's share of a transfer. The pieces have been checked against both regions."""
+    """One region's share of a transfer. The segments have been checked against both regions."""
 
-    pieces: Pieces
+    segments: Segments
     local: Bytes
     remote: Bytes
-    direction: Direction
+    direction: CopyDirection
 
     def ends(self) -> tuple[Bytes, Bytes]:
         """Target and source."""
-        return (self.local, self.remote) if self.direction is Direction.READ else (self.remote, self.local)
+        return (self.local, self.remote) if self.direction is CopyDirection.READ else (self.remote, self.local)
 
-    def cut(self) -> list[tuple[Runs, int]]:
+    def cut(self) -> list[tuple[Descriptors, int]]:
         """Slices and their bytes: joined, with the source as their local side, and sorted by it."""
-        pieces = self.pieces
-        if self.direction is Direction.READ:
-            pieces = Pieces(pieces.remote_region, pieces.local_region, pieces.piece_bytes, pieces.remote_offsets, pieces.local_offsets)
-        runs = coalesce(pieces)
-        return [(part, part.total_bytes) for part in batches(runs, SLICE_BYTES, max(1, len(runs)))]
+        segments = self.segments
+        if self.direction is CopyDirection.READ:
+            segments = Segments(
+                segments.remote_region, segments.local_region, segments.segment_bytes, segments.remote_offsets, segments.local_offsets
+            )
+        descriptors = coalesce(segments)
+        return [(part, part.total_bytes) for part in batches(descriptors, SLICE_BYTES, max(1, len(descriptors)))]
 
     def is_cut_as(self, other: "RegionCopy") -> bool:
         """Whether the same places are copied, in another region."""
-        ours, theirs = self.pieces, other.pieces
+        ours, theirs = self.segments, other.segments
         return (
-            (self.direction, ours.piece_bytes) == (other.direction, theirs.piece_bytes)
+            (self.direction, ours.segment_bytes) == (other.direction, theirs.segment_bytes)
             and _are_same(ours.local_offsets, theirs.local_offsets)
             and _are_same(ours.remote_offsets, theirs.remote_offsets)
         )
@@ -64,14 +66,14 @@ class RegionCopy:
 def copy_in_slices(copies: Iterable[RegionCopy], copier: Copier) -> Iterator[tuple[int, int]]:
     """Copy one slice each time; yields its bytes and how many copies it took. Layers mostly move the same blocks: these are cut once."""
     last: RegionCopy | None = None
-    parts: list[tuple[Runs, int]] = []
+    parts: list[tuple[Descriptors, int]] = []
     for copy in copies:
         if last is None or not copy.is_cut_as(last):
             parts, last = copy.cut(), copy
         target, source = copy.ends()
-        for runs, total_bytes in parts:
-            copier(target, source, runs)
-            yield total_bytes, len(runs)
+        for descriptors, total_bytes in parts:
+            copier(target, source, descriptors)
+            yield total_bytes, len(descriptors)
 
 
 def _are_same(first: Offsets, second: Offsets) -> bool:

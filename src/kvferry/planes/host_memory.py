@@ -1,4 +1,4 @@
-"""Host memory that planes hold for themselves. Its pages are taken as they are used."""
+"""Host memory that transports hold for themselves. Its pages are taken as they are used."""
 
 import contextlib
 import ctypes

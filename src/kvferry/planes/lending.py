@@ -13,46 +13,55 @@ import numpy.typing as npt
 from kvferry.errors import LocalProtocolError
 from kvferry.types import Region
 
-__all__ = ["MAX_NUMBER", "LentBlocks", "LentTable", "Numbers", "check_number", "leaves_lent", "no_fence", "not_lent"]
+__all__ = [
+    "MAX_GRANT_ID",
+    "GrantedBlocks",
+    "Int64Array",
+    "WriteGrantTable",
+    "check_grant_id",
+    "grant_not_active",
+    "write_grants_unsupported",
+    "write_outside_grant",
+]
 
-MAX_NUMBER = (1 << 64) - 1
+MAX_GRANT_ID = (1 << 64) - 1
 
-Numbers = npt.NDArray[np.int64]
-
-
-def no_fence(plane: str) -> LocalProtocolError:
-    return LocalProtocolError(f"blocks were to be lent on {plane}, which does not fence writes; this is a bug in whoever asked for it")
-
-
-def not_lent(number: int) -> str:
-    return f"number {number} is not lent, or no longer"
-
-
-def leaves_lent(number: int) -> str:
-    return f"a write leaves the blocks that were lent under number {number}"
+Int64Array = npt.NDArray[np.int64]
 
 
-def check_number(number: int) -> None:
-    if not 0 <= number <= MAX_NUMBER:
-        raise LocalProtocolError(f"{number} is not a number to write under: 0 to {MAX_NUMBER}")
+def write_grants_unsupported(transport: str) -> LocalProtocolError:
+    return LocalProtocolError(f"blocks were to be lent on {transport}, which does not fence writes; this is a bug in whoever asked for it")
+
+
+def grant_not_active(grant_id: int) -> str:
+    return f"number {grant_id} is not lent, or no longer"
+
+
+def write_outside_grant(grant_id: int) -> str:
+    return f"a write leaves the blocks that were lent under number {grant_id}"
+
+
+def check_grant_id(grant_id: int) -> None:
+    if not 0 <= grant_id <= MAX_GRANT_ID:
+        raise LocalProtocolError(f"{grant_id} is not a number to write under: 0 to {MAX_GRANT_ID}")
 
 
 @dataclass(frozen=True, eq=False)
-class LentBlocks:
+class GrantedBlocks:
     """Some blocks of some regions. Their ranges are computed when a write is first compared with them: many never are."""
 
     regions: tuple[Region, ...]
     blocks: tuple[tuple[int, ...], ...]
     """By group."""
 
-    def covers(self, addresses: Numbers, sizes: Numbers) -> bool:
+    def covers(self, addresses: Int64Array, sizes: Int64Array) -> bool:
         """Whether all runs lie in the blocks. Each has a size of at least 1, and its end is a number of 64 bits."""
         starts, ends = self._ranges
         at = np.searchsorted(starts, addresses, side="right") - 1
         return bool(len(starts)) and bool(np.all((at >= 0) & (addresses + sizes <= ends[at])))
 
     @cached_property
-    def _ranges(self) -> tuple[Numbers, Numbers]:
+    def _ranges(self) -> tuple[Int64Array, Int64Array]:
         """Starts and ends, ascending; neighbours and overlapping ones as one."""
         by_group = [np.array(ids, np.int64) for ids in self.blocks]
         owned = [(region, by_group[region.group]) for region in self.regions if region.group < len(by_group)]
@@ -68,9 +77,9 @@ class LentBlocks:
 
 
 @dataclass(slots=True)
-class LentTable:
+class WriteGrantTable:
     regions: tuple[Region, ...]
-    _lent: dict[int, LentBlocks] = field(default_factory=dict, init=False)
+    _granted: dict[int, GrantedBlocks] = field(default_factory=dict, init=False)
     _num_blocks: dict[int, int] = field(default_factory=dict, init=False)
     """By group: those that every region of it has."""
 
@@ -78,22 +87,22 @@ class LentTable:
         for region in self.regions:
             self._num_blocks[region.group] = min(region.num_blocks, self._num_blocks.get(region.group, region.num_blocks))
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        check_number(number)
-        if not number or number in self._lent:
-            raise LocalProtocolError(f"number {number} cannot be lent: {'it means none' if not number else 'it is lent already'}")
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        check_grant_id(grant_id)
+        if not grant_id or grant_id in self._granted:
+            raise LocalProtocolError(f"number {grant_id} cannot be lent: {'it means none' if not grant_id else 'it is lent already'}")
         ids = tuple(tuple(group) for group in blocks)
         for group, num_blocks in self._num_blocks.items():
             asked = ids[group] if group < len(ids) else ()
             if asked and not 0 <= min(asked) <= max(asked) < num_blocks:
                 raise LocalProtocolError(f"blocks {min(asked)} to {max(asked)} of group {group} were to be lent; it has {num_blocks}")
-        self._lent[number] = LentBlocks(self.regions, ids)
+        self._granted[grant_id] = GrantedBlocks(self.regions, ids)
 
-    def get(self, number: int) -> LentBlocks | None:
-        return self._lent.get(number)
+    def get(self, grant_id: int) -> GrantedBlocks | None:
+        return self._granted.get(grant_id)
 
-    def remove(self, number: int) -> None:
-        self._lent.pop(number, None)
+    def remove(self, grant_id: int) -> None:
+        self._granted.pop(grant_id, None)
 
     def clear(self) -> None:
-        self._lent.clear()
+        self._granted.clear()

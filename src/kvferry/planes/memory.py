@@ -1,7 +1,7 @@
-"""The `memory` planes: peers in one process, joined by a network object. For tests and the simulator.
+"""The `memory` transports: peers in one process, joined by a network object. For tests and the simulator.
 
-Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. Each plane belongs to one thread; those of one network
-may belong to different ones.
+Deterministic: frames arrive in the order they were sent, bytes move only in `poll`. Each transport belongs to one thread; those of one
+network may belong to different ones.
 """
 
 import threading
@@ -13,50 +13,59 @@ from functools import partial
 import numpy as np
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.planes.bounds import check_pieces
+from kvferry.planes.bounds import check_segments
 from kvferry.planes.copying import CopyQueue, Slices
-from kvferry.planes.gather import Direction
-from kvferry.planes.lending import LentBlocks, LentTable, Numbers, check_number, leaves_lent, no_fence, not_lent
+from kvferry.planes.gather import CopyDirection
+from kvferry.planes.lending import (
+    GrantedBlocks,
+    Int64Array,
+    WriteGrantTable,
+    check_grant_id,
+    grant_not_active,
+    write_grants_unsupported,
+    write_outside_grant,
+)
 from kvferry.planes.runs import Bytes
-from kvferry.planes.views import view_of
+from kvferry.planes.views import region_view
 from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
-from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.ports.data import Completion, Handle, Segments, TransportOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["MemoryControlPlane", "MemoryDataPlane", "MemoryNetwork"]
+__all__ = ["MemoryControlTransport", "MemoryNetwork", "MemoryTransport"]
 
 MAX_QUEUED_FRAMES = 1000
 
 
 @dataclass(slots=True)
 class MemoryNetwork:
-    """What joins memory planes. A plane that closes is gone for all others, as a process that died would be."""
+    """What joins memory transports. A transport that closes is gone for all others, as a process that died would be."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    control: dict[str, "MemoryControlPlane"] = field(default_factory=dict)
-    data: dict[int, "MemoryDataPlane"] = field(default_factory=dict)
-    _last_number: int = 0
+    control: dict[str, "MemoryControlTransport"] = field(default_factory=dict)
+    data: dict[int, "MemoryTransport"] = field(default_factory=dict)
+    _last_id: int = 0
 
-    def next_number(self) -> int:
+    def next_id(self) -> int:
         with self.lock:
-            self._last_number += 1
-            return self._last_number
+            self._last_id += 1
+            return self._last_id
 
 
-class MemoryDataPlane:
-    """Implements `ports.data.DataPlane` for regions of this process. With `fences_writes` peers copy into them only what was lent, a slice
-    at a time under this side's lock: between two slices a number can be taken back, by whichever thread."""
+class MemoryTransport:
+    """Implements `ports.data.DataTransport` for regions of this process. With `supports_write_grants` peers copy into them only what was
+    lent, a slice at a time under this side's lock: between two slices a number can be taken back, by whichever thread.
+    """
 
-    def __init__(self, network: MemoryNetwork, fences_writes: bool = False) -> None:
+    def __init__(self, network: MemoryNetwork, supports_write_grants: bool = False) -> None:
         self._network = network
-        self._number = network.next_number()
-        self._fences_writes = fences_writes
-        self._lent = LentTable(())
+        self._number = network.next_id()
+        self._fences_writes = supports_write_grants
+        self._granted = WriteGrantTable(())
         self._lock = threading.Lock()
         """For what is lent, and for the bytes that peers copy."""
         self._regions: tuple[Region, ...] = ()
         self._views: list[Bytes] = []
-        self._peers: dict[PeerId, MemoryDataPlane] = {}
+        self._peers: dict[PeerId, MemoryTransport] = {}
         self._queue = CopyQueue()
 
     @property
@@ -79,15 +88,15 @@ class MemoryDataPlane:
         if any(region.memory is not MemoryKind.DRAM for region in regions):
             return False
         self._regions = tuple(regions)
-        self._lent = LentTable(self._regions)
-        self._views = [view_of(region) for region in regions]
+        self._granted = WriteGrantTable(self._regions)
+        self._views = [region_view(region) for region in regions]
         self._network.data[self._number] = self
         return True
 
-    def offer(self) -> PlaneOffer:
-        return PlaneOffer(self.name, f"network {id(self._network)}", str(self._number).encode())
+    def offer(self) -> TransportOffer:
+        return TransportOffer(self.name, f"network {id(self._network)}", str(self._number).encode())
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         number = int(offer.blob) if offer.blob.isdigit() else 0
         other = self._network.data.get(number)
         if other is None or offer.reach != self.offer().reach or other.regions != tuple(regions):
@@ -99,41 +108,41 @@ class MemoryDataPlane:
         self._queue.fail_peer(peer, f"peer {peer} was disconnected")
         self._peers.pop(peer, None)
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, Direction.READ)
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        return self._start(peer, segments, CopyDirection.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
-        check_number(number)
-        return self._start(peer, pieces, Direction.WRITE, number)
+    def write(self, peer: PeerId, segments: Sequence[Segments], number: int = 0) -> Handle:
+        check_grant_id(number)
+        return self._start(peer, segments, CopyDirection.WRITE, number)
 
     @property
-    def fences_writes(self) -> bool:
+    def supports_write_grants(self) -> bool:
         return self._fences_writes
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
         if not self._fences_writes:
-            raise no_fence(self.name)
+            raise write_grants_unsupported(self.name)
         with self._lock:
-            self._lent.lend(number, blocks)
+            self._granted.grant_writes(number, blocks)
 
-    def take_back(self, number: int) -> Handle:
+    def revoke_writes(self, number: int) -> Handle:
         if not self._fences_writes:
-            raise no_fence(self.name)
+            raise write_grants_unsupported(self.name)
         with self._lock:
-            self._lent.remove(number)
+            self._granted.remove(number)
         return self._queue.end_at_once()
 
-    def admit(self, number: int, addresses: Numbers, sizes: Numbers, slices: Slices) -> Slices:
+    def admit(self, number: int, addresses: Int64Array, sizes: Int64Array, slices: Slices) -> Slices:
         """What a peer copies here, as long as it may. Called by the peer's thread."""
-        checked: LentBlocks | None = None
+        checked: GrantedBlocks | None = None
         while len(addresses):
             with self._lock:
-                lent = self._lent.get(number)
-                if lent is None:
-                    raise TransportError(f"a write was refused: {not_lent(number)}")
-                if lent is not checked and not lent.covers(addresses, sizes):
-                    raise TransportError(f"a write was refused: {leaves_lent(number)}")
-                checked = lent
+                granted = self._granted.get(number)
+                if granted is None:
+                    raise TransportError(f"a write was refused: {grant_not_active(number)}")
+                if granted is not checked and not granted.covers(addresses, sizes):
+                    raise TransportError(f"a write was refused: {write_outside_grant(number)}")
+                checked = granted
                 moved = next(slices, None)
             if moved is None:
                 return
@@ -155,24 +164,24 @@ class MemoryDataPlane:
     def close(self) -> None:
         self._network.data.pop(self._number, None)
         with self._lock:
-            self._lent.clear()
+            self._granted.clear()
         self._queue.clear()
         self._peers.clear()
         self._views = []
         self._regions = ()
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction, number: int = 0) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection, number: int = 0) -> Handle:
         other = self._peers.get(peer)
         if other is None or not self._is_alive(peer):
             raise TransportError(f"peer {peer} is not connected over memory")
         remote, views = other.regions, other.views
-        check_pieces(pieces, self._regions, remote, peer)
-        if direction is Direction.READ or not other.fences_writes:
-            return self._queue.start(peer, pieces, self._views, views, direction)
+        check_segments(segments, self._regions, remote, peer)
+        if direction is CopyDirection.READ or not other.supports_write_grants:
+            return self._queue.start(peer, segments, self._views, views, direction)
         empty = np.empty(0, np.int64)
-        addresses = np.concatenate([empty, *(remote[part.remote_region].address + part.remote_offsets for part in pieces)])
-        sizes = np.concatenate([empty, *(np.full(len(part.remote_offsets), part.piece_bytes, np.int64) for part in pieces)])
-        return self._queue.start(peer, pieces, self._views, views, direction, partial(other.admit, number, addresses, sizes))
+        addresses = np.concatenate([empty, *(remote[part.remote_region].address + part.remote_offsets for part in segments)])
+        sizes = np.concatenate([empty, *(np.full(len(part.remote_offsets), part.segment_bytes, np.int64) for part in segments)])
+        return self._queue.start(peer, segments, self._views, views, direction, partial(other.admit, number, addresses, sizes))
 
     def _is_alive(self, peer: PeerId) -> bool:
         if self._peers[peer].is_on_network:
@@ -183,26 +192,26 @@ class MemoryDataPlane:
 
 
 @dataclass(slots=True, eq=False)
-class _Connection:
+class _MemoryConnection:
     """From the side that dialled to the side that is dialled. Frames wait in `unsent` while nobody listens there."""
 
-    dialler: "MemoryControlPlane"
+    dialler: "MemoryControlTransport"
     address: str
     identity: bytes
-    listener: "MemoryControlPlane | None" = None
+    listener: "MemoryControlTransport | None" = None
     unsent: deque[bytes] = field(default_factory=deque)
 
 
-class MemoryControlPlane:
-    """Implements `ports.control.ControlPlane`. Port 0: the next free one."""
+class MemoryControlTransport:
+    """Implements `ports.control.ControlTransport`. Port 0: the next free one."""
 
     def __init__(self, network: MemoryNetwork, port: int = 0) -> None:
         self._network = network
-        self._address = f"tcp://memory:{port or 50_000 + network.next_number()}"
-        self._news = threading.Condition(network.lock)
+        self._address = f"tcp://memory:{port or 50_000 + network.next_id()}"
+        self._changed = threading.Condition(network.lock)
         self._events: deque[ControlEvent] = deque()
-        self._dialled: dict[str, _Connection] = {}
-        self._accepted: dict[bytes, _Connection] = {}
+        self._dialled: dict[str, _MemoryConnection] = {}
+        self._accepted: dict[bytes, _MemoryConnection] = {}
         self._is_woken = False
         self._is_closed = False
         self._dropped_frames = 0
@@ -218,7 +227,7 @@ class MemoryControlPlane:
         return self._dropped_frames
 
     def send(self, address: str, frame: bytes) -> None:
-        with self._news:
+        with self._changed:
             if self._is_closed or not self._is_short(frame):
                 return
             connection = self._dialled.get(address) or self._dial(address)
@@ -230,35 +239,35 @@ class MemoryControlPlane:
 
     def reply(self, route: Route, frame: bytes) -> None:
         if route.dialled:
-            with self._news:
+            with self._changed:
                 if route.dialled in self._dialled:
                     self.send(route.dialled, frame)
             return
-        with self._news:
+        with self._changed:
             connection = self._accepted.get(route.identity)
             if connection is not None and self._is_short(frame) and connection.dialler.queued() < MAX_QUEUED_FRAMES:
                 connection.dialler.receive(Received(Route(b"", connection.address), frame))
 
     def poll(self, timeout_s: float | None) -> list[ControlEvent]:
-        with self._news:
-            self._news.wait_for(lambda: self._events or self._is_woken or self._is_closed, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self._is_woken or self._is_closed, timeout_s)
             self._is_woken = False
             arrived, self._events = list(self._events), deque()
             return arrived
 
     def wake(self) -> None:
-        with self._news:
+        with self._changed:
             self._is_woken = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def forget(self, address: str) -> None:
-        with self._news:
+        with self._changed:
             connection = self._dialled.pop(address, None)
             if connection is not None and connection.listener is not None:
                 connection.listener.hang_up(connection)
 
     def close(self) -> None:
-        with self._news:
+        with self._changed:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -269,47 +278,47 @@ class MemoryControlPlane:
                 connection.dialler.lose(connection)
             self._accepted.clear()
             self._events.clear()
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    # -- what planes of one network do to each other; the network's lock is held ----------------------------------------
+    # -- what transports of one network do to each other; the network's lock is held ----------------------------------------
 
-    def accept(self, connection: _Connection) -> None:
+    def accept(self, connection: _MemoryConnection) -> None:
         connection.listener = self
         self._accepted[connection.identity] = connection
 
-    def hang_up(self, connection: _Connection) -> None:
+    def hang_up(self, connection: _MemoryConnection) -> None:
         self._accepted.pop(connection.identity, None)
 
-    def lose(self, connection: _Connection) -> None:
+    def lose(self, connection: _MemoryConnection) -> None:
         if self._dialled.pop(connection.address, None) is not None:
             self.receive(Disconnected(connection.address))
 
     def receive(self, event: ControlEvent) -> None:
         self._events.append(event)
-        self._news.notify_all()
+        self._changed.notify_all()
 
     def queued(self) -> int:
         return len(self._events)
 
-    def connections(self) -> list[_Connection]:
+    def connections(self) -> list[_MemoryConnection]:
         return list(self._dialled.values())
 
     # -- our own ------------------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        with self._news:
+        with self._changed:
             if self._address in self._network.control:
                 raise ConfigError(f"{self._address} is taken; choose another port")
             self._network.control[self._address] = self
-            for plane in list(self._network.control.values()):
-                for connection in plane.connections():
+            for transport in list(self._network.control.values()):
+                for connection in transport.connections():
                     if connection.address == self._address:
                         _deliver(connection, self)
 
-    def _dial(self, address: str) -> _Connection:
+    def _dial(self, address: str) -> _MemoryConnection:
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
-        connection = _Connection(self, address, self._network.next_number().to_bytes(8, "big"))
+        connection = _MemoryConnection(self, address, self._network.next_id().to_bytes(8, "big"))
         self._dialled[address] = connection
         listener = self._network.control.get(address)
         if listener is not None:
@@ -321,7 +330,7 @@ class MemoryControlPlane:
         return len(frame) <= MAX_FRAME_BYTES
 
 
-def _deliver(connection: _Connection, newcomer: MemoryControlPlane | None = None) -> None:
+def _deliver(connection: _MemoryConnection, newcomer: MemoryControlTransport | None = None) -> None:
     if newcomer is not None:
         newcomer.accept(connection)
     while connection.listener is not None and connection.unsent:

@@ -1,7 +1,7 @@
-"""The `nixl` data plane: wherever NIXL reaches (UCX by default). NIXL itself is behind `nixl_agent`.
+"""The `nixl` data transport: wherever NIXL reaches (UCX by default). NIXL itself is behind `nixl_agent`.
 
 Owned by one thread. It has two agents. The *serving* one is what `offer` hands out: peers read and write through it; it posts nothing and
-lives as long as the plane. Our own transfers are posted on another, made for the first peer connected, which can be thrown away: only
+lives as long as the transport. Our own transfers are posted on another, made for the first peer connected, which can be thrown away: only
 its end stops for certain what is under way with a peer that has gone silent (`nixl_generations`). Facts, NIXL 1.5.1 with UCX 1.23:
 
 - Posting may copy everything before it returns (CMA); so transfers are posted in bounded batches, at most one in each `poll`.
@@ -20,24 +20,24 @@ from enum import Enum
 import msgspec
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
-from kvferry.planes.bounds import check_pieces, check_regions
-from kvferry.planes.fabric import where_nixl_is_near
-from kvferry.planes.lending import no_fence
+from kvferry.planes.bounds import check_regions, check_segments
+from kvferry.planes.fabric import nixl_locality
+from kvferry.planes.lending import write_grants_unsupported
 from kvferry.planes.nixl_agent import NixlAgent, load_nixl
-from kvferry.planes.nixl_generations import Generations
-from kvferry.planes.nixl_transfer import Agent, Link, NixlTransfer
-from kvferry.planes.runs import Runs, batches, between
-from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.planes.nixl_generations import AgentPool
+from kvferry.planes.nixl_transfer import Agent, NixlLink, NixlTransfer
+from kvferry.planes.runs import Descriptors, batches, descriptors_between
+from kvferry.ports.data import Completion, Handle, Segments, TransportOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["NetworkReach", "NixlDataPlane", "load_nixl"]
+__all__ = ["NetworkReach", "NixlTransport", "load_nixl"]
 
 MAX_BATCH_BYTES = {MemoryKind.DRAM: 32 * 1024 * 1024, MemoryKind.VRAM: 1024 * 1024 * 1024}
 """Posting copies host memory on the way. Device memory is copied by the device, and then each post costs more than many bytes."""
-MAX_BATCH_RUNS = 1000
+MAX_BATCH_DESCRIPTORS = 1000
 """Below 1,024, from where on NIXL divides a batch among threads of its own. They spin while something is under way, on cores that the
 engine computes on, and have a connection each, so that an error of one says nothing about the others."""
-CANCEL_PATIENCE_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
 """How long a stopped transfer waits for its peer, counted from the peer's last sign of life. A peer that answers ends it sooner, with its
 connection whole; a batch of 32 MiB in this time is a link of 54 Mbit/s."""
 BUSY_S = 120e-6
@@ -47,9 +47,10 @@ BUSY_INTERVAL_S = 0.001
 SERVING_INTERVAL_S = 0.01
 QUIET_AFTER_S = 1.0
 QUIET_SERVING_INTERVAL_S = 0.1
-"""While peers may read, but nothing has moved for so long: a turn of the ferry takes 0.3 ms when caches have gone cold, and an idle process
-shall take less than 1 % of a core. The ferry looks more often by itself when a read is likely to begin."""
-CLOSE_PATIENCE_S = 2.0
+"""While peers may read, but nothing has moved for so long: a turn of the transfer worker takes 0.3 ms when caches have gone cold, and an
+idle process shall take less than 1 % of a core. The transfer worker looks more often by itself when a read is likely to begin.
+"""
+DRAIN_TIMEOUT_S = 2.0
 MAX_NOTES, MAX_NOTE_BYTES = 1024, 256 * 1024
 """Notifications that nobody has taken yet. What is beyond is dropped: anybody who can reach NIXL can send some."""
 
@@ -61,28 +62,28 @@ class NetworkReach(Enum):
     THIS_HOST = "this host"
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
+class _NixlOffer(msgspec.Struct, frozen=True, array_like=True):
     agent: str
     metadata: bytes
 
 
-class NixlDataPlane:
-    """Implements `ports.data.DataPlane`. Nothing of NIXL is loaded before `register`."""
+class NixlTransport:
+    """Implements `ports.data.DataTransport`. Nothing of NIXL is loaded before `register`."""
 
     def __init__(
         self,
         backends: Sequence[str] = ("UCX",),
         num_threads: int = 4,
         reach: NetworkReach = NetworkReach.ANYWHERE,
-        cancel_patience_s: float = CANCEL_PATIENCE_S,
+        cancel_timeout_s: float = CANCEL_TIMEOUT_S,
     ) -> None:
         self._backends = tuple(backends)
         self._reach = reach
         self._num_threads = num_threads
         self._serving: NixlAgent | None = None
-        self._posting = Generations(cancel_patience_s)
+        self._posting = AgentPool(cancel_timeout_s)
         self._regions: tuple[Region, ...] = ()
-        self._links: dict[PeerId, Link] = {}
+        self._links: dict[PeerId, NixlLink] = {}
         self._transfers: deque[NixlTransfer] = deque()
         self._last_handle = 0
         self._busy_until = 0.0
@@ -103,22 +104,22 @@ class NixlDataPlane:
         self._regions = tuple(regions) if self._serving else ()
         return self._serving is not None
 
-    def offer(self) -> PlaneOffer:
+    def offer(self) -> TransportOffer:
         agent = self._registered()
-        near = where_nixl_is_near(self._backends, os.environ)
-        return PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(agent.name, agent.metadata())), near)
+        near = nixl_locality(self._backends, os.environ)
+        return TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(agent.name, agent.metadata())), near)
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         serving = self._registered()
         try:
-            decoded = msgspec.msgpack.decode(offer.blob, type=_Offer)
+            decoded = msgspec.msgpack.decode(offer.blob, type=_NixlOffer)
         except msgspec.MsgspecError as error:
             raise TransportError(f"the nixl offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
         check_regions(regions, peer)
         if decoded.agent == serving.name or len({(region.memory, region.device) for region in regions}) != 1:
             raise TransportError(f"the nixl offer of {peer} names this very engine, or memory of several kinds; drop this peer")
         self.disconnect(peer)
-        link = Link(peer, decoded.agent, decoded.metadata, tuple(regions))
+        link = NixlLink(peer, decoded.agent, decoded.metadata, tuple(regions))
         self._posting.reach(link, self._transfers, self._open_posting_agent)
         self._links[peer] = link
 
@@ -127,21 +128,21 @@ class NixlDataPlane:
         if link is not None:
             self._drop(link, f"peer {peer} was disconnected")
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, "READ")
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        return self._start(peer, segments, "READ")
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
-        return self._start(peer, pieces, "WRITE")
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+        return self._start(peer, segments, "WRITE")
 
     @property
-    def fences_writes(self) -> bool:
+    def supports_write_grants(self) -> bool:
         return False
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise no_fence(self.name)
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise write_grants_unsupported(self.name)
 
-    def take_back(self, number: int) -> Handle:
-        raise no_fence(self.name)
+    def revoke_writes(self, grant_id: int) -> Handle:
+        raise write_grants_unsupported(self.name)
 
     def poll(self) -> list[Completion]:
         if self._serving is None:
@@ -184,16 +185,16 @@ class NixlDataPlane:
             return BUSY_INTERVAL_S
         return SERVING_INTERVAL_S if time.monotonic() < self._busy_until + QUIET_AFTER_S else QUIET_SERVING_INTERVAL_S
 
-    # -- for planes that stand on this one -----------------------------------------------------------------------------
+    # -- for transports that stand on this one -----------------------------------------------------------------------------
 
-    def move(self, peer: PeerId, operation: str, runs: Runs) -> Handle:
+    def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
         """As `read` ("READ") or `write` ("WRITE"), of runs given by their addresses: joined already, and checked."""
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
         max_bytes = MAX_BATCH_BYTES[self._regions[0].memory]
-        is_one = len(runs) <= MAX_BATCH_RUNS and runs.total_bytes <= max_bytes
-        return self._enqueue(link, operation, iter((runs,)) if is_one else batches(runs, max_bytes, MAX_BATCH_RUNS))
+        is_one = len(descriptors) <= MAX_BATCH_DESCRIPTORS and descriptors.total_bytes <= max_bytes
+        return self._enqueue(link, operation, iter((descriptors,)) if is_one else batches(descriptors, max_bytes, MAX_BATCH_DESCRIPTORS))
 
     @property
     def can_post(self) -> bool:
@@ -207,7 +208,7 @@ class NixlDataPlane:
 
     def connect_agent(self, peer: PeerId, name: str, metadata: bytes, regions: Sequence[Region]) -> None:
         """As `connect`, with what `identity` tells there."""
-        self.connect(peer, PlaneOffer(self.name, "", msgspec.msgpack.encode(_Offer(name, metadata))), regions)
+        self.connect(peer, TransportOffer(self.name, "", msgspec.msgpack.encode(_NixlOffer(name, metadata))), regions)
 
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._links
@@ -225,7 +226,7 @@ class NixlDataPlane:
             raise
 
     def expect_calls(self, until: float) -> None:
-        """Whoever stands on this plane calls all the time until then: nobody needs to find out whether something moves."""
+        """Whoever stands on this transport calls all the time until then: nobody needs to find out whether something moves."""
         self._known_until = until
 
     def take_notes(self) -> list[bytes]:
@@ -244,7 +245,7 @@ class NixlDataPlane:
             return
         for peer in list(self._links):
             self.disconnect(peer)
-        deadline = time.monotonic() + CLOSE_PATIENCE_S
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._transfers and time.monotonic() < deadline:
             self.poll()
         self._posting.close(self._transfers)
@@ -254,7 +255,7 @@ class NixlDataPlane:
 
     def _registered(self) -> NixlAgent:
         if self._serving is None:
-            raise LocalProtocolError("the nixl plane is used before its memory is registered, or after it is closed")
+            raise LocalProtocolError("the nixl transport is used before its memory is registered, or after it is closed")
         return self._serving
 
     def _open_agent(self, regions: Sequence[Region], num_threads: int) -> NixlAgent | None:
@@ -275,14 +276,14 @@ class NixlDataPlane:
             raise TransportError("NIXL does not register our memory for one agent more; is there a limit on locked memory (ulimit -l)?")
         return agent
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], operation: str) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: str) -> Handle:
         link = self._links.get(peer)
         if link is None:
             raise TransportError(f"peer {peer} is not connected over nixl")
-        check_pieces(pieces, self._regions, link.regions, peer)
-        return self._enqueue(link, operation, self._batches(pieces, link))
+        check_segments(segments, self._regions, link.regions, peer)
+        return self._enqueue(link, operation, self._batches(segments, link))
 
-    def _enqueue(self, link: Link, operation: str, batches: Iterator[Runs]) -> Handle:
+    def _enqueue(self, link: NixlLink, operation: str, batches: Iterator[Descriptors]) -> Handle:
         try:
             agent = self._posting.reach(link, self._transfers, self._open_posting_agent)
         except TransportError as error:
@@ -293,10 +294,10 @@ class NixlDataPlane:
         self._transfers.append(transfer)
         return transfer.handle
 
-    def _batches(self, pieces: Sequence[Pieces], link: Link) -> Iterator[Runs]:
+    def _batches(self, segments: Sequence[Segments], link: NixlLink) -> Iterator[Descriptors]:
         """Descriptors are made when the first batch is posted, not when the transfer is asked for."""
         local, remote = self._regions, link.regions
-        yield from batches(between(pieces, local, remote), MAX_BATCH_BYTES[local[0].memory], MAX_BATCH_RUNS)
+        yield from batches(descriptors_between(segments, local, remote), MAX_BATCH_BYTES[local[0].memory], MAX_BATCH_DESCRIPTORS)
 
     def _progress(self, agent: NixlAgent) -> None:
         is_known = time.monotonic() < self._known_until
@@ -316,7 +317,7 @@ class NixlDataPlane:
             transfer.collect()
         except TransportError as error:
             self._fail(transfer.link, str(error))
-        if self._posting.waits_in_vain(transfer):
+        if self._posting.needs_agent_close(transfer):
             self._give_up(transfer.agent, transfer.link)
 
     def _post_next(self) -> NixlTransfer | None:
@@ -333,23 +334,23 @@ class NixlDataPlane:
             return transfer
         return None
 
-    def _give_up(self, agent: Agent, link: Link) -> None:
+    def _give_up(self, agent: Agent, link: NixlLink) -> None:
         """A peer is silent: whatever waits for it there waits in vain, and need not be patient once more."""
         why = f"peer {link.peer} did not end a stopped transfer"
         for transfer in self._transfers:
             if transfer.link is link and transfer.agent is agent:
-                transfer.stop(why, agent.heard_at(link))
+                transfer.stop(why, agent.last_completed_at(link))
         if self._posting.is_in_use(agent):
             self._fail(link, why)
 
-    def _fail(self, link: Link, why: str) -> None:
+    def _fail(self, link: NixlLink, why: str) -> None:
         """A connection has failed, and with it, if it is still in use, whatever else goes by the same agent."""
         is_current = self._links.get(link.peer) is link
         for each in [each for each in self._links.values() if is_current and each.agent == link.agent]:
             self._drop(each, why)
         self._drop(link, why)
 
-    def _drop(self, link: Link, why: str) -> None:
+    def _drop(self, link: NixlLink, why: str) -> None:
         """Stop using a connection. Its agent is forgotten once nothing is posted to it."""
         if self._links.get(link.peer) is link:
             del self._links[link.peer]

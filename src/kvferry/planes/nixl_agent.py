@@ -1,4 +1,4 @@
-"""One NIXL agent, whose misuse, errors and silence all come out as TransportError. Sole importer of nixl. Owned by its plane's thread.
+"""One NIXL agent, whose misuse, errors and silence all come out as TransportError. Sole importer of nixl. Owned by its transport's thread.
 
 Facts it is built on, NIXL 1.5.1 with UCX 1.23:
 
@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from kvferry.errors import ConfigError, MissingDependency, TransportError
 from kvferry.planes.bounds import merged_ranges
-from kvferry.planes.nixl_transfer import Link, Posted, Telemetry, Uncertain
-from kvferry.planes.runs import Offsets, Runs
+from kvferry.planes.nixl_transfer import NixlLink, Posted, Telemetry, UncertainFailure
+from kvferry.planes.runs import Descriptors, Offsets
 from kvferry.types import MemoryKind, PeerId, Region
 
 __all__ = ["CUDA_ENVIRONMENT", "DEFAULT_ENVIRONMENT", "NixlAgent", "load_distribution_netlink", "load_nixl", "netlink_copies"]
@@ -56,12 +56,12 @@ class NixlAgent:
         self.remotes: set[str] = set()
         """Agents of peers that have been added."""
         self._agent = agent
-        self._life = weakref.ref(agent.agent)
+        self._incarnation = weakref.ref(agent.agent)
         self._errors = errors
         self._kind = kind
         self._device = device
         self._registration: Any = None
-        self._heard_at: dict[str, float] = {}
+        self._last_completed_at: dict[str, float] = {}
         self._disconnected: set[str] = set()
 
     @classmethod
@@ -86,7 +86,7 @@ class NixlAgent:
     @property
     def is_gone(self) -> bool:
         """Closed, and nothing is left of it that could write."""
-        return self._agent is None and self._life() is None
+        return self._agent is None and self._incarnation() is None
 
     def register(self, regions: Sequence[Region]) -> bool:
         rows = np.array([(address, size, self._device) for address, size in merged_ranges(regions)], np.uint64)
@@ -113,11 +113,11 @@ class NixlAgent:
 
     def remove(self, name: str) -> None:
         self.remotes.discard(name)
-        self._heard_at.pop(name, None)
+        self._last_completed_at.pop(name, None)
         with contextlib.suppress(*self._errors):
             self._agent.remove_remote_agent(name)
 
-    def post(self, operation: str, batch: Runs, link: Link) -> Posted:
+    def post(self, operation: str, batch: Descriptors, link: NixlLink) -> Posted:
         local = self._descriptors(batch.local, batch.size_bytes, self._device)
         remote = self._descriptors(batch.remote, batch.size_bytes, link.regions[0].device)
         kinds = self._kind.value, link.regions[0].memory.value
@@ -137,7 +137,7 @@ class NixlAgent:
             raise self._failure(f"NIXL cannot post a transfer with {link.peer} ({state})", state, posted, link)
         return posted
 
-    def is_done(self, posted: Posted, link: Link) -> bool:
+    def is_done(self, posted: Posted, link: NixlLink) -> bool:
         try:
             state = self._agent.check_xfer_state(posted.handle)
         except self._errors as error:
@@ -145,18 +145,18 @@ class NixlAgent:
         if state not in ("DONE", "PROC"):
             raise self._failure(f"a transfer with {link.peer} failed in NIXL ({state})", state, posted, link)
         if state == "DONE":
-            self._heard_at[link.agent] = time.monotonic()
+            self._last_completed_at[link.agent] = time.monotonic()
         return bool(state == "DONE")
 
-    def heard_at(self, link: Link) -> float:
-        return self._heard_at.get(link.agent, 0.0)
+    def last_completed_at(self, link: NixlLink) -> float:
+        return self._last_completed_at.get(link.agent, 0.0)
 
     def telemetry(self, posted: Posted) -> Telemetry:
         try:
-            told = self._agent.get_xfer_telemetry(posted.handle)
+            report = self._agent.get_xfer_telemetry(posted.handle)
         except self._errors as error:
             raise TransportError(f"NIXL does not tell what a transfer moved ({error})") from error
-        return Telemetry(told.startTime, told.startTime + told.xferDuration, told.postDuration, told.totalBytes, told.descCount)
+        return Telemetry(report.startTime, report.startTime + report.xferDuration, report.postDuration, report.totalBytes, report.descCount)
 
     def release(self, posted: Posted) -> None:
         with contextlib.suppress(*self._errors):
@@ -170,7 +170,7 @@ class NixlAgent:
             return []
         return [note for notes in received.values() for note in notes]
 
-    def notify(self, note: bytes, link: Link) -> None:
+    def notify(self, note: bytes, link: NixlLink) -> None:
         """Send a peer a few bytes, whole and in order. TransportError when it is known to be gone."""
         try:
             self._agent.send_notif(link.agent, note)
@@ -192,12 +192,12 @@ class NixlAgent:
         if not self.is_gone:
             gc.collect()
 
-    def _failure(self, why: str, state: str, posted: Posted, link: Link) -> TransportError:
+    def _failure(self, why: str, state: str, posted: Posted, link: NixlLink) -> TransportError:
         if DISCONNECTED in state:
             self._disconnected.add(link.agent)
         # NIXL itself removes an agent that it has seen disconnected; what else was posted to it fails by that.
         is_certain = link.agent in self._disconnected and posted.descriptors < DIVIDED_FROM
-        return TransportError(why) if is_certain else Uncertain(why)
+        return TransportError(why) if is_certain else UncertainFailure(why)
 
     @staticmethod
     def _descriptors(addresses: Offsets, sizes: Offsets, device: int) -> npt.NDArray[np.uint64]:
@@ -216,7 +216,7 @@ def load_nixl(kind: MemoryKind) -> tuple[Any, tuple[type[Exception], ...]]:
         import nixl
         import nixl._bindings as bindings
     except ImportError as error:
-        raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set planes to shm and tcp") from error
+        raise MissingDependency(f"NIXL cannot be loaded ({error}); pip install nixl, or set transports to shm and tcp") from error
     errors = [thing for thing in vars(bindings).values() if isinstance(thing, type) and issubclass(thing, Exception)]
     return nixl, (*errors, RuntimeError, TypeError, ValueError)
 

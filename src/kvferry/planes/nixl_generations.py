@@ -4,7 +4,7 @@
 
 A stopped transfer whose peer is silent ends with its agent only: before that the peer may still answer, and NIXL would write. So its
 agent is retired: nothing new begins on it, what others have begun goes on to its end, and then it is closed. Others meet a new agent.
-Owned by the thread of the plane.
+Owned by the thread of the transport.
 """
 
 import time
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable
 
 from kvferry.errors import TransportError
 from kvferry.planes.nixl_agent import NixlAgent
-from kvferry.planes.nixl_transfer import Agent, Link, NixlTransfer
+from kvferry.planes.nixl_transfer import Agent, NixlLink, NixlTransfer
 
-__all__ = ["Generations"]
+__all__ = ["AgentPool"]
 
 MAX_RETIRED = 3
 """Each has about 17 files and two threads. The number comes down by itself: nothing is added to a retired agent, and what is under way on
 it ends, or is stopped by its deadline and then waits in vain too. Until then whatever else waits in vain waits on, on the agent in use."""
 
 
-class Generations:
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+class AgentPool:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._in_use: NixlAgent | None = None
         self._retired: list[NixlAgent] = []
         self._leaving: set[str] = set()
@@ -40,7 +40,7 @@ class Generations:
         """Those on which something may move."""
         return [agent for agent in (self._in_use, *self._retired) if agent is not None and agent.remotes]
 
-    def reach(self, link: Link, transfers: Iterable[NixlTransfer], open_agent: Callable[[], NixlAgent]) -> NixlAgent:
+    def reach(self, link: NixlLink, transfers: Iterable[NixlTransfer], open_agent: Callable[[], NixlAgent]) -> NixlAgent:
         """The agent in use, opened if there is none, and connected. TransportError when the peer cannot be reached."""
         if self._in_use is None:
             self._in_use = open_agent()
@@ -57,17 +57,17 @@ class Generations:
         if self._in_use is not None and name in self._in_use.remotes:
             self._leaving.add(name)
 
-    def waits_in_vain(self, transfer: NixlTransfer) -> bool:
-        return transfer.needs_end_of_agent(time.monotonic(), self._patience_s)
+    def needs_agent_close(self, transfer: NixlTransfer) -> bool:
+        return transfer.must_close_agent(time.monotonic(), self._timeout_s)
 
     def advance(self, transfers: Iterable[NixlTransfer]) -> None:
         """Retire, close and forget what can be. What waited in vain has ended when its agent is gone."""
-        lost = {transfer.agent for transfer in transfers if self.waits_in_vain(transfer)}
+        lost = {transfer.agent for transfer in transfers if self.needs_agent_close(transfer)}
         if self._in_use in lost and len(self._retired) < MAX_RETIRED:
             self._retire()
         for agent in self._retired:
             remaining = [transfer for transfer in transfers if transfer.agent is agent and not transfer.has_ended]
-            if all(self.waits_in_vain(transfer) for transfer in remaining):
+            if all(self.needs_agent_close(transfer) for transfer in remaining):
                 _end(agent, remaining)
         self._retired = [agent for agent in self._retired if not agent.is_gone]
         self._forget_leaving(transfers)

@@ -1,6 +1,6 @@
 """One transfer over NIXL: what is still to be posted, what is under way, what has been moved.
 
-Owned by the thread of its plane. Knows nothing of NIXL but what `Agent` says.
+Owned by the thread of its transport. Knows nothing of NIXL but what `Agent` says.
 """
 
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvferry.errors import TransportError
-from kvferry.planes.runs import Runs
+from kvferry.planes.runs import Descriptors
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId, Region
 
-__all__ = ["Agent", "Link", "NixlTransfer", "Posted", "Telemetry", "Uncertain"]
+__all__ = ["Agent", "NixlLink", "NixlTransfer", "Posted", "Telemetry", "UncertainFailure"]
 
 MAX_POSTED = 4
 """Batches of one transfer under way at once."""
@@ -26,7 +26,7 @@ class Posted(NamedTuple):
     descriptors: int
 
 
-class Uncertain(TransportError):
+class UncertainFailure(TransportError):
     """A batch has failed, and some of it may still be written."""
 
 
@@ -35,9 +35,9 @@ class Agent(Protocol):
 
     @property
     def is_gone(self) -> bool: ...
-    def post(self, operation: str, batch: Runs, link: "Link") -> Posted: ...
-    def is_done(self, posted: Posted, link: "Link") -> bool: ...
-    def heard_at(self, link: "Link") -> float:
+    def post(self, operation: str, batch: Descriptors, link: "NixlLink") -> Posted: ...
+    def is_done(self, posted: Posted, link: "NixlLink") -> bool: ...
+    def last_completed_at(self, link: "NixlLink") -> float:
         """When something from this peer last came to its end."""
 
     def telemetry(self, posted: Posted) -> "Telemetry": ...
@@ -57,7 +57,7 @@ class Telemetry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class NixlLink:
     """One connection to a peer's agent."""
 
     peer: PeerId
@@ -71,17 +71,17 @@ class NixlTransfer:
     """A read or write: batches not yet posted, batches under way, and what has been moved. All of it goes through one agent."""
 
     handle: Handle
-    link: Link
+    link: NixlLink
     agent: Agent
     operation: str
-    batches: Iterator[Runs]
-    upcoming: Runs | None = None
+    batches: Iterator[Descriptors]
+    upcoming: Descriptors | None = None
     """The batch after the last one posted: with the last one it is known that it was the last."""
     posted: list[Posted] = field(default_factory=list)
     error: str | None = None
     stopped_at: float | None = None
     is_exhausted: bool = False
-    is_torn: bool = False
+    may_still_write: bool = False
     """Something of it may be under way that nobody hears of any more: it ends with its agent."""
     collected: list[Telemetry] = field(default_factory=list)
 
@@ -91,15 +91,15 @@ class NixlTransfer:
 
     @property
     def has_ended(self) -> bool:
-        return self.is_exhausted and not self.posted and (not self.is_torn or self.agent.is_gone)
+        return self.is_exhausted and not self.posted and (not self.may_still_write or self.agent.is_gone)
 
     def post(self) -> None:
         batch = self.upcoming or next(self.batches, None)
         if batch is not None:
             try:
                 self.posted.append(self.agent.post(self.operation, batch, self.link))
-            except Uncertain:
-                self.is_torn = True
+            except UncertainFailure:
+                self.may_still_write = True
                 raise
             self.upcoming = next(self.batches, None)
         self.is_exhausted = self.upcoming is None
@@ -118,20 +118,20 @@ class NixlTransfer:
                     continue
                 self.collected.append(self.agent.telemetry(posted))
             except TransportError as error:
-                self.is_torn |= isinstance(error, Uncertain)
+                self.may_still_write |= isinstance(error, UncertainFailure)
                 self._forget(posted)
                 raise
             self._forget(posted)
 
-    def needs_end_of_agent(self, now: float, patience_s: float) -> bool:
+    def must_close_agent(self, now: float, timeout_s: float) -> bool:
         """It was stopped, and waiting longer for what is under way would be in vain."""
         if self.stopped_at is None or self.has_ended:
             return False
-        return self.is_torn or now > max(self.stopped_at, self.agent.heard_at(self.link)) + patience_s
+        return self.may_still_write or now > max(self.stopped_at, self.agent.last_completed_at(self.link)) + timeout_s
 
     def abandon(self) -> None:
         """Let go of what is under way, so that the agent can end, and the transfer with it."""
-        self.is_torn |= bool(self.posted)
+        self.may_still_write |= bool(self.posted)
         for posted in self.posted:
             self.agent.release(posted)
         self.posted.clear()
@@ -143,7 +143,7 @@ class NixlTransfer:
             self.handle,
             self.error,
             total_bytes=sum(part.total_bytes for part in parts),
-            pieces=sum(part.descriptors for part in parts),
+            segments=sum(part.descriptors for part in parts),
             post_s=sum(part.post_us for part in parts) / 1e6,
             transfer_s=elapsed_us / 1e6,
         )

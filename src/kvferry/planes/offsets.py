@@ -1,4 +1,4 @@
-"""Arithmetic over all offsets of a transfer at once: by a compiled loop, or by numpy where kvferry was installed without a compiler.
+"""Arithmetic over all offsets of a transfer at once: by a native function, or by numpy where kvferry was installed without a compiler.
 
 Pure. There may be hundreds of thousands of them, or some dozens for each of a hundred regions: both shall cost little.
 """
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvferry.planes.compiled import compiled_or
+from kvferry.planes.compiled import native_or
 from kvferry.planes.runs import Offsets
 
 __all__ = ["PLACE_NUMBERS", "are_within", "put_all", "put_places"]
 
 PLACE_NUMBERS = 5
-"""What a table says of each place (`copy_table.py`). The kernel and the compiled loop count by it too."""
+"""What a table says of each place (`copy_table.py`). The kernel and the native function count by it too."""
 
 
 def _are_within(offsets: Offsets, last: int) -> bool:
@@ -33,9 +33,9 @@ def _put_places(table: Offsets, first: int, sources: Sequence[int], targets: Seq
     return int(np.bitwise_or.reduce(places[:, :2], axis=None))
 
 
-_within: Callable[[Offsets, int], bool] = compiled_or("are_within", _are_within)
-_put: Callable[[Offsets, int, Offsets, int], int] = compiled_or("put_all", _put_all)
-put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int] = compiled_or("put_places", _put_places)
+_within: Callable[[Offsets, int], bool] = native_or("are_within", _are_within)
+_put: Callable[[Offsets, int, Offsets, int], int] = native_or("put_all", _put_all)
+put_places: Callable[[Offsets, int, Sequence[int], Sequence[int], tuple[int, int, int]], int] = native_or("put_places", _put_places)
 """For each place write its numbers into the table from `first` on: its source, its target, and the rest. All sources and targets, or-ed."""
 
 

@@ -1,6 +1,6 @@
-"""The kernel that copies many pieces of one size from anywhere to anywhere on a GPU. Sole importer of triton.
+"""The kernel that copies many segments of one size from anywhere to anywhere on a GPU. Sole importer of triton.
 
-Each program copies a tile: `ROWS` pieces of up to `WIDTH` words, or a part of one piece that is longer. The addresses come from a table
+Each program copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one segment that is longer. The addresses come from a table
 (`copy_table.py`): the second number of a program says whose.
 """
 
@@ -21,18 +21,18 @@ from kvferry.planes.copy_table import TableLayout
 from kvferry.planes.cuda_table import CudaTable
 from kvferry.planes.driver_calls import Kernel
 
-__all__ = ["PieceKernel"]
+__all__ = ["SegmentKernel"]
 
 _log = logging.getLogger(__name__)
 
 TILE_WORDS = 4096
 WIDTHS = (32, 512)
-"""Words of a tile's rows; pieces of other lengths take the next, with the rest masked."""
+"""Words of a tile's rows; segments of other lengths take the next, with the rest masked."""
 WARPS = 8
 WARP_THREADS = 32
-MOST_WORDS = 1 << 31
-MOST_PARAMETERS = 5
-TRIAL_SLOTS, TRIAL_PIECES = 4, 3
+MAX_WORDS = 1 << 31
+MAX_PARAMETERS = 5
+TRIAL_SLOTS, TRIAL_SEGMENTS = 4, 3
 PARAMETERS = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
 
 
@@ -60,12 +60,12 @@ def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGN
 
 
 class _Shape(NamedTuple):
-    """How pieces of a size are cut, and what a word is."""
+    """How segments of a size are cut, and what a word is."""
 
     rows: int
     width: int
     tiles: int
-    """How many programs share a piece."""
+    """How many programs share a segment."""
     units: int
     is_aligned: bool
 
@@ -80,8 +80,8 @@ class _Shape(NamedTuple):
 @lru_cache(maxsize=1024)
 def _shape_of(size_bytes: int, is_aligned: bool) -> _Shape:
     words = size_bytes // 8 if is_aligned else size_bytes
-    if words >= MOST_WORDS:
-        raise TransportError(f"no kernel copies pieces of {size_bytes} bytes")
+    if words >= MAX_WORDS:
+        raise TransportError(f"no kernel copies segments of {size_bytes} bytes")
     width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
     return _Shape(TILE_WORDS // width, width, -(-words // width), words // 2 if is_aligned else words, is_aligned)
 
@@ -94,7 +94,7 @@ def _kernel_of(compiled: Any) -> Kernel:
     spaces = (getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
     specials = (getattr(meta, kind, None) for kind in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode"))
     # Beside ours there may be addresses of memory that it works in, of which ours needs none.
-    is_known = kinds[:3] == ["u64", "u32", "u32"] and {*kinds[3:]} <= {"u64"} and len(kinds) <= MOST_PARAMETERS
+    is_known = kinds[:3] == ["u64", "u32", "u32"] and {*kinds[3:]} <= {"u64"} and len(kinds) <= MAX_PARAMETERS
     if not is_known or any(spaces) or any(specials) or meta.num_ctas != 1:
         raise ValueError(f"parameters {kinds} of {meta}")
     return Kernel(compiled.function, meta.num_warps * WARP_THREADS, meta.shared, len(kinds))
@@ -105,7 +105,7 @@ def _parameter_kinds(ptx: str) -> list[str]:
     return re.findall(r"\.param\s+\.(\w+)", found[1]) if found else []
 
 
-class PieceKernel:
+class SegmentKernel:
     """Compiled for the current device when it is made. Each call starts it.
 
     Triton works out anew with every call which of its variants is meant, and what belongs to it, which takes longer than all else here
@@ -137,8 +137,9 @@ class PieceKernel:
         return len(self._kernels) == 2 * len(WIDTHS)
 
     def __call__(self, table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
-        """Copy pieces of `size_bytes` by a table that is laid out like that, and record its event. `is_aligned`: all addresses and the size
-        are multiples of 16."""
+        """Copy segments of `size_bytes` by a table that is laid out like that, and record its event. `is_aligned`: all addresses and the
+        size are multiples of 16.
+        """
         shape = _shape_of(size_bytes, is_aligned)
         kernel = self._kernels.get((is_aligned, shape.width))
         if kernel is None:
@@ -158,7 +159,7 @@ class PieceKernel:
         scratch[:half].fill_(7)
         scratch[half:].zero_()
         expected = torch.zeros_like(scratch[half:])
-        expected.view(TRIAL_SLOTS, -1)[:TRIAL_PIECES, :size_bytes] = 7
+        expected.view(TRIAL_SLOTS, -1)[:TRIAL_SEGMENTS, :size_bytes] = 7
         self(table, layout, size_bytes, is_aligned, torch.cuda.current_stream())
         if not torch.equal(scratch[half:], expected):
             raise ValueError("it does not copy what it was told to")

@@ -8,7 +8,7 @@ import os
 import select
 from dataclasses import dataclass, field
 
-__all__ = ["ProcessLife", "start_ticks"]
+__all__ = ["ProcessIncarnation", "start_ticks"]
 
 PROC_STATE, PROC_START_TICKS = 0, 19
 """Fields of /proc/PID/stat after the command's name."""
@@ -25,7 +25,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 @dataclass(slots=True)
-class ProcessLife:
+class ProcessIncarnation:
     """Watches one process until it ends. Close it."""
 
     pid: int
@@ -34,15 +34,15 @@ class ProcessLife:
     _poller: "select.poll | None" = field(default=None, init=False)
 
     @classmethod
-    def watch(cls, pid: int, ticks: int) -> "ProcessLife | None":
+    def watch(cls, pid: int, ticks: int) -> "ProcessIncarnation | None":
         """None when that life of the process is over."""
         pidfd: int | None = None
         with contextlib.suppress(OSError):  # kernels before 5.3, or the process is gone, which the next line finds
             pidfd = os.pidfd_open(pid)
-        life = cls(pid, ticks, pidfd)
+        incarnation = cls(pid, ticks, pidfd)
         if start_ticks(pid) == ticks:
-            return life
-        life.close()
+            return incarnation
+        incarnation.close()
         return None
 
     def has_ended(self) -> bool:

@@ -12,19 +12,19 @@ import numpy.typing as npt
 
 from kvferry.errors import LocalProtocolError
 from kvferry.planes.runs import Bytes
-from kvferry.ports.block_store import Placement
+from kvferry.ports.block_store import BlockPermutation
 
 __all__ = ["STEP_BYTES", "check_placement", "rearrange"]
 
 STEP_BYTES = 2 * 1024 * 1024
 """What one step moves at most: a strided copy of short items makes about 2 GB/s, so this is a millisecond."""
-RUN_COST = 32 * 1024
+SEGMENT_COST = 32 * 1024
 """Each run of blocks takes some ten microseconds, however little it moves: as long as so many bytes."""
-ASIDE_BYTES = 256 * 1024
+ASIDE_BUFFER_BYTES = 256 * 1024
 """Blocks that are copied aside together: as much as stays in the second-level cache."""
 
 
-def check_placement(placement: Placement, size_bytes: int) -> None:
+def check_placement(placement: BlockPermutation, size_bytes: int) -> None:
     """LocalProtocolError unless all that is read or written lies in blocks that lie apart, in a region of `size_bytes`."""
     dims = len(placement.shape)
     sizes = (placement.block_bytes, placement.item_bytes, *placement.shape)
@@ -43,21 +43,21 @@ def check_placement(placement: Placement, size_bytes: int) -> None:
         raise LocalProtocolError(f"blocks of region {placement.region} that are to be rearranged overlap")
 
 
-def rearrange(placement: Placement, region: Bytes) -> Iterator[int]:
+def rearrange(placement: BlockPermutation, region: Bytes) -> Iterator[int]:
     """Rearrange some more each time; yields what that has cost, in bytes. The placement has been checked against the region."""
     size = placement.block_bytes
-    at_once = max(1, ASIDE_BYTES // size) if size <= STEP_BYTES else 1
+    at_once = max(1, ASIDE_BUFFER_BYTES // size) if size <= STEP_BYTES else 1
     aside = np.empty(at_once * size, np.uint8)
-    for start, step, count in _even_runs(np.sort(placement.offsets), at_once):
+    for start, step, count in _evenly_spaced(np.sort(placement.offsets), at_once):
         if size <= STEP_BYTES:
-            _set_aside(region, aside, start, step, (count, size))
+            _copy_aside(region, aside, start, step, (count, size))
             _write(placement, region, aside, start, (step, count))
-            yield count * size + RUN_COST
+            yield count * size + SEGMENT_COST
         else:
             yield from _rearrange_large(placement, region, aside, start)
 
 
-def _rearrange_large(placement: Placement, region: Bytes, aside: Bytes, start: int) -> Iterator[int]:
+def _rearrange_large(placement: BlockPermutation, region: Bytes, aside: Bytes, start: int) -> Iterator[int]:
     """One block of several steps: aside first, then a few rows of its longest dimension at a time."""
     size = placement.block_bytes
     for first in range(0, size, STEP_BYTES):
@@ -73,12 +73,12 @@ def _rearrange_large(placement: Placement, region: Bytes, aside: Bytes, start: i
         yield row_bytes * min(step, placement.shape[axis] - first)
 
 
-def _set_aside(region: Bytes, aside: Bytes, start: int, step: int, shape: tuple[int, int]) -> None:
+def _copy_aside(region: Bytes, aside: Bytes, start: int, step: int, shape: tuple[int, int]) -> None:
     count, size = shape
     aside[: count * size].reshape(shape)[:] = np.ndarray(shape, np.uint8, region.data, start, (step, 1))
 
 
-def _write(placement: Placement, region: Bytes, aside: Bytes, start: int, run: tuple[int, int]) -> None:
+def _write(placement: BlockPermutation, region: Bytes, aside: Bytes, start: int, run: tuple[int, int]) -> None:
     step, count = run
     item = np.dtype((np.void, placement.item_bytes))
     shape = (count, *placement.shape)
@@ -86,11 +86,11 @@ def _write(placement: Placement, region: Bytes, aside: Bytes, start: int, run: t
     np.ndarray(shape, item, region.data, start, (step, *placement.wanted))[...] = source
 
 
-def _items(placement: Placement, memory: Bytes, start: int, strides: tuple[int, ...]) -> npt.NDArray[np.void]:
+def _items(placement: BlockPermutation, memory: Bytes, start: int, strides: tuple[int, ...]) -> npt.NDArray[np.void]:
     return np.ndarray(placement.shape, np.dtype((np.void, placement.item_bytes)), memory.data, start, strides)
 
 
-def _even_runs(starts: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int, int]]:
+def _evenly_spaced(starts: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int, int]]:
     """Sorted starts as runs of even spacing: first, spacing, how many."""
     steps = np.diff(starts)
     bends = (np.flatnonzero(np.diff(steps)) + 1).tolist()

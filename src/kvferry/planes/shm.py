@@ -1,33 +1,33 @@
-"""The `shm` data plane: a peer on this host maps our cache, and we map its, and each copies what it wants by itself.
+"""The `shm` data transport: a peer on this host maps our cache, and we map its, and each copies what it wants by itself.
 
 Owned by one thread. A peer's file is opened through /proc/PID/fd and used only after it has proved to be the one offered: same life of the
 same process, same file, sealed against shrinking. It is mapped for reading; for writing only when something is written.
 """
 
+import fcntl
 import mmap
 import os
 import stat
 import time
 from collections.abc import Sequence
-from fcntl import F_GET_SEALS, F_SEAL_SHRINK, fcntl
 
 import msgspec
 import numpy as np
 
 from kvferry.errors import LocalProtocolError, TransportError
-from kvferry.planes.bounds import check_pieces, check_regions
+from kvferry.planes.bounds import check_regions, check_segments
 from kvferry.planes.copiers import Copier, fastest_copier
 from kvferry.planes.copying import CopyQueue
-from kvferry.planes.fabric import host_reach
-from kvferry.planes.gather import Direction
-from kvferry.planes.lending import no_fence
-from kvferry.planes.process import ProcessLife, start_ticks
+from kvferry.planes.fabric import host_identity
+from kvferry.planes.gather import CopyDirection
+from kvferry.planes.lending import write_grants_unsupported
+from kvferry.planes.process import ProcessIncarnation, start_ticks
 from kvferry.planes.runs import Bytes
 from kvferry.planes.shared_memory import SharedMemory, SharedMemoryAllocator
-from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.ports.data import Completion, Handle, Segments, TransportOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["SharedMemory", "SharedMemoryAllocator", "ShmDataPlane"]
+__all__ = ["SharedMemory", "SharedMemoryAllocator", "ShmTransport"]
 
 MAX_INT = (1 << 31) - 1
 MAX_ADDRESS = (1 << 63) - 1
@@ -35,7 +35,7 @@ DEATH_CHECK_S = 2.0
 """How often peers that nothing is read from are looked at; a dead one's mapping would hold its whole cache in memory."""
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
+class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
     """How to reach one SharedMemory. `address` is where its owner has mapped it: regions are named by that."""
 
     pid: int
@@ -47,8 +47,8 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
-class ShmDataPlane:
-    """Implements `ports.data.DataPlane` over one SharedMemory, which stays its owner's."""
+class ShmTransport:
+    """Implements `ports.data.DataTransport` over one SharedMemory, which stays its owner's."""
 
     def __init__(self, memory: SharedMemory, copier: Copier | None = None) -> None:
         self._memory = memory
@@ -71,15 +71,15 @@ class ShmDataPlane:
         self._views = [whole[r.address - first : r.address - first + r.size_bytes] for r in regions]
         return True
 
-    def offer(self) -> PlaneOffer:
+    def offer(self) -> TransportOffer:
         ticks, file = start_ticks(os.getpid()), os.fstat(self._memory.fd)
         if ticks is None:
             raise LocalProtocolError("/proc does not show this process, so its cache cannot be offered over shm; mount /proc")
         memory = self._memory
-        offer = _Offer(os.getpid(), ticks, memory.fd, file.st_dev, file.st_ino, memory.address, memory.size_bytes)
-        return PlaneOffer(self.name, host_reach(), msgspec.msgpack.encode(offer))
+        offer = _ShmOffer(os.getpid(), ticks, memory.fd, file.st_dev, file.st_ino, memory.address, memory.size_bytes)
+        return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(offer))
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         check_regions(regions, peer)
         mapping = _Mapping(peer, _decoded(peer, offer), tuple(regions))
         self.disconnect(peer)
@@ -88,21 +88,21 @@ class ShmDataPlane:
     def disconnect(self, peer: PeerId) -> None:
         self._drop(peer, f"peer {peer} was disconnected")
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, Direction.READ)
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        return self._start(peer, segments, CopyDirection.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
-        return self._start(peer, pieces, Direction.WRITE)
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+        return self._start(peer, segments, CopyDirection.WRITE)
 
     @property
-    def fences_writes(self) -> bool:
+    def supports_write_grants(self) -> bool:
         return False
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        raise no_fence(self.name)
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise write_grants_unsupported(self.name)
 
-    def take_back(self, number: int) -> Handle:
-        raise no_fence(self.name)
+    def revoke_writes(self, grant_id: int) -> Handle:
+        raise write_grants_unsupported(self.name)
 
     def poll(self) -> list[Completion]:
         self._queue.advance(self._is_alive)
@@ -131,12 +131,12 @@ class ShmDataPlane:
         self._views = []
         self._regions = ()
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], direction: Direction) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection) -> Handle:
         mapping = self._peers.get(peer)
         if mapping is None:
             raise TransportError(f"peer {peer} is not connected over shm")
-        check_pieces(pieces, self._regions, mapping.regions, peer)
-        return self._queue.start(peer, pieces, self._views, mapping.views(direction), direction)
+        check_segments(segments, self._regions, mapping.regions, peer)
+        return self._queue.start(peer, segments, self._views, mapping.views(direction), direction)
 
     def _is_alive(self, peer: PeerId) -> bool:
         """Whether a peer with transfers still lives; if not, all that is held for it is dropped."""
@@ -154,26 +154,26 @@ class ShmDataPlane:
 class _Mapping:
     """A peer's cache, mapped here."""
 
-    def __init__(self, peer: PeerId, offer: _Offer, regions: tuple[Region, ...]) -> None:
+    def __init__(self, peer: PeerId, offer: _ShmOffer, regions: tuple[Region, ...]) -> None:
         for region in regions:
             if region.address < offer.address or region.address + region.size_bytes > offer.address + offer.size_bytes:
                 raise TransportError(f"region {region.name!r} of {peer} is not in the memory it offers over shm; drop this peer")
         self.regions = regions
         self._peer = peer
         self._offer = offer
-        life = ProcessLife.watch(offer.pid, offer.start_ticks)
-        if life is None:
+        incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
+        if incarnation is None:
             raise TransportError(_ended(peer))
-        self._life = life
-        self._maps: dict[Direction, mmap.mmap] = {}
-        self._views: dict[Direction, list[Bytes]] = {}
+        self._incarnation = incarnation
+        self._maps: dict[CopyDirection, mmap.mmap] = {}
+        self._views: dict[CopyDirection, list[Bytes]] = {}
         try:
-            self.views(Direction.READ)
+            self.views(CopyDirection.READ)
         except TransportError:
-            self._life.close()
+            self._incarnation.close()
             raise
 
-    def views(self, direction: Direction) -> list[Bytes]:
+    def views(self, direction: CopyDirection) -> list[Bytes]:
         """The peer's regions, writable only for writes. TransportError when they cannot be mapped."""
         if direction not in self._maps:
             self._maps[direction] = pages = self._map(direction)
@@ -183,18 +183,18 @@ class _Mapping:
         return self._views[direction]
 
     def has_ended(self) -> bool:
-        return self._life.has_ended()
+        return self._incarnation.has_ended()
 
     def close(self) -> None:
         """Every transfer with this peer has been dropped before, so no view of the pages is left but ours."""
         self._views.clear()
         while self._maps:
             self._maps.popitem()[1].close()
-        self._life.close()
+        self._incarnation.close()
 
-    def _map(self, direction: Direction) -> mmap.mmap:
+    def _map(self, direction: CopyDirection) -> mmap.mmap:
         flags, protection = os.O_RDONLY, mmap.PROT_READ
-        if direction is Direction.WRITE:
+        if direction is CopyDirection.WRITE:
             flags, protection = os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE
         try:
             fd = os.open(f"/proc/{self._offer.pid}/fd/{self._offer.fd}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -211,18 +211,18 @@ class _Mapping:
     def _prove(self, fd: int) -> None:
         file, offer = os.fstat(fd), self._offer
         is_it = stat.S_ISREG(file.st_mode) and (file.st_dev, file.st_ino, file.st_size) == (offer.device, offer.inode, offer.size_bytes)
-        if not is_it or not fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK or self._life.has_ended():
+        if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or self._incarnation.has_ended():
             raise TransportError(f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} offered; it was restarted")
 
 
-def _decoded(peer: PeerId, offer: PlaneOffer) -> _Offer:
+def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
     try:
-        decoded = msgspec.msgpack.decode(offer.blob, type=_Offer)
+        decoded = msgspec.msgpack.decode(offer.blob, type=_ShmOffer)
     except msgspec.MsgspecError as error:
         raise TransportError(f"the shm offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
     numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
-    if offer.reach != host_reach() or min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
-        raise TransportError(f"the shm offer of {peer} is from another host, user or container; use another plane")
+    if offer.reach != host_identity() or min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
+        raise TransportError(f"the shm offer of {peer} is from another host, user or container; use another transport")
     return decoded
 
 

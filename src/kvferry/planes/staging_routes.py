@@ -1,13 +1,13 @@
-"""How agents are answered that have asked us for something: by links made from what they told. Owned by the thread of the plane."""
+"""How agents are answered that have asked us for something: by links made from what they told. Owned by the thread of the transport."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry.errors import TransportError
-from kvferry.planes.nixl import NixlDataPlane
+from kvferry.planes.nixl import NixlTransport
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
-__all__ = ["ReturnRoutes"]
+__all__ = ["ReplyRoutes"]
 
 MAX_ROUTES = 256
 IDLE_S = 60.0
@@ -22,14 +22,14 @@ class _Route:
     retry_at: float = 0.0
 
 
-class ReturnRoutes:
-    def __init__(self, plain: NixlDataPlane, region: Region) -> None:
+class ReplyRoutes:
+    def __init__(self, plain: NixlTransport, region: Region) -> None:
         self._plain = plain
         self._region = region
         """Some region: nothing is posted to these agents."""
         self._routes: dict[str, _Route] = {}
 
-    def meet(self, agent: str, metadata: bytes, now: float) -> None:
+    def learn(self, agent: str, metadata: bytes, now: float) -> None:
         """An agent has told how it is reached, or asks again without telling."""
         route = self._routes.get(agent)
         if route is None and metadata and len(self._routes) < MAX_ROUTES:

@@ -1,11 +1,11 @@
-"""Our own staged transfers: each waits for a window of our ring, asks its peer for one there, and then moves chunk by chunk.
+"""Our own bounce-buffer transfers: each waits for a slot of our bounce buffer, asks its peer for one there, and then moves chunk by chunk.
 
     read     they gather ──▶ READ into our window ──▶ we scatter
     write    we gather ──▶ WRITE into their window ──▶ they scatter
 
-Owned by the thread of its plane, which brings messages, the time and what has become of what was posted, and sends what there is to be
-sent. The window here is had before the one there is asked for, and a part of each ring is for windows that are lent alone: so two planes
-never wait for each other.
+Owned by the thread of its transport, which brings messages, the time and what has become of what was posted, and sends what there is to be
+sent. The window here is had before the one there is asked for, and a part of each ring is for windows that are lent alone: so two
+transports never wait for each other.
 """
 
 import time
@@ -17,89 +17,108 @@ from typing import Protocol
 import numpy as np
 
 from kvferry.errors import TransportError
-from kvferry.planes.runs import Runs
-from kvferry.planes.staged_transfer import RingOf, StagedTransfer, State
-from kvferry.planes.staging_lane import CopyLane, StagingRing, share_of, stretch_end
+from kvferry.planes.runs import Descriptors
+from kvferry.planes.staged_transfer import BounceState, BounceTransfer, RemoteBounceBuffer
+from kvferry.planes.staging_lane import BounceBuffer, SlotCopier, chunk_end, max_chunk_bytes
 from kvferry.planes.staging_lender import RECLAIM_S
-from kvferry.planes.staging_ring import Window, WindowTable, fair_window
-from kvferry.planes.staging_stream import Segment, Stream, common_grain
-from kvferry.planes.staging_wire import Advanced, Ask, Ended, Granted, Message, Part, Reached, Stopped, cut_into_parts
-from kvferry.ports.data import Completion, Handle, Pieces
+from kvferry.planes.staging_ring import Slot, SlotTable, fair_slot_bytes
+from kvferry.planes.staging_stream import RegionSegments, SegmentStream, common_granularity
+from kvferry.planes.staging_wire import (
+    BounceMessage,
+    InitiatorProgress,
+    OwnerProgress,
+    SegmentPart,
+    SlotGranted,
+    SlotRequest,
+    TransferEnded,
+    TransferStopped,
+    cut_into_parts,
+)
+from kvferry.ports.data import Completion, Handle, Segments
 from kvferry.types import PeerId, Region
 
-__all__ = ["Mail", "RingOf", "StagedTransfers", "ToInitiator", "Wire"]
+__all__ = ["BounceTransfers", "DescriptorMover", "OutgoingMessages", "RemoteBounceBuffer", "ToInitiator"]
 
 MAX_POSTED = 2
 """Stretches of one transfer on the wire at once."""
 PING_S = 1.0
 """A transfer that has nothing to say says so, and is answered: both know that the other is there."""
-GRANT_PATIENCE_S = 5.0
+GRANT_TIMEOUT_S = 5.0
 """How long a transfer waits for a window of its peer. Then it goes without."""
-STOP_PATIENCE_S = 5.0
+STOP_TIMEOUT_S = 5.0
 """How long a stopped write waits for what is on the wire, before that is given up too."""
-PARTS_PER_TURN = 8
-SHUN_S = 60.0
+PARTS_PER_TICK = 8
+BACKOFF_S = 60.0
 """A peer that did not answer at all is not asked again for so long."""
-KNOWN_S = 20.0
+METADATA_TTL_S = 20.0
 """A peer that has answered so lately knows how to answer: it is not told again. It remembers for longer."""
 
-ToInitiator = Granted | Reached | Ended
-Mail = tuple[str, tuple[Message, ...]]
+ToInitiator = SlotGranted | OwnerProgress | TransferEnded
+OutgoingMessages = tuple[str, tuple[BounceMessage, ...]]
 """What is to be sent as one notification, and to which agent."""
 
 
-class Wire(Protocol):
+class DescriptorMover(Protocol):
     """What moves stretches between two rings."""
 
-    def move(self, peer: PeerId, operation: str, runs: Runs) -> Handle:
+    def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
         """READ or WRITE, by addresses here and there."""
 
     def cancel(self, handle: Handle) -> None: ...
 
 
-class StagedTransfers:
-    def __init__(self, ring: StagingRing, table: WindowTable, wire: Wire, metadata: bytes, reclaim_s: float = RECLAIM_S) -> None:
-        self._ring = ring
+class BounceTransfers:
+    def __init__(
+        self, bounce_buffer: BounceBuffer, table: SlotTable, mover: DescriptorMover, metadata: bytes, reclaim_s: float = RECLAIM_S
+    ) -> None:
+        self._bounce_buffer = bounce_buffer
         self._table = table
-        self._wire = wire
+        self._mover = mover
         self._metadata = metadata
         self._reclaim_s = reclaim_s
-        self._transfers: dict[Handle, StagedTransfer] = {}
-        self._queue: deque[StagedTransfer] = deque()
-        self._writing: deque[StagedTransfer] = deque()
-        """Those whose pieces have not all been told."""
-        self._by_wire: dict[Handle, StagedTransfer] = {}
-        self._outgoing: list[tuple[str, Message]] = []
+        self._transfers: dict[Handle, BounceTransfer] = {}
+        self._queue: deque[BounceTransfer] = deque()
+        self._writing: deque[BounceTransfer] = deque()
+        """Those whose segments have not all been told."""
+        self._by_posted_handle: dict[Handle, BounceTransfer] = {}
+        self._outgoing: list[tuple[str, BounceMessage]] = []
         self._ended: list[Completion] = []
-        self._unstaged: list[tuple[Handle, PeerId, Sequence[Pieces], bool]] = []
-        self._heard_at: dict[str, float] = {}
-        self._shunned_until: dict[str, float] = {}
+        self._fallbacks: list[tuple[Handle, PeerId, Sequence[Segments], bool]] = []
+        self._last_message_at: dict[str, float] = {}
+        self._backoff_until: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return len(self._transfers) + len(self._ended) + len(self._unstaged)
+        return len(self._transfers) + len(self._ended) + len(self._fallbacks)
 
     @property
     def can_move(self) -> bool:
         """Whether the next turn may have something to do."""
-        return bool(self._ended or self._unstaged or self.has_mail) or any(each.can_move for each in self._transfers.values())
+        return bool(self._ended or self._fallbacks or self.has_outgoing) or any(each.can_move for each in self._transfers.values())
 
     @property
-    def has_mail(self) -> bool:
+    def has_outgoing(self) -> bool:
         return bool(self._outgoing or self._writing)
 
     def start(
-        self, handle: Handle, peer: PeerId, ring: RingOf, pieces: Sequence[Pieces], regions: Sequence[Region], *, is_read: bool
+        self,
+        handle: Handle,
+        peer: PeerId,
+        bounce_buffer: RemoteBounceBuffer,
+        segments: Sequence[Segments],
+        regions: Sequence[Region],
+        *,
+        is_read: bool,
     ) -> None:
-        """The pieces have been checked against both sides' regions, and are not empty."""
-        stream = Stream()
-        for part in pieces:
-            stream.append(Segment(regions[part.local_region].address, part.piece_bytes, part.local_offsets))
-        transfer = StagedTransfer(handle, peer, is_read, pieces, stream.total_bytes, stream, ring, time.perf_counter())
+        """The segments have been checked against both sides' regions, and are not empty."""
+        stream = SegmentStream()
+        for part in segments:
+            stream.append(RegionSegments(regions[part.local_region].address, part.segment_bytes, part.local_offsets))
+        transfer = BounceTransfer(handle, peer, is_read, segments, stream.total_bytes, stream, bounce_buffer, time.perf_counter())
         self._transfers[handle] = transfer
         self._queue.append(transfer)
 
-    def can_ask(self, agent: str, now: float) -> bool:
-        return now >= self._shunned_until.get(agent, now)
+    def can_request(self, agent: str, now: float) -> bool:
+        return now >= self._backoff_until.get(agent, now)
 
     def peers(self) -> set[PeerId]:
         """Those that something is moved with."""
@@ -116,58 +135,58 @@ class StagedTransfers:
 
     def fail_peer(self, peer: PeerId, why: str, now: float) -> None:
         """The peer cannot be spoken to any more, or in a moment."""
-        for known in (self._heard_at, self._shunned_until):
+        for known in (self._last_message_at, self._backoff_until):
             known.clear()  # whoever is met again is told anew
         for transfer in self._of(peer):
             # A peer that lives may be putting into place what it was told of: a write waits for as long as that may take.
-            transfer.is_ended_there |= transfer.is_read or transfer.advanced == 0
+            transfer.has_peer_ended |= transfer.is_read or transfer.advanced == 0
             self._stop(transfer, why, now)
-            if transfer.state in (State.STOPPING, State.CLOSING):
-                self._wind_up(transfer, now)
+            if transfer.state in (BounceState.STOPPING, BounceState.CLOSING):
+                self._finish_stopping(transfer, now)
 
     def receive(self, sender: str, message: ToInitiator, now: float) -> None:
         transfer = self._transfers.get(Handle(message.transfer))
-        if transfer is None or transfer.ring.agent != sender:
-            if isinstance(message, Granted):  # it went without, and a window would be kept for it
-                self._outgoing.append((sender, Stopped(message.transfer, is_certain=True)))
-            elif isinstance(message, Reached):  # our last word about it was lost; what it had sent may be on its way
-                self._outgoing.append((sender, Stopped(message.transfer, is_certain=False)))
+        if transfer is None or transfer.bounce_buffer.agent != sender:
+            if isinstance(message, SlotGranted):  # it went without, and a window would be kept for it
+                self._outgoing.append((sender, TransferStopped(message.transfer, is_certain=True)))
+            elif isinstance(message, OwnerProgress):  # our last word about it was lost; what it had sent may be on its way
+                self._outgoing.append((sender, TransferStopped(message.transfer, is_certain=False)))
             return
         peer = transfer.peer
-        self._heard_at[sender] = now
-        if isinstance(message, Ended):
-            transfer.is_ended_there = True
-            if transfer.state is State.ASKED:
-                self._go_without(transfer)
+        self._last_message_at[sender] = now
+        if isinstance(message, TransferEnded):
+            transfer.has_peer_ended = True
+            if transfer.state is BounceState.ASKED:
+                self._fall_back(transfer)
             else:
                 self._stop(transfer, f"peer {peer} ended it: {message.why}", now)
             return
-        if transfer.heard_s < message.heard_s <= now:
-            transfer.heard_s = message.heard_s
-        if isinstance(message, Granted):
-            self._take_window(transfer, message, now)
+        if transfer.echoed_clock_s < message.echoed_clock_s <= now:
+            transfer.echoed_clock_s = message.echoed_clock_s
+        if isinstance(message, SlotGranted):
+            self._take_slot(transfer, message, now)
         elif message.upto > (transfer.total_bytes if transfer.is_read else transfer.landed):
             self._stop(transfer, f"peer {peer} says that byte {message.upto} has been moved, which cannot be", now)
         else:
             transfer.reached = max(transfer.reached, message.upto)
 
     def settle(self, completion: Completion, now: float) -> bool:
-        """Take note of what has become of something posted. False when it is not of a staged transfer."""
-        transfer = self._by_wire.pop(completion.handle, None)
+        """Take note of what has become of something posted. False when it is not of a bounce-buffer transfer."""
+        transfer = self._by_posted_handle.pop(completion.handle, None)
         if transfer is None:
             return False
-        transfer.descriptors += completion.pieces
+        transfer.descriptors += completion.segments
         transfer.post_s += completion.post_s
         transfer.arrived.add(completion.handle)
         if completion.error is not None:
             transfer.is_certain = transfer.is_certain and transfer.is_read
             self._stop(transfer, completion.error, now)
-        elif transfer.is_read and now > transfer.heard_s + self._reclaim_s / 2:
+        elif transfer.is_read and now > transfer.echoed_clock_s + self._reclaim_s / 2:
             # What was read may be of somebody else by now.
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
-        while transfer.wires and transfer.wires[0][1] in transfer.arrived:
-            end, wired = transfer.wires.popleft()
-            transfer.arrived.discard(wired)
+        while transfer.in_flight and transfer.in_flight[0][1] in transfer.arrived:
+            end, posted_handle = transfer.in_flight.popleft()
+            transfer.arrived.discard(posted_handle)
             if transfer.error is None:
                 transfer.landed = end
         return True
@@ -175,28 +194,28 @@ class StagedTransfers:
     def advance(self, now: float) -> None:
         """One turn of bounded work: begin, post, copy, and see what is over."""
         self._admit(now)
-        budget = self._ring.pace.turn_bytes
+        budget = self._bounce_buffer.limits.tick_bytes
         for transfer in list(self._transfers.values()):
-            if transfer.state is State.MOVING:
+            if transfer.state is BounceState.MOVING:
                 budget -= self._move(transfer, now, may_begin=budget > 0)
-            if transfer.state in (State.STOPPING, State.CLOSING):
-                self._wind_up(transfer, now)
-            elif transfer.state in (State.ASKED, State.MOVING):
-                self._keep_up(transfer, now)
+            if transfer.state in (BounceState.STOPPING, BounceState.CLOSING):
+                self._finish_stopping(transfer, now)
+            elif transfer.state in (BounceState.ASKED, BounceState.MOVING):
+                self._keep_alive(transfer, now)
         if len(self._transfers) > 1:  # the next turn begins with another
             first = next(iter(self._transfers))
             self._transfers[first] = self._transfers.pop(first)
 
-    def take_mail(self) -> Iterator[Mail]:
-        """What is to be sent, in order. Long lists of pieces are written as they are taken, the first with what asks for the transfer."""
+    def take_outgoing(self) -> Iterator[OutgoingMessages]:
+        """What is to be sent, in order. Long lists of segments are written as they are taken, the first with what asks for the transfer."""
         outgoing, self._outgoing = self._outgoing, []
-        letters: dict[str, list[Message]] = {}
+        by_agent: dict[str, list[BounceMessage]] = {}
         for agent, message in outgoing:
-            letters.setdefault(agent, []).append(message)
-        parts = islice(self._next_parts(), PARTS_PER_TURN)
+            by_agent.setdefault(agent, []).append(message)
+        parts = islice(self._next_parts(), PARTS_PER_TICK)
         for agent, part in islice(parts, 1):
-            letters.setdefault(agent, []).append(part)
-        for agent, messages in letters.items():
+            by_agent.setdefault(agent, []).append(part)
+        for agent, messages in by_agent.items():
             yield agent, tuple(messages)
         for agent, part in parts:
             yield agent, (part,)
@@ -205,172 +224,176 @@ class StagedTransfers:
         ended, self._ended = self._ended, []
         return ended
 
-    def take_unstaged(self) -> list[tuple[Handle, PeerId, Sequence[Pieces], bool]]:
-        """Those that are to go without a ring: handle, peer, pieces, whether it is a read. They are ours no more."""
-        unstaged, self._unstaged = self._unstaged, []
-        return unstaged
+    def take_fallbacks(self) -> list[tuple[Handle, PeerId, Sequence[Segments], bool]]:
+        """Those that are to go without a ring: handle, peer, segments, whether it is a read. They are ours no more."""
+        fallbacks, self._fallbacks = self._fallbacks, []
+        return fallbacks
 
     # -- one transfer ----------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
         """In the order in which they were started."""
-        most, least = fair_window(self._table.size_bytes)
+        most, least = fair_slot_bytes(self._table.size_bytes)
         while self._queue:
             transfer = self._queue[0]
-            grain = common_grain([part.piece_bytes for part in transfer.pieces], least)
-            window = self._table.take(min(transfer.total_bytes, most), least, grain)
-            if window is None:
+            granularity = common_granularity([part.segment_bytes for part in transfer.segments], least)
+            slot = self._table.take(min(transfer.total_bytes, most), least, granularity)
+            if slot is None:
                 return
             self._queue.popleft()
-            transfer.lane = CopyLane(self._ring, transfer.stream, window, not transfer.is_read, grain)
-            transfer.parts = cut_into_parts(transfer.handle, transfer.pieces)
-            transfer.heard_s = transfer.spoken_at = now
-            self._become(transfer, State.ASKED, now)
-            metadata = b"" if now < self._heard_at.get(transfer.ring.agent, -KNOWN_S) + KNOWN_S else self._metadata
-            ask = Ask(transfer.handle, now, transfer.is_read, transfer.total_bytes, window.size_bytes, grain, metadata)
-            self._outgoing.append((transfer.ring.agent, ask))
+            transfer.slot_copier = SlotCopier(self._bounce_buffer, transfer.stream, slot, not transfer.is_read, granularity)
+            transfer.parts = cut_into_parts(transfer.handle, transfer.segments)
+            transfer.echoed_clock_s = transfer.sent_at = now
+            self._become(transfer, BounceState.ASKED, now)
+            metadata = (
+                b"" if now < self._last_message_at.get(transfer.bounce_buffer.agent, -METADATA_TTL_S) + METADATA_TTL_S else self._metadata
+            )
+            ask = SlotRequest(transfer.handle, now, transfer.is_read, transfer.total_bytes, slot.size_bytes, granularity, metadata)
+            self._outgoing.append((transfer.bounce_buffer.agent, ask))
             self._writing.append(transfer)
 
-    def _next_parts(self) -> Iterator[tuple[str, Part]]:
+    def _next_parts(self) -> Iterator[tuple[str, SegmentPart]]:
         while self._writing:
             transfer = self._writing[0]
-            part = next(transfer.parts, None) if transfer.state in (State.ASKED, State.MOVING) else None
+            part = next(transfer.parts, None) if transfer.state in (BounceState.ASKED, BounceState.MOVING) else None
             if part is None:
                 self._writing.popleft()
             else:
-                yield transfer.ring.agent, part
+                yield transfer.bounce_buffer.agent, part
 
-    def _take_window(self, transfer: StagedTransfer, granted: Granted, now: float) -> None:
-        lane = transfer.lane
-        if transfer.state is not State.ASKED or lane is None:
+    def _take_slot(self, transfer: BounceTransfer, granted: SlotGranted, now: float) -> None:
+        slot_copier = transfer.slot_copier
+        if transfer.state is not BounceState.ASKED or slot_copier is None:
             return
-        window = Window(granted.first, granted.size_bytes)
-        if window.end > transfer.ring.size_bytes or window.size_bytes > lane.window.size_bytes:
-            self._stop(transfer, f"peer {transfer.peer} lends {window}, which cannot be", now)
+        slot = Slot(granted.first, granted.size_bytes)
+        if slot.end > transfer.bounce_buffer.size_bytes or slot.size_bytes > slot_copier.slot.size_bytes:
+            self._stop(transfer, f"peer {transfer.peer} lends {slot}, which cannot be", now)
             return
-        transfer.window_there = window
-        if window.size_bytes % lane.grain or lane.window.size_bytes % lane.grain:
-            lane.grain = 1
-        self._become(transfer, State.MOVING, now)
+        transfer.remote_slot = slot
+        if slot.size_bytes % slot_copier.granularity or slot_copier.slot.size_bytes % slot_copier.granularity:
+            slot_copier.granularity = 1
+        self._become(transfer, BounceState.MOVING, now)
 
-    def _move(self, transfer: StagedTransfer, now: float, *, may_begin: bool) -> int:
+    def _move(self, transfer: BounceTransfer, now: float, *, may_begin: bool) -> int:
         """What it has begun to copy, in bytes."""
-        lane, begun = transfer.lane, 0
-        assert lane is not None
+        slot_copier, begun = transfer.slot_copier, 0
+        assert slot_copier is not None
         try:
-            lane.collect()
+            slot_copier.collect()
             if may_begin:
-                begun = lane.advance(transfer.copy_limit, transfer.total_bytes)
-                lane.collect()
+                begun = slot_copier.advance(transfer.copy_limit, transfer.total_bytes)
+                slot_copier.collect()
             self._post(transfer, now)
         except TransportError as error:
             self._stop(transfer, str(error), now)
             return begun
         if transfer.is_complete:
             if transfer.landed > transfer.advanced:
-                self._say(transfer, now)
+                self._report_progress(transfer, now)
             self._end(transfer)
         return begun
 
-    def _post(self, transfer: StagedTransfer, now: float) -> None:
+    def _post(self, transfer: BounceTransfer, now: float) -> None:
         """Hand what is ready to the wire. TransportError when the peer is not there any more."""
-        lane, there = transfer.lane, transfer.window_there
-        assert lane is not None
+        slot_copier, there = transfer.slot_copier, transfer.remote_slot
+        assert slot_copier is not None
         assert there is not None
-        share = max(lane.grain, min(share_of(window, transfer.total_bytes) for window in (lane.window, there)))
-        while now <= transfer.heard_s + self._reclaim_s / 2 and len(transfer.wires) < MAX_POSTED:
+        share = max(slot_copier.granularity, min(max_chunk_bytes(slot, transfer.total_bytes) for slot in (slot_copier.slot, there)))
+        while now <= transfer.echoed_clock_s + self._reclaim_s / 2 and len(transfer.in_flight) < MAX_POSTED:
             # The last of it goes at once. Before that, one part is filled while the other is emptied.
-            most = transfer.total_bytes if transfer.wire_limit == transfer.total_bytes else share
-            end = stretch_end(transfer.posted, transfer.wire_limit, most, lane.grain, transfer.total_bytes)
+            most = transfer.total_bytes if transfer.post_limit == transfer.total_bytes else share
+            end = chunk_end(transfer.posted, transfer.post_limit, most, slot_copier.granularity, transfer.total_bytes)
             if end <= transfer.posted:
                 return
-            runs = _between(lane.window, there, transfer.posted, end).moved(self._ring.address, transfer.ring.address)
-            handle = self._wire.move(transfer.peer, "READ" if transfer.is_read else "WRITE", runs)
-            transfer.wires.append((end, handle))
+            descriptors = _slot_descriptors(slot_copier.slot, there, transfer.posted, end).moved(
+                self._bounce_buffer.address, transfer.bounce_buffer.address
+            )
+            handle = self._mover.move(transfer.peer, "READ" if transfer.is_read else "WRITE", descriptors)
+            transfer.in_flight.append((end, handle))
             transfer.posted = end
-            self._by_wire[handle] = transfer
+            self._by_posted_handle[handle] = transfer
 
-    def _keep_up(self, transfer: StagedTransfer, now: float) -> None:
-        if now > transfer.heard_s + self._reclaim_s / 2:
+    def _keep_alive(self, transfer: BounceTransfer, now: float) -> None:
+        if now > transfer.echoed_clock_s + self._reclaim_s / 2:
             self._stop(transfer, f"peer {transfer.peer} has not been heard of for too long", now)
-        elif transfer.state is State.ASKED and now > transfer.since + GRANT_PATIENCE_S:
-            self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, is_certain=True)))
-            if self._heard_at.get(transfer.ring.agent, -1.0) < transfer.since:
-                self._shunned_until[transfer.ring.agent] = now + SHUN_S
-            self._go_without(transfer)
-        elif transfer.owes_word or now > transfer.spoken_at + PING_S:
-            self._say(transfer, now)
+        elif transfer.state is BounceState.ASKED and now > transfer.since + GRANT_TIMEOUT_S:
+            self._outgoing.append((transfer.bounce_buffer.agent, TransferStopped(transfer.handle, is_certain=True)))
+            if self._last_message_at.get(transfer.bounce_buffer.agent, -1.0) < transfer.since:
+                self._backoff_until[transfer.bounce_buffer.agent] = now + BACKOFF_S
+            self._fall_back(transfer)
+        elif transfer.must_notify or now > transfer.sent_at + PING_S:
+            self._report_progress(transfer, now)
 
-    def _say(self, transfer: StagedTransfer, now: float) -> None:
-        transfer.advanced, transfer.spoken_at = transfer.landed, now
-        self._outgoing.append((transfer.ring.agent, Advanced(transfer.handle, transfer.landed, now)))
+    def _report_progress(self, transfer: BounceTransfer, now: float) -> None:
+        transfer.advanced, transfer.sent_at = transfer.landed, now
+        self._outgoing.append((transfer.bounce_buffer.agent, InitiatorProgress(transfer.handle, transfer.landed, now)))
 
-    def _stop(self, transfer: StagedTransfer, why: str, now: float) -> None:
+    def _stop(self, transfer: BounceTransfer, why: str, now: float) -> None:
         """The first reason counts."""
-        if transfer.error is not None or transfer.state is State.ENDED:
+        if transfer.error is not None or transfer.state is BounceState.ENDED:
             return
         transfer.error = why
-        if transfer.state is State.QUEUED:
+        if transfer.state is BounceState.QUEUED:
             self._end(transfer)
             return
-        self._become(transfer, State.STOPPING, now)
+        self._become(transfer, BounceState.STOPPING, now)
         if transfer.is_read:
-            self._cancel_wires(transfer)
+            self._cancel_in_flight(transfer)
 
-    def _wind_up(self, transfer: StagedTransfer, now: float) -> None:
+    def _finish_stopping(self, transfer: BounceTransfer, now: float) -> None:
         """A stopped transfer has ended once nothing of ours is touched any more; a write waits for the peer to say the same."""
-        assert transfer.lane is not None
-        if transfer.state is State.STOPPING:
-            if not transfer.is_read and now > transfer.since + STOP_PATIENCE_S:
-                self._cancel_wires(transfer)
+        assert transfer.slot_copier is not None
+        if transfer.state is BounceState.STOPPING:
+            if not transfer.is_read and now > transfer.since + STOP_TIMEOUT_S:
+                self._cancel_in_flight(transfer)
             try:
-                transfer.lane.collect()
+                transfer.slot_copier.collect()
             except TransportError:  # the device has failed: nothing runs on it any more
                 transfer.is_certain = False
-            if transfer.wires or not transfer.lane.is_idle:
+            if transfer.in_flight or not transfer.slot_copier.is_idle:
                 return
-            self._outgoing.append((transfer.ring.agent, Stopped(transfer.handle, transfer.is_certain)))
-            self._become(transfer, State.CLOSING, now)
-        is_told = transfer.is_read or transfer.advanced == 0 or transfer.is_ended_there
-        # An owner that is silent for so long stood still, and writes nothing when it wakes up.
+            self._outgoing.append((transfer.bounce_buffer.agent, TransferStopped(transfer.handle, transfer.is_certain)))
+            self._become(transfer, BounceState.CLOSING, now)
+        is_told = transfer.is_read or transfer.advanced == 0 or transfer.has_peer_ended
+        # An owner that is silent for so long stalled, and writes nothing when it wakes up.
         if is_told or now > transfer.since + self._reclaim_s / 2:
             self._end(transfer)
 
-    def _cancel_wires(self, transfer: StagedTransfer) -> None:
-        for _, handle in transfer.wires:
-            self._wire.cancel(handle)
+    def _cancel_in_flight(self, transfer: BounceTransfer) -> None:
+        for _, handle in transfer.in_flight:
+            self._mover.cancel(handle)
 
-    def _go_without(self, transfer: StagedTransfer) -> None:
-        self._unstaged.append((transfer.handle, transfer.peer, transfer.pieces, transfer.is_read))
+    def _fall_back(self, transfer: BounceTransfer) -> None:
+        self._fallbacks.append((transfer.handle, transfer.peer, transfer.segments, transfer.is_read))
         self._release(transfer)
 
-    def _end(self, transfer: StagedTransfer) -> None:
+    def _end(self, transfer: BounceTransfer) -> None:
         elapsed_s = time.perf_counter() - transfer.began_s
         done = transfer.total_bytes if transfer.error is None else transfer.landed
         self._ended.append(Completion(transfer.handle, transfer.error, done, transfer.descriptors, transfer.post_s, elapsed_s))
         self._release(transfer)
 
-    def _release(self, transfer: StagedTransfer) -> None:
-        transfer.state = State.ENDED
-        if transfer.lane is not None:
-            self._table.give_back(transfer.lane.window)
+    def _release(self, transfer: BounceTransfer) -> None:
+        transfer.state = BounceState.ENDED
+        if transfer.slot_copier is not None:
+            self._table.release(transfer.slot_copier.slot)
         else:
             self._queue.remove(transfer)
         del self._transfers[transfer.handle]
 
-    def _of(self, peer: PeerId) -> list[StagedTransfer]:
+    def _of(self, peer: PeerId) -> list[BounceTransfer]:
         return [transfer for transfer in self._transfers.values() if transfer.peer == peer]
 
     @staticmethod
-    def _become(transfer: StagedTransfer, state: State, now: float) -> None:
+    def _become(transfer: BounceTransfer, state: BounceState, now: float) -> None:
         transfer.state, transfer.since = state, now
 
 
-def _between(here: Window, there: Window, start: int, end: int) -> Runs:
+def _slot_descriptors(here: Slot, there: Slot, start: int, end: int) -> Descriptors:
     """The same bytes in both windows, cut where one of them ends."""
     places = []
     while start < end:
-        (offset, size), (offset_there, size_there) = next(here.places(start, end)), next(there.places(start, end))
-        places.append((offset, offset_there, min(size, size_there)))
+        (offset, size), (remote_offset, remote_size) = next(here.places(start, end)), next(there.places(start, end))
+        places.append((offset, remote_offset, min(size, remote_size)))
         start += places[-1][2]
-    return Runs(*np.array(list(zip(*places, strict=True)), np.int64))
+    return Descriptors(*np.array(list(zip(*places, strict=True)), np.int64))

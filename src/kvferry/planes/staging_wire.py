@@ -1,6 +1,7 @@
-"""What the two sides of a staged transfer tell each other, as NIXL notifications. Pure.
+"""What the two sides of a bounce-buffer transfer tell each other, as NIXL notifications. Pure.
 
-The *initiator* has asked for the transfer, by `read` or `write`, and posts everything to NIXL. The *owner* lends it a window of its ring:
+The *initiator* has asked for the transfer, by `read` or `write`, and posts everything to NIXL. The *owner* lends it a slot of its bounce
+buffer:
 
     initiator                             owner
     Ask, Part ...          ────▶          queued until there is a window
@@ -29,29 +30,29 @@ import numpy as np
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.planes.runs import Offsets
-from kvferry.ports.data import Pieces
+from kvferry.ports.data import Segments
 
 __all__ = [
+    "BOUNCE_VERSION",
     "MAX_ENVELOPE_BYTES",
     "MAX_METADATA_BYTES",
-    "MAX_PIECES",
-    "STAGING_VERSION",
-    "Advanced",
-    "Ask",
-    "Ended",
+    "MAX_SEGMENTS",
+    "BounceMessage",
     "Envelope",
-    "Granted",
-    "Group",
-    "Message",
+    "InitiatorProgress",
+    "NotificationCodec",
     "OffsetTable",
-    "Part",
-    "Postmark",
-    "Reached",
-    "Stopped",
+    "OwnerProgress",
+    "SegmentGroup",
+    "SegmentPart",
+    "SlotGranted",
+    "SlotRequest",
+    "TransferEnded",
+    "TransferStopped",
     "cut_into_parts",
 ]
 
-STAGING_VERSION = 1
+BOUNCE_VERSION = 1
 MAX_ENVELOPE_BYTES = 256 * 1024
 """NIXL takes 75 µs for a notification of 64 KiB, and 2 ms for one of 1 MiB."""
 MAX_METADATA_BYTES = 192 * 1024
@@ -59,28 +60,28 @@ FEW_MESSAGES = 256
 FIRST_PART_OFFSETS, PART_OFFSETS = 8192, 24_576
 """Offsets of one part: the owner begins with the first while the others are written. Of 8 bytes each they still fit."""
 PART_GROUPS = 1024
-MAX_PIECES = 1 << 22
+MAX_SEGMENTS = 1 << 22
 """Of one transfer."""
 MAX_SENDERS = 1024
 TAG_BYTES = 32
 SHORT_BYTES, TABLE_BYTES, GROUP_BYTES = 256, 16, 32
 """What a message, a table and a group take at most, without what may be long in them."""
-MAX_NUMBER = (1 << 62) - 1
+MAX_INTEGER = (1 << 62) - 1
 
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-_Count = Annotated[int, msgspec.Meta(gt=0, le=MAX_NUMBER)]
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+_Count = Annotated[int, msgspec.Meta(gt=0, le=MAX_INTEGER)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Why = Annotated[str, msgspec.Meta(max_length=400)]
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class SlotRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     transfer: _Natural
     clock_s: float
     is_read: bool
     total_bytes: _Count
-    window_bytes: _Count
+    slot_bytes: _Count
     """The largest window that is of use."""
-    grain: _Count
+    granularity: _Count
     metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
     """Of the sender's agent, for the answer; empty when it was told lately."""
 
@@ -115,74 +116,74 @@ class OffsetTable(msgspec.Struct, frozen=True, array_like=True):
         return found
 
 
-class Group(msgspec.Struct, frozen=True, array_like=True):
-    """Pieces of one size in one of the owner's regions. Layers mostly move the same blocks: their groups share a table."""
+class SegmentGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Segments of one size in one of the owner's regions. Layers mostly move the same blocks: their groups share a table."""
 
     region: _Natural
-    piece_bytes: _Count
+    segment_bytes: _Count
     table: _Natural
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """Some of the pieces of a transfer. They come in order."""
+class SegmentPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """Some of the segments of a transfer. They come in order."""
 
     transfer: _Natural
     number: _Natural
     tables: Annotated[tuple[OffsetTable, ...], msgspec.Meta(max_length=PART_OFFSETS)]
-    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=PART_GROUPS)]
+    groups: Annotated[tuple[SegmentGroup, ...], msgspec.Meta(max_length=PART_GROUPS)]
 
     @property
-    def num_pieces(self) -> int:
+    def num_segments(self) -> int:
         """RemoteProtocolError when a group names a table that is not there."""
         if any(group.table >= len(self.tables) for group in self.groups):
-            raise RemoteProtocolError("a part of a staged transfer names offsets that it does not have")
+            raise RemoteProtocolError("a part of a bounce-buffer transfer names offsets that it does not have")
         return sum(len(self.tables[group.table]) for group in self.groups)
 
 
-class Advanced(msgspec.Struct, frozen=True, array_like=True, tag="adv"):
+class InitiatorProgress(msgspec.Struct, frozen=True, array_like=True, tag="adv"):
     transfer: _Natural
     upto: _Natural
     clock_s: float
 
 
-class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+class TransferStopped(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     transfer: _Natural
     is_certain: bool
     """Nothing that was posted can still arrive in the window."""
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
+class SlotGranted(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     transfer: _Natural
     first: _Natural
     """The window, by its offset in the owner's ring."""
     size_bytes: _Count
-    heard_s: float
+    echoed_clock_s: float
 
 
-class Reached(msgspec.Struct, frozen=True, array_like=True, tag="reach"):
+class OwnerProgress(msgspec.Struct, frozen=True, array_like=True, tag="reach"):
     transfer: _Natural
     upto: _Natural
-    heard_s: float
+    echoed_clock_s: float
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     transfer: _Natural
     why: _Why
 
 
-Message = Ask | Part | Advanced | Stopped | Granted | Reached | Ended
+BounceMessage = SlotRequest | SegmentPart | InitiatorProgress | TransferStopped | SlotGranted | OwnerProgress | TransferEnded
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     version: int
     sender: _Name
-    """The serving agent of the sender's plane."""
+    """The serving agent of the sender's transport."""
     count: _Natural
-    messages: Annotated[tuple[Message, ...], msgspec.Meta(max_length=FEW_MESSAGES)]
+    messages: Annotated[tuple[BounceMessage, ...], msgspec.Meta(max_length=FEW_MESSAGES)]
 
 
-class Postmark:
-    """Closes and opens the notifications of one plane."""
+class NotificationCodec:
+    """Closes and opens the notifications of one transport."""
 
     def __init__(self, secret: bytes, own_agent: str) -> None:
         self._key = hmac.digest(secret, b"kvferry staged nixl notifications", hashlib.sha256)
@@ -190,9 +191,9 @@ class Postmark:
         self._sent = 0
         self._counts: dict[str, int] = {}
 
-    def close(self, receiver: str, messages: Sequence[Message]) -> Iterator[bytes]:
+    def close(self, receiver: str, messages: Sequence[BounceMessage]) -> Iterator[bytes]:
         """In order, in as few notifications as it takes."""
-        waiting, weight = list[Message](), 0
+        waiting, weight = list[BounceMessage](), 0
         for message in messages:
             if waiting and (len(waiting) == FEW_MESSAGES or weight + _weight(message) > MAX_ENVELOPE_BYTES - SHORT_BYTES):
                 yield self._close(receiver, tuple(waiting))
@@ -202,9 +203,9 @@ class Postmark:
         if waiting:
             yield self._close(receiver, tuple(waiting))
 
-    def _close(self, receiver: str, messages: tuple[Message, ...]) -> bytes:
+    def _close(self, receiver: str, messages: tuple[BounceMessage, ...]) -> bytes:
         self._sent += 1
-        payload = msgspec.msgpack.encode(Envelope(STAGING_VERSION, self._own, self._sent, messages))
+        payload = msgspec.msgpack.encode(Envelope(BOUNCE_VERSION, self._own, self._sent, messages))
         return b"".join((self._tag(receiver, payload), payload))
 
     def open(self, notification: bytes) -> Envelope:
@@ -216,7 +217,7 @@ class Postmark:
             envelope = _DECODER.decode(payload)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise RemoteProtocolError(f"a notification cannot be understood ({error})") from error
-        if envelope.version != STAGING_VERSION or envelope.count <= self._counts.get(envelope.sender, 0):
+        if envelope.version != BOUNCE_VERSION or envelope.count <= self._counts.get(envelope.sender, 0):
             raise RemoteProtocolError(f"a notification of {envelope.sender} is of another version, or came before")
         self._note(envelope)
         return envelope
@@ -231,25 +232,27 @@ class Postmark:
         return hmac.digest(self._key, b"".join((receiver.encode(), b"\0", payload)), hashlib.sha256)
 
 
-def _weight(message: Message) -> int:
+def _weight(message: BounceMessage) -> int:
     """How many bytes it takes, about, and never fewer."""
-    if isinstance(message, Part):
+    if isinstance(message, SegmentPart):
         return SHORT_BYTES + sum(TABLE_BYTES + len(table.numbers) for table in message.tables) + GROUP_BYTES * len(message.groups)
-    return SHORT_BYTES + (len(message.metadata) if isinstance(message, Ask) else 4 * len(message.why) if isinstance(message, Ended) else 0)
+    return SHORT_BYTES + (
+        len(message.metadata) if isinstance(message, SlotRequest) else 4 * len(message.why) if isinstance(message, TransferEnded) else 0
+    )
 
 
-def cut_into_parts(transfer: int, pieces: Sequence[Pieces]) -> Iterator[Part]:
+def cut_into_parts(transfer: int, segments: Sequence[Segments]) -> Iterator[SegmentPart]:
     """What an owner must know of a transfer. Each is written when it is asked for."""
     number = num_offsets = 0
     tables: list[Offsets] = []
-    groups: list[Group] = []
-    for pieces_of_region in pieces:
-        rest = pieces_of_region.remote_offsets
+    groups: list[SegmentGroup] = []
+    for segments_of_region in segments:
+        rest = segments_of_region.remote_offsets
         while len(rest):
             most = PART_OFFSETS if number else FIRST_PART_OFFSETS
             known = _same(rest[:most], tables)
             if len(groups) == PART_GROUPS or (known is None and num_offsets == most):
-                yield Part(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
+                yield SegmentPart(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
                 number, num_offsets = number + 1, 0
                 tables, groups = [], []
                 continue
@@ -257,10 +260,10 @@ def cut_into_parts(transfer: int, pieces: Sequence[Pieces]) -> Iterator[Part]:
                 known = len(tables)
                 tables.append(rest[: most - num_offsets])
                 num_offsets += len(tables[-1])
-            groups.append(Group(pieces_of_region.remote_region, pieces_of_region.piece_bytes, known))
+            groups.append(SegmentGroup(segments_of_region.remote_region, segments_of_region.segment_bytes, known))
             rest = rest[len(tables[known]) :]
     if groups:
-        yield Part(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
+        yield SegmentPart(transfer, number, tuple(OffsetTable.of(table) for table in tables), tuple(groups))
 
 
 def _same(offsets: Offsets, tables: Sequence[Offsets]) -> int | None:

@@ -1,7 +1,7 @@
-"""The `tcp` data plane: between hosts without RDMA, over plain connections.
+"""The `tcp` data transport: between hosts without RDMA, over plain connections.
 
-The plane belongs to one thread, as every plane; its sockets belong to a thread of its own (`tcp_loop`), which serves peers without help
-and moves our transfers. Why not NIXL over tcp: docs/decisions/023-a-tcp-plane-of-our-own.md. What is said on a connection: `tcp_wire`.
+The transport belongs to one thread, as every transport; its sockets belong to a thread of its own (`tcp_loop`), which serves peers without
+help and moves our transfers. Why not NIXL over tcp: docs/decisions/023-a-tcp-plane-of-our-own.md. What is said on a connection: `tcp_wire`.
 """
 
 import secrets
@@ -16,26 +16,26 @@ import numpy as np
 
 from kvferry.errors import ConfigError, LocalProtocolError, TransportError
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.bounds import check_pieces, check_regions
-from kvferry.planes.lending import check_number
-from kvferry.planes.runs import batches, between
-from kvferry.planes.tcp_client import Batch, Dialler, Link, TcpTransfer, numeric_addresses
-from kvferry.planes.tcp_fence import WriteFence
-from kvferry.planes.tcp_loop import Loop
-from kvferry.planes.tcp_server import Server
+from kvferry.planes.bounds import check_regions, check_segments
+from kvferry.planes.lending import check_grant_id
+from kvferry.planes.runs import batches, descriptors_between
+from kvferry.planes.tcp_client import Dialler, TcpBatch, TcpLink, TcpTransfer, numeric_addresses
+from kvferry.planes.tcp_fence import TcpWriteGrants
+from kvferry.planes.tcp_loop import SocketLoop
+from kvferry.planes.tcp_server import TcpServer
 from kvferry.planes.views import AddressedMemory
-from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.ports.data import Completion, Handle, Segments, TransportOffer
 from kvferry.types import MemoryKind, PeerId, Region
 
-__all__ = ["TcpDataPlane"]
+__all__ = ["TcpTransport"]
 
 POLL_INTERVAL_S = 0.001
 BACKLOG = 512
 CANCELLED = "cancelled"
 
 
-class TcpDataPlane:
-    """Implements `ports.data.DataPlane`. Listens from `register` on, at a free port of `bind_host`."""
+class TcpTransport:
+    """Implements `ports.data.DataTransport`. Listens from `register` on, at a free port of `bind_host`."""
 
     def __init__(self, bind_host: str, advertised_host: str) -> None:
         self._bind_host = bind_host.strip("[]")
@@ -44,13 +44,13 @@ class TcpDataPlane:
         self._regions: tuple[Region, ...] = ()
         self._memory: AddressedMemory | None = None
         self._port = 0
-        self._links: dict[PeerId, tuple[Link, tuple[Region, ...]]] = {}
+        self._links: dict[PeerId, tuple[TcpLink, tuple[Region, ...]]] = {}
         self._transfers: dict[Handle, TcpTransfer] = {}
         self._ended: deque[Completion] = deque()
         """Filled by the loop's thread, emptied by ours."""
         self._last_handle = 0
-        self._parts: tuple[Loop, Dialler, WriteFence] | None = None
-        self._taken_back: set[Handle] = set()
+        self._parts: tuple[SocketLoop, Dialler, TcpWriteGrants] | None = None
+        self._revocations: set[Handle] = set()
         """Numbers that were, until that is told."""
 
     @property
@@ -65,47 +65,47 @@ class TcpDataPlane:
         self._port = listener.getsockname()[1]
         self._memory = AddressedMemory(ranges.first, ranges.size_bytes)
         self._regions = tuple(regions)
-        loop = Loop("kvferry-tcp")
-        fence = WriteFence(loop, self._regions, self._ended.append)
-        self._parts = loop, Dialler(loop, self._ended.append), fence
-        loop.start(listener, Server(loop, self._token, ranges, self._memory, fence).accept)
+        loop = SocketLoop("kvferry-tcp")
+        write_grants = TcpWriteGrants(loop, self._regions, self._ended.append)
+        self._parts = loop, Dialler(loop, self._ended.append), write_grants
+        loop.start(listener, TcpServer(loop, self._token, ranges, self._memory, write_grants).accept)
         return True
 
-    def offer(self) -> PlaneOffer:
+    def offer(self) -> TransportOffer:
         self._running()
-        return PlaneOffer(self.name, "", msgspec.msgpack.encode(wire.Offer(self._advertised_host, self._port, self._token)))
+        return TransportOffer(self.name, "", msgspec.msgpack.encode(wire.TcpOffer(self._advertised_host, self._port, self._token)))
 
-    def connect(self, peer: PeerId, offer: PlaneOffer, regions: Sequence[Region]) -> None:
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
         loop, dialler, _ = self._running()
         check_regions(regions, peer)
         decoded = _decoded(peer, offer)
         self.disconnect(peer)
-        link = Link(peer, decoded, addresses=deque(numeric_addresses(decoded)))
+        link = TcpLink(peer, decoded, addresses=deque(numeric_addresses(decoded)))
         self._links[peer] = link, tuple(regions)
         loop.call(partial(dialler.open, link))
 
     def disconnect(self, peer: PeerId) -> None:
         self._drop(peer, f"peer {peer} was disconnected")
 
-    def read(self, peer: PeerId, pieces: Sequence[Pieces]) -> Handle:
-        return self._start(peer, pieces, wire.Operation.READ)
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        return self._start(peer, segments, wire.Operation.READ)
 
-    def write(self, peer: PeerId, pieces: Sequence[Pieces], number: int = 0) -> Handle:
-        check_number(number)
-        return self._start(peer, pieces, wire.Operation.WRITE, number)
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+        check_grant_id(grant_id)
+        return self._start(peer, segments, wire.Operation.WRITE, grant_id)
 
     @property
-    def fences_writes(self) -> bool:
+    def supports_write_grants(self) -> bool:
         return True
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        self._running()[2].lend(number, blocks)
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._running()[2].grant_writes(grant_id, blocks)
 
-    def take_back(self, number: int) -> Handle:
-        _, _, fence = self._running()
+    def revoke_writes(self, grant_id: int) -> Handle:
+        _, _, write_grants = self._running()
         handle = self._next_handle()
-        self._taken_back.add(handle)
-        fence.take_back(number, handle)
+        self._revocations.add(handle)
+        write_grants.revoke_writes(grant_id, handle)
         return handle
 
     def poll(self) -> list[Completion]:
@@ -113,13 +113,13 @@ class TcpDataPlane:
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         if failure is not None and not ended:
             # Its thread had ended all it knew of before it said so; the rest had not come to it yet.
-            ended = [transfer.completion(f"the tcp plane has stopped: {failure}") for transfer in self._transfers.values()]
+            ended = [transfer.completion(f"the tcp transport has stopped: {failure}") for transfer in self._transfers.values()]
             # Whatever was received under a number was received by that thread.
-            ended += [Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._taken_back]
+            ended += [Completion(handle, None, 0, 0, 0.0, 0.0) for handle in self._revocations]
         for completion in ended:
-            self._taken_back.discard(completion.handle)
+            self._revocations.discard(completion.handle)
             transfer = self._transfers.pop(completion.handle, None)
-            if transfer is None or transfer.is_not_lent:
+            if transfer is None or transfer.is_not_granted:
                 continue
             link, _ = self._links.get(transfer.link.peer, (None, ()))
             if completion.error not in (None, CANCELLED) and link is transfer.link:
@@ -136,7 +136,7 @@ class TcpDataPlane:
     def poll_interval_s(self) -> float | None:
         if self._ended:
             return 0.0
-        return POLL_INTERVAL_S if self._transfers or self._taken_back else None
+        return POLL_INTERVAL_S if self._transfers or self._revocations else None
 
     def serving_interval_s(self) -> float | None:
         return None
@@ -147,21 +147,21 @@ class TcpDataPlane:
         self._parts = self._memory = None
         self._links.clear()
         self._transfers.clear()
-        self._taken_back.clear()
+        self._revocations.clear()
         self._ended.clear()
 
-    def _running(self) -> tuple[Loop, Dialler, WriteFence]:
+    def _running(self) -> tuple[SocketLoop, Dialler, TcpWriteGrants]:
         if self._parts is None:
-            raise LocalProtocolError("the tcp plane is used before its memory is registered, or after it is closed")
+            raise LocalProtocolError("the tcp transport is used before its memory is registered, or after it is closed")
         return self._parts
 
-    def _start(self, peer: PeerId, pieces: Sequence[Pieces], operation: wire.Operation, number: int = 0) -> Handle:
+    def _start(self, peer: PeerId, segments: Sequence[Segments], operation: wire.Operation, grant_id: int = 0) -> Handle:
         link, regions = self._links.get(peer, (None, ()))
         if link is None or self._parts is None or self._memory is None:
             raise TransportError(f"peer {peer} is not connected over tcp")
-        check_pieces(pieces, self._regions, regions, peer)
+        check_segments(segments, self._regions, regions, peer)
         handle = self._next_handle()
-        transfer = TcpTransfer(handle, link, operation, self._batches(pieces, regions, self._memory), time.perf_counter(), number)
+        transfer = TcpTransfer(handle, link, operation, self._batches(segments, regions, self._memory), time.perf_counter(), grant_id)
         self._transfers[handle] = transfer
         loop, dialler, _ = self._parts
         loop.call(partial(dialler.start, transfer))
@@ -171,11 +171,11 @@ class TcpDataPlane:
         self._last_handle += 1
         return Handle(self._last_handle)
 
-    def _batches(self, pieces: Sequence[Pieces], remote: Sequence[Region], memory: AddressedMemory) -> Iterator[Batch]:
+    def _batches(self, segments: Sequence[Segments], remote: Sequence[Region], memory: AddressedMemory) -> Iterator[TcpBatch]:
         """Made on the loop's thread, when the peer is about to be asked for them."""
-        for batch in batches(between(pieces, self._regions, remote), wire.MAX_BATCH_BYTES, wire.MAX_BATCH_RUNS):
+        for batch in batches(descriptors_between(segments, self._regions, remote), wire.MAX_BATCH_BYTES, wire.MAX_BATCH_DESCRIPTORS):
             rows = np.stack((batch.remote, batch.size_bytes), axis=1).astype("<i8")
-            yield Batch(rows, memory.views(batch.local.tolist(), batch.size_bytes.tolist()))
+            yield TcpBatch(rows, memory.views(batch.local.tolist(), batch.size_bytes.tolist()))
 
     def _drop(self, peer: PeerId, why: str) -> None:
         link, _ = self._links.pop(peer, (None, ()))
@@ -200,13 +200,13 @@ def _listening_on(host: str, advertised_host: str) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"the tcp plane cannot listen on {host} ({error}); name an address of this host") from error
+        raise ConfigError(f"the tcp transport cannot listen on {host} ({error}); name an address of this host") from error
     return listener
 
 
-def _decoded(peer: PeerId, offer: PlaneOffer) -> wire.Offer:
+def _decoded(peer: PeerId, offer: TransportOffer) -> wire.TcpOffer:
     try:
-        decoded = msgspec.msgpack.decode(offer.blob, type=wire.Offer)
+        decoded = msgspec.msgpack.decode(offer.blob, type=wire.TcpOffer)
     except msgspec.MsgspecError as error:
         raise TransportError(f"the tcp offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
     if not decoded.host or not 0 < decoded.port < 1 << 16 or len(decoded.token) != wire.TOKEN_BYTES:

@@ -1,7 +1,7 @@
-"""The side of the `tcp` plane that dials: our transfers, each on a connection of its own while it lasts.
+"""The side of the `tcp` transport that dials: our transfers, each on a connection of its own while it lasts.
 
-Owned by the plane's own thread. A transfer that is cancelled takes its connection with it: whatever the peer still sends has nowhere to go.
-Connections that have served their transfer to its end are kept for the next.
+Owned by the transport's own thread. A transfer that is cancelled takes its connection with it: whatever the peer still sends has nowhere to
+go. Connections that have served their transfer to its end are kept for the next.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from typing import Any
 
 from kvferry.errors import RemoteProtocolError, TransportError
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.tcp_loop import Connection, Loop, Talk
-from kvferry.planes.tcp_stream import Span, Stream, tune
+from kvferry.planes.tcp_loop import ConnectionHandler, SocketLoop, TcpConnection
+from kvferry.planes.tcp_stream import IoVector, SocketStream, tune
 from kvferry.ports.data import Completion, Handle
 from kvferry.types import PeerId
 
-__all__ = ["Batch", "Dialler", "Link", "TcpTransfer", "numeric_addresses"]
+__all__ = ["Dialler", "TcpBatch", "TcpLink", "TcpTransfer", "numeric_addresses"]
 
 MAX_CONNECTIONS = 4
 """To one peer; further transfers wait for their turn."""
@@ -39,7 +39,7 @@ SocketAddress = tuple[int, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class TcpBatch:
     """What one request moves: its place in the peer, and ours."""
 
     rows: wire.Rows
@@ -53,54 +53,54 @@ class Batch:
 @dataclass(slots=True, eq=False)
 class TcpTransfer:
     handle: Handle
-    link: "Link"
+    link: "TcpLink"
     operation: wire.Operation
-    batches: Iterator[Batch]
+    batches: Iterator[TcpBatch]
     started: float
-    number: int = 0
-    is_not_lent: bool = False
+    grant_id: int = 0
+    is_not_granted: bool = False
     """The peer has refused its number, and nothing else is wrong with the peer."""
     post_s: float = 0.0
     total_bytes: int = 0
-    pieces: int = 0
+    segments: int = 0
 
-    def next_batch(self) -> Batch | None:
+    def next_batch(self) -> TcpBatch | None:
         began = time.perf_counter()
         batch = next(self.batches, None)
         self.post_s += time.perf_counter() - began
         return batch
 
-    def took(self, batch: Batch) -> None:
+    def add_batch(self, batch: TcpBatch) -> None:
         self.total_bytes += batch.total_bytes
-        self.pieces += len(batch.rows)
+        self.segments += len(batch.rows)
 
     def completion(self, error: str | None) -> Completion:
-        return Completion(self.handle, error, self.total_bytes, self.pieces, self.post_s, time.perf_counter() - self.started)
+        return Completion(self.handle, error, self.total_bytes, self.segments, self.post_s, time.perf_counter() - self.started)
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class TcpLink:
     """One peer as it was offered. Replaced, never changed, when it is connected again."""
 
     peer: PeerId
-    offer: wire.Offer
-    connections: list["_Dialled"] = field(default_factory=list)
+    offer: wire.TcpOffer
+    connections: list["_ClientConnection"] = field(default_factory=list)
     waiting: deque[TcpTransfer] = field(default_factory=deque)
     addresses: deque[SocketAddress] = field(default_factory=deque)
     """Of its host, the one to be dialled next first; none until the name is resolved."""
     failed_dials: int = 0
     """One after the other, without one that succeeded."""
-    dropped_for: str = ""
+    drop_reason: str = ""
     """Why it is no longer used."""
 
 
 class Dialler:
-    def __init__(self, loop: Loop, ended: Callable[[Completion], None]) -> None:
+    def __init__(self, loop: SocketLoop, ended: Callable[[Completion], None]) -> None:
         """`ended` is called on the loop's thread, once for each transfer, when nothing of it moves any more."""
         self._loop = loop
         self._ended = ended
 
-    def open(self, link: Link) -> None:
+    def open(self, link: TcpLink) -> None:
         """Dial at once, so that the first transfer need not wait for it."""
         if link.addresses:
             self._dial(link)
@@ -112,13 +112,13 @@ class Dialler:
             self.drop(link, f"the name {link.offer.host} cannot be resolved ({error})")
 
     def start(self, transfer: TcpTransfer) -> None:
-        if transfer.link.dropped_for:
-            self._ended(transfer.completion(transfer.link.dropped_for))
+        if transfer.link.drop_reason:
+            self._ended(transfer.completion(transfer.link.drop_reason))
             return
         transfer.link.waiting.append(transfer)
         self._assign(transfer.link)
 
-    def cancel(self, link: Link, handle: Handle) -> None:
+    def cancel(self, link: TcpLink, handle: Handle) -> None:
         for transfer in [each for each in link.waiting if each.handle == handle]:
             link.waiting.remove(transfer)
             self._ended(transfer.completion("cancelled"))
@@ -126,8 +126,8 @@ class Dialler:
             if connection.transfer is not None and connection.transfer.handle == handle:
                 self._loop.drop(connection, "cancelled")
 
-    def drop(self, link: Link, why: str) -> None:
-        link.dropped_for = link.dropped_for or why
+    def drop(self, link: TcpLink, why: str) -> None:
+        link.drop_reason = link.drop_reason or why
         for connection in list(link.connections):
             self._loop.drop(connection, why)
         self._fail_waiting(link, why)
@@ -135,7 +135,7 @@ class Dialler:
     def transfer_ended(self, transfer: TcpTransfer, error: str | None) -> None:
         self._ended(transfer.completion(error))
 
-    def closed(self, connection: "_Dialled", why: str) -> None:
+    def closed(self, connection: "_ClientConnection", why: str) -> None:
         link = connection.link
         link.connections.remove(connection)
         if connection.transfer is not None:
@@ -146,18 +146,18 @@ class Dialler:
         if self._loop.is_closing or (not link.connections and link.failed_dials >= max(1, len(link.addresses))):
             # Nobody is there; whoever waits would wait for ever.
             self._fail_waiting(link, why)
-        elif not link.dropped_for:
+        elif not link.drop_reason:
             self._assign(link)
 
-    def _resolve(self, link: Link) -> None:
+    def _resolve(self, link: TcpLink) -> None:
         try:
             addresses, error = _addresses(link.offer), None
         except Exception as failure:  # top of the thread: names from outside make the resolver raise more than OSError
             addresses, error = [], str(failure)
         self._loop.call(partial(self._resolved, link, addresses, error))
 
-    def _resolved(self, link: Link, addresses: list[SocketAddress], error: str | None) -> None:
-        if link.dropped_for:
+    def _resolved(self, link: TcpLink, addresses: list[SocketAddress], error: str | None) -> None:
+        if link.drop_reason:
             return
         if not addresses:
             self.drop(link, f"{link.offer.host} is not known here ({error or 'no address'})")
@@ -166,7 +166,7 @@ class Dialler:
         self._dial(link)
         self._assign(link)
 
-    def _assign(self, link: Link) -> None:
+    def _assign(self, link: TcpLink) -> None:
         for connection in list(link.connections):
             if link.waiting and connection.is_ready and connection.transfer is None:
                 try:
@@ -178,8 +178,8 @@ class Dialler:
         for _ in range(min(len(link.waiting) - num_coming, MAX_CONNECTIONS - len(link.connections))):
             self._dial(link)
 
-    def _dial(self, link: Link) -> None:
-        if not link.addresses or link.dropped_for:
+    def _dial(self, link: TcpLink) -> None:
+        if not link.addresses or link.drop_reason:
             return
         dialling: socket.socket | None = None
         try:
@@ -195,47 +195,47 @@ class Dialler:
             if not link.connections:  # otherwise those that wait have their turn on these
                 self._fail_waiting(link, f"{link.peer} cannot be dialled ({failure})")
             return
-        connection = _Dialled(Stream(dialling), link, self)
+        connection = _ClientConnection(SocketStream(dialling), link, self)
         link.connections.append(connection)
         self._loop.add(connection)
 
-    def _fail_waiting(self, link: Link, why: str) -> None:
+    def _fail_waiting(self, link: TcpLink, why: str) -> None:
         while link.waiting:
             self._ended(link.waiting.popleft().completion(why))
 
 
-class _Dialled(Connection):
+class _ClientConnection(TcpConnection):
     """A connection to a peer, with at most one transfer."""
 
-    def __init__(self, stream: Stream, link: Link, dialler: Dialler) -> None:
+    def __init__(self, stream: SocketStream, link: TcpLink, dialler: Dialler) -> None:
         self.link = link
         self.transfer: TcpTransfer | None = None
         self.is_ready = False
         self._dialler = dialler
-        self._posted: deque[Batch] = deque()
+        self._posted: deque[TcpBatch] = deque()
         super().__init__(stream)
 
-    def talk(self) -> Talk:
+    def handler(self) -> ConnectionHandler:
         received = bytearray(wire.GREETING_BYTES)
-        yield Span([memoryview(received)])
+        yield IoVector([memoryview(received)])
         token, nonce = self.link.offer.token, secrets.token_bytes(wire.NONCE_BYTES)
         nonces = wire.nonce_in(bytes(received)) + nonce
-        self.stream.send(nonce, wire.prove(token, wire.Role.DIALLER, nonces))
+        self.stream.send(nonce, wire.prove(token, wire.HandshakeRole.DIALLER, nonces))
         proof = bytearray(wire.PROOF_BYTES)
-        yield Span([memoryview(proof)])
-        if not wire.is_proof(bytes(proof), token, wire.Role.PRODUCER, nonces):
+        yield IoVector([memoryview(proof)])
+        if not wire.is_proof(bytes(proof), token, wire.HandshakeRole.PRODUCER, nonces):
             raise RemoteProtocolError(f"whoever answers at {self.link.offer.host}:{self.link.offer.port} is not {self.link.peer}")
         self.is_ready = True
         self.link.failed_dials = 0
         self._take_next()
         while True:
             reply = bytearray(wire.REPLY_BYTES)
-            yield Span([memoryview(reply)])
+            yield IoVector([memoryview(reply)])
             text = bytearray(wire.text_bytes_in(bytes(reply)))
             if text:
-                yield Span([memoryview(text)])
+                yield IoVector([memoryview(text)])
                 if self.transfer is not None and self.transfer.operation is wire.Operation.WRITE:
-                    self.transfer.is_not_lent = wire.is_not_lent(bytes(reply))
+                    self.transfer.is_not_granted = wire.is_not_granted(bytes(reply))
                 raise TransportError(f"{self.link.peer} refuses a transfer: {text.decode(errors='replace')}")
             yield from self._take_reply()
 
@@ -263,14 +263,14 @@ class _Dialled(Connection):
         if self.link.waiting:
             self.begin(self.link.waiting.popleft())
 
-    def _take_reply(self) -> Talk:
+    def _take_reply(self) -> ConnectionHandler:
         if not self._posted or self.transfer is None:
             raise RemoteProtocolError(f"{self.link.peer} answers what nobody has asked")
         batch = self._posted[0]
         if self.transfer.operation is wire.Operation.READ:
-            yield Span(batch.views)
+            yield IoVector(batch.views)
         self._posted.popleft()
-        self.transfer.took(batch)
+        self.transfer.add_batch(batch)
         self._post()
 
     def _post(self) -> None:
@@ -280,7 +280,7 @@ class _Dialled(Connection):
             if batch is not None:
                 self._posted.append(batch)
                 payload = batch.views if transfer.operation is wire.Operation.WRITE else []
-                self.stream.send(wire.pack_header(transfer.operation, batch.rows, transfer.number), batch.rows.data.cast("B"), *payload)
+                self.stream.send(wire.pack_header(transfer.operation, batch.rows, transfer.grant_id), batch.rows.data.cast("B"), *payload)
             elif self._posted:
                 return
             else:
@@ -288,13 +288,13 @@ class _Dialled(Connection):
                 self._dialler.transfer_ended(transfer, None)
 
 
-def numeric_addresses(offer: wire.Offer) -> list[SocketAddress]:
+def numeric_addresses(offer: wire.TcpOffer) -> list[SocketAddress]:
     """Those of a host that is given by number: nobody is asked. Empty for a name."""
     with contextlib.suppress(OSError, ValueError):
         return _addresses(offer, socket.AI_NUMERICHOST)
     return []
 
 
-def _addresses(offer: wire.Offer, flags: int = 0) -> list[SocketAddress]:
+def _addresses(offer: wire.TcpOffer, flags: int = 0) -> list[SocketAddress]:
     found = socket.getaddrinfo(offer.host, offer.port, type=socket.SOCK_STREAM, flags=flags)
     return [(family, address) for family, _, _, _, address in found]

@@ -1,7 +1,7 @@
-"""The thread of the `tcp` plane: it owns every socket, and moves bytes whenever a socket is ready.
+"""The thread of the `tcp` transport: it owns every socket, and moves bytes whenever a socket is ready.
 
-Whoever owns the plane hands it calls to make (`call`); nothing else is shared. A conversation is a generator that yields the span it wants
-filled next, so it reads from top to bottom like the wire's description.
+Whoever owns the transport hands it calls to make (`call`); nothing else is shared. A conversation is a generator that yields the span it
+wants filled next, so it reads from top to bottom like the wire's description.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from collections.abc import Callable, Generator
 from functools import partial
 
 from kvferry.errors import KVFerryError
-from kvferry.planes.tcp_stream import Span, Stream
+from kvferry.planes.tcp_stream import IoVector, SocketStream
 
-__all__ = ["Connection", "Loop", "Talk"]
+__all__ = ["ConnectionHandler", "SocketLoop", "TcpConnection"]
 
-TURN_BYTES = 4 * 1024 * 1024
+TICK_BYTES = 4 * 1024 * 1024
 """What one connection moves before it is another's turn."""
 SWEEP_S = 0.5
 MAX_ACCEPTED = 64
@@ -29,22 +29,22 @@ ACCEPT_PAUSE_S = 0.5
 """After the system gave us no connection that had come in: no more files, most likely."""
 CLOSE_TIMEOUT_S = 5.0
 
-Talk = Generator[Span, None, None]
+ConnectionHandler = Generator[IoVector, None, None]
 
 _log = logging.getLogger(__name__)
 
 
-class Connection:
-    """One side of a conversation. What it is about is in `talk`; when that returns, the connection is closed as soon as all is sent."""
+class TcpConnection:
+    """One side of a conversation. What it is about is in `handler`; when that returns, the connection is closed as soon as all is sent."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: SocketStream) -> None:
         self.stream = stream
         self.last_moved = time.monotonic()
-        self._has_said_all = False
-        self._talk = self.talk()
-        self._span = next(self._talk)
+        self._is_handler_done = False
+        self._handler = self.handler()
+        self._vector = next(self._handler)
 
-    def talk(self) -> Talk:
+    def handler(self) -> ConnectionHandler:
         """KVFerryError or OSError: the conversation is over."""
         raise NotImplementedError
 
@@ -63,48 +63,48 @@ class Connection:
         raise NotImplementedError
 
     @property
-    def is_over(self) -> bool:
-        return self._has_said_all and not self.stream.is_sending
+    def is_finished(self) -> bool:
+        return self._is_handler_done and not self.stream.is_sending
 
     def events(self) -> int:
-        reads = selectors.EVENT_READ if self.may_receive() and not self._has_said_all else 0
+        reads = selectors.EVENT_READ if self.may_receive() and not self._is_handler_done else 0
         return reads | (selectors.EVENT_WRITE if self.stream.is_sending else 0)
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Send and receive what is possible, for a bounded time."""
         moved = self._send()
-        while moved < TURN_BYTES and not self._has_said_all and self.may_receive() and (received := self.stream.fill(self._span)):
+        while moved < TICK_BYTES and not self._is_handler_done and self.may_receive() and (received := self.stream.fill(self._vector)):
             moved += received
-            if not self._span.left_bytes:
-                self._say()
+            if not self._vector.left_bytes:
+                self._resume_handler()
                 moved += self._send()
         if moved:
             self.last_moved = time.monotonic()
 
-    def go_over_to(self, talk: Talk) -> None:
+    def switch_handler(self, handler: ConnectionHandler) -> None:
         """Break off what is being said, and say this. Not from within a talk. What was being filled is filled no further."""
-        self._talk.close()
-        self._talk, self._span = talk, next(talk)
+        self._handler.close()
+        self._handler, self._vector = handler, next(handler)
 
     def _send(self) -> int:
         try:
-            return self.stream.flush(TURN_BYTES)
+            return self.stream.flush(TICK_BYTES)
         except OSError:
             # Why nobody takes our bytes may have been said before the connection was closed.
-            while not self._has_said_all and self.stream.fill(self._span):
-                if not self._span.left_bytes:
-                    self._say()
+            while not self._is_handler_done and self.stream.fill(self._vector):
+                if not self._vector.left_bytes:
+                    self._resume_handler()
             raise
 
-    def _say(self) -> None:
-        following = next(self._talk, None)
+    def _resume_handler(self) -> None:
+        following = next(self._handler, None)
         if following is None:
-            self._has_said_all = True
+            self._is_handler_done = True
         else:
-            self._span = following
+            self._vector = following
 
 
-class Loop:
+class SocketLoop:
     """Runs from `start` to `close`. `call` may be used by any thread, all else only by what the loop itself calls."""
 
     def __init__(self, name: str) -> None:
@@ -112,7 +112,7 @@ class Loop:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._calls: deque[Callable[[], None]] = deque()
-        self._connections: dict[Connection, int] = {}
+        self._connections: dict[TcpConnection, int] = {}
         self._listener: socket.socket | None = None
         self._accept: Callable[[socket.socket], None] = socket.socket.close
         self._next_sweep = 0.0
@@ -138,15 +138,15 @@ class Loop:
             if not self._is_closed:
                 os.eventfd_write(self._wake, 1)
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: TcpConnection) -> None:
         self._connections[connection] = 0
         self._watch(connection)
 
-    def update(self, connection: Connection) -> None:
+    def update(self, connection: TcpConnection) -> None:
         """After something was put into its queue."""
         self._watch(connection)
 
-    def drop(self, connection: Connection, why: str) -> None:
+    def drop(self, connection: TcpConnection, why: str) -> None:
         """Close a connection. Unknown ones are ignored."""
         events = self._connections.pop(connection, None)
         if events is None:
@@ -166,21 +166,21 @@ class Loop:
         self.call(_nothing)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            raise KVFerryError(f"the thread of the tcp plane did not stop within {CLOSE_TIMEOUT_S:g} s")
+            raise KVFerryError(f"the thread of the tcp transport did not stop within {CLOSE_TIMEOUT_S:g} s")
 
     def _run(self) -> None:
         try:
             while not self.is_closing:
-                self._turn()
+                self._tick()
             failure = None
         except Exception as error:  # top of the thread: whoever waits for a transfer must learn of it
-            _log.exception("the thread of the tcp plane was stopped by an error of its own")
+            _log.exception("the thread of the tcp transport was stopped by an error of its own")
             failure = f"{type(error).__name__}: {error}"
         self.is_closing = True
         self._release()
         self.failure = failure
 
-    def _turn(self) -> None:
+    def _tick(self) -> None:
         timeout = SWEEP_S if self._connections or self._is_listener_paused() else None
         for key, _ in self._selector.select(timeout):
             if self.is_closing:
@@ -188,39 +188,39 @@ class Loop:
             if key.fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-            elif isinstance(key.data, Connection):
+            elif isinstance(key.data, TcpConnection):
                 self._drive(key.data)
             else:
-                self._take_in()
+                self._accept_pending()
         for _ in range(len(self._calls)):
-            self._make(self._calls.popleft())
+            self._run_call(self._calls.popleft())
         if time.monotonic() >= self._next_sweep:
             self._sweep()
 
-    def _make(self, call: Callable[[], None]) -> None:
+    def _run_call(self, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception:  # top of a call: the others' transfers go on
-            _log.exception("a call of the tcp plane failed by an error of our own")
+            _log.exception("a call of the tcp transport failed by an error of our own")
 
-    def _drive(self, connection: Connection) -> None:
+    def _drive(self, connection: TcpConnection) -> None:
         if connection not in self._connections:
             return  # dropped by what another connection did in this turn
         try:
-            connection.turn()
+            connection.tick()
         except (KVFerryError, OSError) as error:
             self.drop(connection, connection.explain(error))
             return
         except Exception as error:  # top of a connection: whatever a peer has sent, the others go on
-            _log.exception("a connection of the tcp plane was closed by an error of our own")
+            _log.exception("a connection of the tcp transport was closed by an error of our own")
             self.drop(connection, f"{type(error).__name__}: {error}")
             return
-        if connection.is_over:
+        if connection.is_finished:
             self.drop(connection, "all was said")
         else:
             self._watch(connection)
 
-    def _watch(self, connection: Connection) -> None:
+    def _watch(self, connection: TcpConnection) -> None:
         before, wanted = self._connections[connection], connection.events()
         if wanted == before:
             return
@@ -232,7 +232,7 @@ class Loop:
             self._selector.unregister(connection.stream.fd)
         self._connections[connection] = wanted
 
-    def _take_in(self) -> None:
+    def _accept_pending(self) -> None:
         for _ in range(MAX_ACCEPTED):
             if self._listener is None:
                 return
@@ -241,10 +241,10 @@ class Loop:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                _log.warning("tcp plane cannot accept a connection (%s); trying again in %g s", error, ACCEPT_PAUSE_S)
+                _log.warning("tcp transport cannot accept a connection (%s); trying again in %g s", error, ACCEPT_PAUSE_S)
                 self._selector.unregister(self._listener)
                 return
-            self._make(partial(self._accept, accepted))
+            self._run_call(partial(self._accept, accepted))
 
     def _is_listener_paused(self) -> bool:
         return self._listener is not None and self._listener not in self._selector.get_map()
@@ -261,7 +261,7 @@ class Loop:
 
     def _release(self) -> None:
         while self._connections:
-            self._make(partial(self.drop, next(iter(self._connections)), "the plane was closed"))
+            self._run_call(partial(self.drop, next(iter(self._connections)), "the transport was closed"))
         if self._listener is not None:
             self._listener.close()
         self._selector.close()

@@ -1,7 +1,7 @@
-"""The side of the `tcp` plane that is dialled: it checks every request and serves it from registered memory.
+"""The side of the `tcp` transport that is dialled: it checks every request and serves it from registered memory.
 
-Owned by the plane's own thread. Whoever does not prove within seconds that it has seen the offer is sent away; what a known peer asks for
-must lie in registered memory, and what it writes in blocks that were lent (`tcp_fence`).
+Owned by the transport's own thread. Whoever does not prove within seconds that it has seen the offer is sent away; what a known peer asks
+for must lie in registered memory, and what it writes in blocks that were lent (`tcp_fence`).
 """
 
 import secrets
@@ -13,15 +13,15 @@ import numpy as np
 
 from kvferry.errors import RemoteProtocolError
 from kvferry.planes import tcp_wire as wire
-from kvferry.planes.tcp_fence import WriteFence, Writer
-from kvferry.planes.tcp_loop import Loop, Talk
-from kvferry.planes.tcp_stream import Span, Stream, tune
+from kvferry.planes.tcp_fence import TcpWriteGrants, WriterConnection
+from kvferry.planes.tcp_loop import ConnectionHandler, SocketLoop
+from kvferry.planes.tcp_stream import IoVector, SocketStream, tune
 from kvferry.planes.views import AddressedMemory
 
-__all__ = ["Server"]
+__all__ = ["TcpServer"]
 
 MAX_CONNECTIONS = 4096
-MAX_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Connections that have not proved anything yet."""
 PROOF_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 60.0
@@ -35,43 +35,43 @@ MAX_SINKS = 4 * wire.MAX_BATCH_BYTES // SINK_BYTES + 4
 reason does."""
 
 
-class Server:
-    def __init__(self, loop: Loop, token: bytes, ranges: wire.Ranges, memory: AddressedMemory, fence: WriteFence) -> None:
+class TcpServer:
+    def __init__(self, loop: SocketLoop, token: bytes, ranges: wire.Ranges, memory: AddressedMemory, write_grants: TcpWriteGrants) -> None:
         self._loop = loop
         self._token = token
         self._ranges = ranges
         self._memory = memory
-        self.fence = fence
+        self.write_grants = write_grants
         self.sink = memoryview(bytearray(SINK_BYTES))
         """For all who were turned away: nobody reads it."""
-        self._known: set[_Served] = set()
-        self._strangers: dict[_Served, None] = {}
+        self._known: set[_ServerConnection] = set()
+        self._unauthenticated: dict[_ServerConnection, None] = {}
         """In the order they came."""
 
     def accept(self, connection: socket.socket) -> None:
         if len(self._known) >= MAX_CONNECTIONS:
             connection.close()
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._loop.drop(next(iter(self._strangers)), "newer strangers came")
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            self._loop.drop(next(iter(self._unauthenticated)), "newer strangers came")
         try:
             tune(connection)
         except OSError:  # it has gone again
             connection.close()
             return
-        served = _Served(Stream(connection), self, self._token)
-        self._strangers[served] = None
+        served = _ServerConnection(SocketStream(connection), self, self._token)
+        self._unauthenticated[served] = None
         self._loop.add(served)
 
-    def known(self, served: "_Served") -> None:
+    def known(self, served: "_ServerConnection") -> None:
         """It has proved that it may ask."""
-        self._strangers.pop(served, None)
+        self._unauthenticated.pop(served, None)
         self._known.add(served)
 
-    def forget(self, served: "_Served") -> None:
-        self._strangers.pop(served, None)
+    def forget(self, served: "_ServerConnection") -> None:
+        self._unauthenticated.pop(served, None)
         self._known.discard(served)
-        self.fence.release(served)
+        self.write_grants.release(served)
 
     def views(self, rows: wire.Rows, total_bytes: int) -> list[memoryview]:
         """RemoteProtocolError unless all of it is registered."""
@@ -79,26 +79,26 @@ class Server:
         return self._memory.views(rows[:, 0].tolist(), rows[:, 1].tolist())
 
 
-class _Served(Writer):
+class _ServerConnection(WriterConnection):
     """One dialler and what it asks for."""
 
-    def __init__(self, stream: Stream, server: Server, token: bytes) -> None:
+    def __init__(self, stream: SocketStream, server: TcpServer, token: bytes) -> None:
         self._server = server
         self._token = token
-        self._came_at = time.monotonic()
+        self._accepted_at = time.monotonic()
         self._is_amid_request = False
         self.is_known = False
         super().__init__(stream)
 
-    def talk(self) -> Talk:
+    def handler(self) -> ConnectionHandler:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         self.stream.send(wire.greeting(nonce))
         answer = bytearray(wire.NONCE_BYTES + wire.PROOF_BYTES)
-        yield Span([memoryview(answer)])
+        yield IoVector([memoryview(answer)])
         nonces = nonce + bytes(answer[: wire.NONCE_BYTES])
-        if not wire.is_proof(bytes(answer[wire.NONCE_BYTES :]), self._token, wire.Role.DIALLER, nonces):
-            raise RemoteProtocolError("the dialler does not know this plane's token")
-        self.stream.send(wire.prove(self._token, wire.Role.PRODUCER, nonces))
+        if not wire.is_proof(bytes(answer[wire.NONCE_BYTES :]), self._token, wire.HandshakeRole.DIALLER, nonces):
+            raise RemoteProtocolError("the dialler does not know this transport's token")
+        self.stream.send(wire.prove(self._token, wire.HandshakeRole.PRODUCER, nonces))
         self.is_known = True
         self._server.known(self)
         try:
@@ -107,45 +107,45 @@ class _Served(Writer):
         except RemoteProtocolError as error:
             self.stream.send(wire.pack_reply(str(error)))
         else:
-            yield from self._refuse_all(why)
+            yield from self._reject_all(why)
 
-    def turn_away(self, why: str) -> None:
-        self.go_over_to(self._refuse_all(why))
+    def reject(self, why: str) -> None:
+        self.switch_handler(self._reject_all(why))
 
     def may_receive(self) -> bool:
         return self.stream.num_outgoing < MAX_OUTGOING
 
     def is_overdue(self, now: float) -> str | None:
         if not self.is_known:
-            return "it proved nothing" if now > self._came_at + PROOF_TIMEOUT_S else None
+            return "it proved nothing" if now > self._accepted_at + PROOF_TIMEOUT_S else None
         is_stalled = self._is_amid_request or self.stream.is_sending
-        patience_s = STALL_TIMEOUT_S if is_stalled else IDLE_TIMEOUT_S
-        return "it has been silent" if now > self.last_moved + patience_s else None
+        timeout_s = STALL_TIMEOUT_S if is_stalled else IDLE_TIMEOUT_S
+        return "it has been silent" if now > self.last_moved + timeout_s else None
 
     def ended(self, why: str) -> None:
         self._server.forget(self)
 
-    def _refuse_all(self, why: str) -> Talk:
-        self.stream.send(wire.pack_reply(why, wire.Status.NOT_LENT))
+    def _reject_all(self, why: str) -> ConnectionHandler:
+        self.stream.send(wire.pack_reply(why, wire.ReplyStatus.NOT_GRANTED))
         for _ in range(MAX_SINKS):
-            yield Span([self._server.sink])
+            yield IoVector([self._server.sink])
 
-    def _serve_one(self) -> Generator[Span, None, str]:
+    def _serve_one(self) -> Generator[IoVector, None, str]:
         """Why nothing more is received of this dialler; empty when it may go on."""
         header = bytearray(wire.HEADER_BYTES)
-        yield Span([memoryview(header)])
+        yield IoVector([memoryview(header)])
         self._is_amid_request = True
         request = wire.unpack_header(bytes(header))
-        rows = np.empty((request.num_runs, 2), "<i8")
-        yield Span([rows.data.cast("B")])
+        rows = np.empty((request.num_descriptors, 2), "<i8")
+        yield IoVector([rows.data.cast("B")])
         views = self._server.views(rows, request.total_bytes)
         if request.operation is wire.Operation.READ:
             self.stream.send(wire.pack_reply(), *views)
-        elif why := self._server.fence.admit(self, request.number, rows):
+        elif why := self._server.write_grants.admit(self, request.grant_id, rows):
             return why
         else:
-            yield Span(views)
-            self._server.fence.release(self)
+            yield IoVector(views)
+            self._server.write_grants.release(self)
             self.stream.send(wire.pack_reply())
         self._is_amid_request = False
         return ""

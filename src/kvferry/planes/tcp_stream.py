@@ -1,6 +1,6 @@
 """One TCP connection that never blocks: spans of memory to be sent in their order, and one to be filled.
 
-Owned by the plane's own thread. Bytes go straight between the socket and the memory they belong to; nothing else writes there, so a
+Owned by the transport's own thread. Bytes go straight between the socket and the memory they belong to; nothing else writes there, so a
 connection that is closed has certainly stopped.
 """
 
@@ -10,7 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["Span", "Stream", "tune"]
+__all__ = ["IoVector", "SocketStream", "tune"]
 
 MAX_VIEWS = 1024
 """Buffers that one system call takes (IOV_MAX)."""
@@ -21,7 +21,7 @@ UNACKNOWLEDGED_S = 25
 """A peer whose host no longer answers is gone after this long, as with keep-alive; the kernel's own patience is a quarter of an hour."""
 
 
-class Span:
+class IoVector:
     """Views of memory, to be sent or filled from the first byte of the first to the last of the last."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -29,7 +29,7 @@ class Span:
         self._next = 0
         self.left_bytes = sum(len(view) for view in self._views)
 
-    def window(self) -> list[memoryview]:
+    def pending(self) -> list[memoryview]:
         """The views to go on with; the first has been cut to what is left of it."""
         return self._views[self._next : self._next + MAX_VIEWS]
 
@@ -44,12 +44,12 @@ class Span:
             self._next += 1
 
 
-class Stream:
+class SocketStream:
     """Raises OSError from `flush` and `fill` when the connection has failed, ConnectionError when the other side closed it."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._outgoing: deque[Span] = deque()
+        self._outgoing: deque[IoVector] = deque()
 
     @property
     def fd(self) -> int:
@@ -65,32 +65,32 @@ class Stream:
 
     def send(self, *views: memoryview | bytes) -> None:
         """Put bytes into the queue; `flush` sends them."""
-        self._outgoing.append(Span([memoryview(view) for view in views]))
+        self._outgoing.append(IoVector([memoryview(view) for view in views]))
 
     def flush(self, max_bytes: int) -> int:
         """Send what the socket takes. How many bytes that were."""
         moved = 0
         while self._outgoing and moved < max_bytes:
-            span = self._outgoing[0]
+            vector = self._outgoing[0]
             try:
-                sent = self._socket.sendmsg(span.window(), (), socket.MSG_NOSIGNAL) if span.left_bytes else 0
+                sent = self._socket.sendmsg(vector.pending(), (), socket.MSG_NOSIGNAL) if vector.left_bytes else 0
             except BlockingIOError:
                 break
-            span.advance(sent)
+            vector.advance(sent)
             moved += sent
-            if not span.left_bytes:
+            if not vector.left_bytes:
                 self._outgoing.popleft()
         return moved
 
-    def fill(self, span: Span) -> int:
+    def fill(self, vector: IoVector) -> int:
         """Receive into a span what has arrived. How many bytes that were; 0: nothing is there now."""
         try:
-            received = self._socket.recvmsg_into(span.window())[0]
+            received = self._socket.recvmsg_into(vector.pending())[0]
         except BlockingIOError:
             return 0
         if not received:
             raise ConnectionError("the other side has closed the connection")
-        span.advance(received)
+        vector.advance(received)
         return received
 
     def close(self) -> None:

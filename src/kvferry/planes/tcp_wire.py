@@ -1,4 +1,4 @@
-"""What the `tcp` plane says on a connection. Pure.
+"""What the `tcp` transport says on a connection. Pure.
 
 Both sides prove that they know the offer's token: the dialler was told it, the producer made it, whoever else listens there or dials did
 neither. Then requests, answered in their order:
@@ -36,20 +36,20 @@ __all__ = [
     "GREETING_BYTES",
     "HEADER_BYTES",
     "MAX_BATCH_BYTES",
-    "MAX_BATCH_RUNS",
+    "MAX_BATCH_DESCRIPTORS",
     "NONCE_BYTES",
     "PROOF_BYTES",
     "REPLY_BYTES",
     "TOKEN_BYTES",
+    "HandshakeRole",
     "Header",
-    "Offer",
     "Operation",
     "Ranges",
-    "Role",
+    "ReplyStatus",
     "Rows",
-    "Status",
+    "TcpOffer",
     "greeting",
-    "is_not_lent",
+    "is_not_granted",
     "is_proof",
     "nonce_in",
     "pack_header",
@@ -63,7 +63,7 @@ MAGIC = b"kvferry\x02"
 NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
 """A proof alone; a dialler's comes after its nonce."""
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
-MAX_BATCH_RUNS = 1024
+MAX_BATCH_DESCRIPTORS = 1024
 """As many as one system call takes."""
 MAX_BATCH_BYTES = 16 * 1024 * 1024
 MAX_TEXT_BYTES = 1024
@@ -81,20 +81,20 @@ class Operation(IntEnum):
     WRITE = 2
 
 
-class Status(IntEnum):
-    WELL = 0
+class ReplyStatus(IntEnum):
+    OK = 0
     REFUSED = 1
-    NOT_LENT = 2
+    NOT_GRANTED = 2
     """Of the write alone: its peer is as good as before."""
 
 
-class Role(Enum):
+class HandshakeRole(Enum):
     PRODUCER = b"producer"
     DIALLER = b"dialler"
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Where a plane listens, and what proves that a dialler was told so."""
+class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transport listens, and what proves that a dialler was told so."""
 
     host: str
     port: int
@@ -104,13 +104,13 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 @dataclass(frozen=True, slots=True)
 class Header:
     operation: Operation
-    num_runs: int
+    num_descriptors: int
     total_bytes: int
-    number: int
+    grant_id: int
 
 
 class Ranges:
-    """The memory that a plane's peers may touch."""
+    """The memory that a transport's peers may touch."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         merged = np.array(merged_ranges(regions), np.int64).reshape(-1, 2)
@@ -148,42 +148,42 @@ def nonce_in(received: bytes) -> bytes:
     return received[len(MAGIC) :]
 
 
-def prove(token: bytes, role: Role, nonces: bytes) -> bytes:
+def prove(token: bytes, role: HandshakeRole, nonces: bytes) -> bytes:
     """`nonces`: the producer's, then the dialler's."""
     return hmac.digest(token, role.value + nonces, hashlib.sha256)
 
 
-def is_proof(received: bytes, token: bytes, role: Role, nonces: bytes) -> bool:
+def is_proof(received: bytes, token: bytes, role: HandshakeRole, nonces: bytes) -> bool:
     return hmac.compare_digest(received, prove(token, role, nonces))
 
 
-def pack_header(operation: Operation, rows: Rows, number: int = 0) -> bytes:
-    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()), number)
+def pack_header(operation: Operation, rows: Rows, grant_id: int = 0) -> bytes:
+    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()), grant_id)
 
 
 def unpack_header(received: bytes) -> Header:
-    operation, num_runs, total_bytes, number = _HEADER.unpack(received)
-    if operation not in list(Operation) or not 0 < num_runs <= MAX_BATCH_RUNS or not 0 < total_bytes <= MAX_BATCH_BYTES:
-        raise RemoteProtocolError(f"a request of kind {operation} for {num_runs} runs and {total_bytes} bytes is not possible")
-    if number and operation == Operation.READ:
-        raise RemoteProtocolError(f"a read under number {number} is not possible: only writes have one")
-    return Header(Operation(operation), num_runs, total_bytes, number)
+    operation, num_descriptors, total_bytes, grant_id = _HEADER.unpack(received)
+    if operation not in list(Operation) or not 0 < num_descriptors <= MAX_BATCH_DESCRIPTORS or not 0 < total_bytes <= MAX_BATCH_BYTES:
+        raise RemoteProtocolError(f"a request of kind {operation} for {num_descriptors} runs and {total_bytes} bytes is not possible")
+    if grant_id and operation == Operation.READ:
+        raise RemoteProtocolError(f"a read under number {grant_id} is not possible: only writes have one")
+    return Header(Operation(operation), num_descriptors, total_bytes, grant_id)
 
 
-def pack_reply(refusal: str = "", status: Status = Status.REFUSED) -> bytes:
+def pack_reply(refusal: str = "", status: ReplyStatus = ReplyStatus.REFUSED) -> bytes:
     """All is well, unless there is a reason to refuse."""
     text = refusal.encode(errors="replace")[:MAX_TEXT_BYTES]
-    return _REPLY.pack(status if text else Status.WELL, len(text)) + text
+    return _REPLY.pack(status if text else ReplyStatus.OK, len(text)) + text
 
 
 def text_bytes_in(received: bytes) -> int:
     """How long the text of a refusal is that follows; 0 when all is well."""
     status, length = _REPLY.unpack(received)
-    if status not in list(Status) or length > MAX_TEXT_BYTES or bool(status) != bool(length):
+    if status not in list(ReplyStatus) or length > MAX_TEXT_BYTES or bool(status) != bool(length):
         raise RemoteProtocolError(f"a reply with status {status} and {length} bytes of text is not possible")
     return int(length)
 
 
-def is_not_lent(received: bytes) -> bool:
+def is_not_granted(received: bytes) -> bool:
     """Of a reply that refuses: whether for the number alone."""
-    return bool(_REPLY.unpack(received)[0] == Status.NOT_LENT)
+    return bool(_REPLY.unpack(received)[0] == ReplyStatus.NOT_GRANTED)

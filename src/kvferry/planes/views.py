@@ -9,7 +9,7 @@ from kvferry.errors import LocalProtocolError
 from kvferry.planes.runs import Bytes
 from kvferry.types import Region
 
-__all__ = ["AddressedMemory", "view_of"]
+__all__ = ["AddressedMemory", "region_view"]
 
 
 class AddressedMemory:
@@ -20,11 +20,11 @@ class AddressedMemory:
         self._bytes = memoryview((ctypes.c_uint8 * size_bytes).from_address(first)).cast("B")
 
     def views(self, addresses: Iterable[int], sizes: Iterable[int]) -> list[memoryview]:
-        stretch, first = self._bytes, self._first
-        return [stretch[address - first : address - first + size] for address, size in zip(addresses, sizes, strict=True)]
+        memory, first = self._bytes, self._first
+        return [memory[address - first : address - first + size] for address, size in zip(addresses, sizes, strict=True)]
 
 
-def view_of(region: Region) -> Bytes:
+def region_view(region: Region) -> Bytes:
     """The bytes from the region's first block to its last. Valid as long as the memory is; nobody checks that."""
     if region.size_bytes <= 0:
         raise LocalProtocolError(f"region {region.name!r} is empty")

@@ -1,4 +1,4 @@
-"""The control plane over ZeroMQ: one listening socket, one socket per dialled address, CURVE on all of them. Sole importer of zmq.
+"""The control transport over ZeroMQ: one listening socket, one socket per dialled address, CURVE on all of them. Sole importer of zmq.
 
 Owned by one thread; only `wake` may be called from others. Everything happens in `poll`, the check of a newcomer's key included, so there
 is no thread here but libzmq's own. Both sides prove that they hold the cluster's secret: a client cannot begin a handshake without the
@@ -25,7 +25,7 @@ from kvferry.errors import ConfigError, TransportError
 from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
 from kvferry.types import Address
 
-__all__ = ["CurveKeys", "ZmqControlPlane"]
+__all__ = ["CurveKeys", "ZmqTransport"]
 
 Socket = zmq.Socket[bytes]
 
@@ -37,7 +37,7 @@ MAX_EVENTS_PER_SOCKET = 256
 """Taken from one socket in one `poll`, so that a talkative peer cannot hold up the others."""
 FRAME_ROOM_BYTES = 64 * 1024
 """Above the limit, for CURVE's own bytes, and so that a frame little too long is dropped and counted instead of ending its connection."""
-BIND_PATIENCE_S = 5.0
+BIND_TIMEOUT_S = 5.0
 """A restarted engine waits this long for its dying predecessor to let go of the port."""
 BIND_RETRY_S = 0.1
 SILENCE_S = 6.0
@@ -77,8 +77,8 @@ class CurveKeys:
         return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
-class ZmqControlPlane:
-    """Implements `ports.control.ControlPlane`. Binds when it is made: port 0 is any free one; a port in use is waited for a little."""
+class ZmqTransport:
+    """Implements `ports.control.ControlTransport`. Binds when it is made: port 0 is any free one; a port in use is waited for a little."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ZmqControlPlane:
         port: int,
         keys: CurveKeys,
         *,
-        bind_patience_s: float = BIND_PATIENCE_S,
+        bind_timeout_s: float = BIND_TIMEOUT_S,
         silence_s: float = SILENCE_S,
     ) -> None:
         if advertised_host in WILDCARDS:
@@ -97,14 +97,14 @@ class ZmqControlPlane:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._context.max_sockets = MAX_SOCKETS
         self._poller = zmq.Poller()
-        self._dialled: dict[str, _Dialled] = {}
+        self._dialled: dict[str, _DealerConnection] = {}
         self._waker = _Waker()
         self._dropped_frames = 0
         self._is_closed = False
         try:
             self._zap = self._listen_for_zap()
             self._router = self._secured(zmq.ROUTER)
-            bound_port = _bind(self._router, bind_host, port, bind_patience_s)
+            bound_port = _bind(self._router, bind_host, port, bind_timeout_s)
         except BaseException:
             self._context.destroy(linger=0)
             self._waker.close()
@@ -189,7 +189,7 @@ class ZmqControlPlane:
         self._dropped_frames += len(frame) > MAX_FRAME_BYTES
         return len(frame) <= MAX_FRAME_BYTES
 
-    def _dial(self, address: str) -> "_Dialled":
+    def _dial(self, address: str) -> "_DealerConnection":
         if not address.startswith("tcp://"):
             raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
         with contextlib.ExitStack() as undo:
@@ -202,7 +202,7 @@ class ZmqControlPlane:
             except zmq.ZMQError as error:
                 raise TransportError(f"{address!r} cannot be dialled ({error})") from error
             undo.pop_all()
-        dialled = _Dialled(address, socket, monitor)
+        dialled = _DealerConnection(address, socket, monitor)
         self._dialled[address] = dialled
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
@@ -245,7 +245,7 @@ class ZmqControlPlane:
             self._zap.send_multipart([asker, empty, version, request_id, *verdict, b"", b""], zmq.DONTWAIT)
 
 
-class _Dialled:
+class _DealerConnection:
     """One outgoing connection and what libzmq tells about it."""
 
     def __init__(self, address: str, socket: Socket, monitor: Socket) -> None:
@@ -304,10 +304,10 @@ def _limit(socket: Socket) -> None:
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
 
 
-def _bind(socket: Socket, host: str, port: int, patience_s: float) -> int:
+def _bind(socket: Socket, host: str, port: int, timeout_s: float) -> int:
     """The port that was bound. ConfigError when it cannot be had."""
     endpoint = f"tcp://{Address(host.strip('[]') or '*', port)}"
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             socket.bind(endpoint)

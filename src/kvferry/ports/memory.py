@@ -1,4 +1,4 @@
-"""Where an engine's KV cache lives, so that planes can reach it.
+"""Where an engine's KV cache lives, so that transports can reach it.
 
 The engine asks for one buffer per worker at start-up and builds its tensors in it.
 """

@@ -1,9 +1,9 @@
-"""What the pure side of a ferry wants done: imperative, plain data. The shell performs them in order."""
+"""What the pure side of a transfer worker wants done: imperative, plain data. The shell performs them in order."""
 
 from dataclasses import dataclass
 
 from kvferry.protocol.geometry import Geometry
-from kvferry.protocol.handshake import PlaneChoice
+from kvferry.protocol.handshake import TransportChoice
 from kvferry.protocol.messages import (
     Attach,
     Confirm,
@@ -15,24 +15,24 @@ from kvferry.protocol.messages import (
     PushRegistration,
     Revoke,
 )
-from kvferry.protocol.placement import Placement
-from kvferry.protocol.planning import Pieces
+from kvferry.protocol.placement import BlockPermutation
+from kvferry.protocol.planning import Segments
 from kvferry.types import PeerId, RequestId
 
 __all__ = [
     "Action",
+    "CloseConnection",
     "ClosePeer",
-    "Expose",
-    "HangUp",
-    "Lend",
+    "CopyToHostBuffer",
+    "GrantWrites",
     "OpenPeer",
-    "Place",
+    "PlaceBlocks",
+    "RevokeWrites",
     "Send",
     "StartRead",
     "StartWrite",
     "StopRead",
     "StopWrite",
-    "TakeBack",
 ]
 
 
@@ -43,7 +43,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp:
+class CloseConnection:
     """Nothing more is expected from this address."""
 
     address: str
@@ -51,12 +51,12 @@ class HangUp:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Connect the first candidate plane that can, then tell `peer_opened` or `peer_unreachable`."""
+    """Connect the first candidate transport that can, then tell `peer_opened` or `peer_unreachable`."""
 
     peer: PeerId
     geometry: Geometry
     offers: tuple[OfferInfo, ...]
-    candidates: tuple[PlaneChoice, ...]
+    candidates: tuple[TransportChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class StartRead:
 
     request: RequestId
     peer: PeerId
-    plane: str
-    pieces: tuple[Pieces, ...]
+    transport: str
+    segments: tuple[Segments, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,21 @@ class StopRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Lend:
+class GrantWrites:
     """Let a peer write into these blocks (by group) under this number."""
 
-    plane: str
-    number: int
+    transport: str
+    grant_id: int
     blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class TakeBack:
-    """End what was lent, then tell `taken_back` when nothing of it lands any more."""
+class RevokeWrites:
+    """End what was lent, then tell `writes_revoked` when nothing of it lands any more."""
 
     request: RequestId
-    plane: str
-    number: int
+    transport: str
+    grant_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class StartWrite:
 
     write: int
     peer: PeerId
-    plane: str
-    pieces: tuple[Pieces, ...]
-    number: int
+    transport: str
+    segments: tuple[Segments, ...]
+    grant_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +116,19 @@ class StopWrite:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class PlaceBlocks:
     """Put blocks whose bytes are confirmed into our own order and into the engine's memory, then tell `placed`. It is never stopped
     halfway."""
 
     request: RequestId
-    placements: tuple[Placement, ...]
+    permutations: tuple[BlockPermutation, ...]
     blocks: tuple[tuple[int, ...], ...] = ()
-    """By group: those to be copied to the engine's memory, where planes see another."""
+    """By group: those to be copied to the engine's memory, where transports see another."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expose:
-    """Copy blocks of the engine's memory to where planes see them, then tell `exposed`. It is never stopped halfway."""
+class CopyToHostBuffer:
+    """Copy blocks of the engine's memory to where transports see them, then tell `copied_to_host_buffer`. It is never stopped halfway."""
 
     request: RequestId
     blocks: tuple[tuple[int, ...], ...]
@@ -136,4 +136,17 @@ class Expose:
     """Its number: of one request there are several, and not all of them count."""
 
 
-Action = Send | HangUp | OpenPeer | ClosePeer | StartRead | StopRead | Lend | TakeBack | StartWrite | StopWrite | Place | Expose
+Action = (
+    Send
+    | CloseConnection
+    | OpenPeer
+    | ClosePeer
+    | StartRead
+    | StopRead
+    | GrantWrites
+    | RevokeWrites
+    | StartWrite
+    | StopWrite
+    | PlaceBlocks
+    | CopyToHostBuffer
+)

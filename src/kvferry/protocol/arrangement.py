@@ -16,16 +16,16 @@ import numpy.typing as npt
 
 from kvferry.types import Axis, AxisKind
 
-__all__ = ["Steps", "arrival_axes", "common_steps", "dense_axes", "is_dense", "offsets_along", "reads_in_producers_order"]
+__all__ = ["CommonAxis", "arrival_axes", "common_axes", "dense_axes", "is_dense", "offsets_along", "reads_in_producers_order"]
 
-SMALL_RUN_BYTES = 4096
+SMALL_SEGMENT_BYTES = 4096
 """Shorter runs are not read one by one: a descriptor costs as much as copying about so many bytes once more."""
 
 Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class CommonAxis:
     """One index of two arrangements of the same things, and how far each goes for one step of it."""
 
     count: int
@@ -90,14 +90,14 @@ def arrival_axes(local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: 
 def reads_in_producers_order(local: tuple[Axis, ...], remote: tuple[Axis, ...], item_bytes: int) -> bool:
     """Whether a read brings blocks in the producer's order, to be put into ours afterwards, because ours would take many small runs."""
     arrived = arrival_axes(local, remote, item_bytes)
-    if arrived == local or _common_run_bytes(local, arrived, item_bytes) >= SMALL_RUN_BYTES:
+    if arrived == local or _common_segment_bytes(local, arrived, item_bytes) >= SMALL_SEGMENT_BYTES:
         return False
-    return common_steps(arrived, local) is not None
+    return common_axes(arrived, local) is not None
 
 
-def common_steps(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[Steps, ...] | None:
+def common_axes(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[CommonAxis, ...] | None:
     """One set of indices for two arrangements of the same counts; None where their cuts do not fit into each other."""
-    steps: list[Steps] = []
+    steps: list[CommonAxis] = []
     for kind in AxisKind:
         ours, theirs = ([axis for axis in axes if axis.kind is kind] for axes in (first, second))
         while ours and theirs:
@@ -105,7 +105,7 @@ def common_steps(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[Steps, 
             count = min(a.count, b.count)
             if max(a.count, b.count) % count:
                 return None
-            steps.append(Steps(count, a.stride_bytes, b.stride_bytes))
+            steps.append(CommonAxis(count, a.stride_bytes, b.stride_bytes))
             for axis, rest in ((a, ours), (b, theirs)):
                 if axis.count > count:
                     rest.append(Axis(kind, axis.count // count, axis.stride_bytes * count))
@@ -114,7 +114,7 @@ def common_steps(first: Sequence[Axis], second: Sequence[Axis]) -> tuple[Steps, 
     return tuple(steps)
 
 
-def _common_run_bytes(first: Sequence[Axis], second: Sequence[Axis], item_bytes: int) -> int:
+def _common_segment_bytes(first: Sequence[Axis], second: Sequence[Axis], item_bytes: int) -> int:
     """How many bytes follow each other in the same order in both, at least."""
     run = item_bytes
     for a, b in zip(reversed(first), reversed(second), strict=False):

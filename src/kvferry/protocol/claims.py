@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from kvferry.protocol.messages import Attach, Confirm, Detach
 from kvferry.types import Route
 
-__all__ = ["Claim"]
+__all__ = ["PendingReaders"]
 
 
 @dataclass(slots=True)
-class Claim:
+class PendingReaders:
     """Readers that came before the grant."""
 
     serial: int

@@ -10,11 +10,11 @@ the blocks and writes (`lending.py`). Feed it commands, messages and completions
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.events import Event, HandshakeFailed, PullFailed, PullFinished
-from kvferry.protocol.actions import Action, Place
-from kvferry.protocol.consumer_parts import ConsumerParts
+from kvferry.events import Event, HandshakeFailed, TransferFailed, TransferFinished
+from kvferry.protocol.actions import Action, PlaceBlocks
+from kvferry.protocol.consumer_parts import ConsumerContext
 from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.lending import TAKING_BACK, Lending
+from kvferry.protocol.lending import REVOKING, WriteGrants
 from kvferry.protocol.messages import (
     Confirmed,
     HandshakeRefused,
@@ -28,15 +28,15 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook, PeerUser
-from kvferry.protocol.promises import Promises
-from kvferry.protocol.pulls import Destination, Invitation, Origin, Pull, PullTable, reader_name
-from kvferry.protocol.reader_talk import ReaderTalk
+from kvferry.protocol.peers import LostPeer, Peer, PeerTable, PeerUser
+from kvferry.protocol.promises import Reservations
+from kvferry.protocol.pulls import Destination, Origin, PushInfo, Transfer, TransferTable, reader_name
+from kvferry.protocol.reader_talk import ProducerClient
 from kvferry.protocol.reading import Reading
-from kvferry.protocol.stopwatches import Stopwatches
+from kvferry.protocol.stopwatches import TransferTimings
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfers import FINAL, TRANSITIONS, TROUBLE, TransferEvent, TransferState, next_state
-from kvferry.types import Address, EngineLife, Epoch, PeerId, RequestId
+from kvferry.protocol.transfers import FAILURE_EVENTS, FINAL, TRANSITIONS, TransferEvent, TransferState, next_state
+from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
 
 __all__ = ["Consumer"]
 
@@ -48,36 +48,36 @@ class Consumer:
     def __init__(self, settings: ConsumerSettings) -> None:
         self._settings = settings
         self._actions: list[Action] = []
-        self._peers = PeerBook(settings.peers, self._actions)
-        self._pulls = PullTable()
-        self._talk = ReaderTalk(
-            EngineLife(settings.engine, settings.epoch or Epoch("")), self._peers, settings.registration_s, self._actions
+        self._peers = PeerTable(settings.peers, self._actions)
+        self._transfers = TransferTable()
+        self._client = ProducerClient(
+            EngineIncarnation(settings.engine, settings.epoch or Epoch("")), self._peers, settings.registration_s, self._actions
         )
-        self._sharers: list[PeerUser] = []
+        self._peer_users: list[PeerUser] = []
         self._events: list[Event] = []
-        self._stopwatches = Stopwatches()
-        parts = ConsumerParts(settings, self._peers, self._pulls, self._talk, self._actions, self._events, self._meet)
-        self._reading, self._lending, self._promises = Reading(parts), Lending(parts), Promises(parts)
+        self._timings = TransferTimings()
+        context = ConsumerContext(settings, self._peers, self._transfers, self._client, self._actions, self._events, self._handle_event)
+        self._reading, self._write_grants, self._reservations = Reading(context), WriteGrants(context), Reservations(context)
 
     @property
-    def num_pulls(self) -> int:
-        return len(self._pulls)
+    def num_transfers(self) -> int:
+        return len(self._transfers)
 
-    def may_be_written(self, plane: str) -> bool:
-        """Whether a producer may be writing into our blocks by this plane."""
-        return len(self._pulls) > 0 and plane in self._settings.lends_by
+    def may_be_written(self, transport: str) -> bool:
+        """Whether a producer may be writing into our blocks by this transport."""
+        return len(self._transfers) > 0 and transport in self._settings.writable_transports
 
     @property
     def num_peers(self) -> int:
         return len(self._peers)
 
     @property
-    def peers(self) -> PeerBook:
+    def peers(self) -> PeerTable:
         return self._peers
 
-    def share_peers(self, user: PeerUser) -> None:
+    def add_peer_user(self, user: PeerUser) -> None:
         """It is told of peers that are ready or lost, and keeps those it uses from being forgotten."""
-        self._sharers.append(user)
+        self._peer_users.append(user)
 
     # -- commands of the engine ------------------------------------------------------------------------------------
 
@@ -85,56 +85,58 @@ class Consumer:
         """A request with a good ticket has entered the engine: keep the lease alive from now on. Known requests are ignored."""
         self._begin(request, Origin.of(ticket, ticket_text), now)
 
-    def try_to_track(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
-        """The same, for a request that can do without. `PullPromised` or `PullRefused` follows, before it is given blocks."""
+    def track_optional(self, request: RequestId, ticket: Ticket, ticket_text: str, now: float) -> None:
+        """The same, for a request that can do without. `ReservationGranted` or `ReservationRefused` follows, before it is given blocks."""
         self._begin(request, replace(Origin.of(ticket, ticket_text), is_optional=True), now)
 
-    def expect(self, request: RequestId, life: EngineLife, address: Address, tp_size: int, invitation: Invitation, now: float) -> None:
+    def expect(
+        self, request: RequestId, incarnation: EngineIncarnation, address: Address, tp_size: int, push_info: PushInfo, now: float
+    ) -> None:
         """A request has entered the engine whose KV that producer is about to compute. Known requests are ignored."""
-        self._begin(request, Origin(life, address, tp_size, invitation=invitation), now)
+        self._begin(request, Origin(incarnation, address, tp_size, push_info=push_info), now)
 
     def _begin(self, request: RequestId, origin: Origin, now: float) -> None:
-        if self._pulls.get(request) is not None:
+        if self._transfers.get(request) is not None:
             return
-        origin.life = self._peers.recognise(origin.life, origin.address)
-        pull = Pull(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
-        self._pulls.add(pull)
-        self._stopwatches.start(request, now)
-        peer = self._peers.ensure(pull.life, origin.address, origin.tp_size, now)
+        origin.incarnation = self._peers.resolve_incarnation(origin.incarnation, origin.address)
+        transfer = Transfer(request, reader_name(self._settings.engine, request, self._settings.peers.geometry.tp_rank), origin)
+        self._transfers.add(transfer)
+        self._timings.start(request, now)
+        peer = self._peers.ensure(transfer.incarnation, origin.address, origin.tp_size, now)
         if isinstance(peer, LostPeer):
-            self._meet(pull, _E.PEER_LOST, now, peer.reason)
+            self._handle_event(transfer, _E.PEER_LOST, now, peer.reason)
         elif peer.is_ready:
-            self._greet(pull, peer, now)
+            self._attach_or_register(transfer, peer, now)
 
     def start(
         self, request: RequestId, blocks: Sequence[Sequence[int]], tokens: range, now: float, needed_from: Sequence[int] = ()
     ) -> None:
         """The engine has blocks: fill them with the KV of these token positions. `blocks` holds each group's table from token 0;
         `needed_from` each group's first token that is ever looked at, or nothing, for token 0."""
-        pull = self._pulls.get(request)
-        if pull is None:
-            self._events.append(PullFailed(request, "the transfer was not announced before its blocks"))
+        transfer = self._transfers.get(request)
+        if transfer is None:
+            self._events.append(TransferFailed(request, "the transfer was not announced before its blocks"))
             return
-        pull.to = Destination(blocks, tokens, needed_from)
-        pull.arrival.grown_at = now
-        self._reading.be_patient(pull, now)
-        self._meet(pull, _E.BLOCKS_ALLOCATED, now, pull.reason)
-        peer = self._peers.get(pull.life)
-        if pull.state is TransferState.WAITING and peer is not None and peer.is_ready and self._lending.can_lend(pull, peer):
-            self._lending.lend(pull, peer, now)
+        transfer.to = Destination(blocks, tokens, needed_from)
+        transfer.arrival.progressed_at = now
+        self._reading.extend_deadline(transfer, now)
+        self._handle_event(transfer, _E.BLOCKS_ALLOCATED, now, transfer.reason)
+        peer = self._peers.get(transfer.incarnation)
+        if transfer.state is TransferState.WAITING and peer is not None and peer.is_ready and self._write_grants.can_grant(transfer, peer):
+            self._write_grants.grant_writes(transfer, peer, now)
 
     def settle(self, request: RequestId, now: float) -> None:
         """The engine needs nothing from the producer: let it free its blocks."""
         self._leave(request, _E.SETTLED, now)
 
     def abort(self, request: RequestId, now: float) -> None:
-        """The request is over. If it has blocks, `PullFailed` follows once nothing can write into them any more."""
+        """The request is over. If it has blocks, `TransferFailed` follows once nothing can write into them any more."""
         self._leave(request, _E.ABORTED, now)
 
     def _leave(self, request: RequestId, event: TransferEvent, now: float) -> None:
-        pull = self._pulls.get(request)
-        if pull is not None and (event is _E.ABORTED or not pull.has_blocks):
-            self._meet(pull, event, now, "the request was aborted")
+        transfer = self._transfers.get(request)
+        if transfer is not None and (event is _E.ABORTED or not transfer.has_blocks):
+            self._handle_event(transfer, event, now, "the request was aborted")
 
     # -- news from the world ---------------------------------------------------------------------------------------
 
@@ -142,7 +144,7 @@ class Consumer:
         match message:
             case HandshakeReply() | HandshakeRefused():
                 lost = self._peers.receive(message, now)
-                self._follow_names(now)
+                self._apply_renames(now)
                 self._lost(lost, now)
             case Ready():
                 self._receive_ready(address, message, now)
@@ -155,100 +157,100 @@ class Consumer:
             case PushWithdrawal():
                 self._receive_withdrawal(message, now)
             case Written() | WriteFailed() | Revoked():
-                self._lending.receive(address, message, now)
+                self._write_grants.receive(address, message, now)
 
     def offered(self, address: str, reader: str, ticket: Ticket, ticket_text: str, ready_tokens: int, now: float) -> None:
         """A rank of the producer has so much of what a request was registered for. Each says so for itself, again and again while it
         computes; the first to do so has us attach."""
-        pull, peer_id = self._pulls.of_reader(reader), self._peers.at(address)
-        if pull is None or peer_id is None or pull.life != peer_id.life or not pull.expects(ticket):
+        transfer, peer_id = self._transfers.of_reader(reader), self._peers.at(address)
+        if transfer is None or peer_id is None or transfer.incarnation != peer_id.incarnation or not transfer.expects(ticket):
             return
-        peer = self._peers.get(pull.life)
+        peer = self._peers.get(transfer.incarnation)
         assert peer is not None
-        if not pull.arrival.note(peer_id.tp_rank, ready_tokens, now):
+        if not transfer.arrival.note(peer_id.tp_rank, ready_tokens, now):
             return
-        is_first = not pull.is_offered
+        is_first = not transfer.is_offered
         if is_first:
-            self._talk.stop_beats(pull)
-        pull.origin.ticket, pull.origin.ticket_text = ticket, ticket_text
-        self._reading.be_patient(pull, now)
+            self._client.stop_heartbeats(transfer)
+        transfer.origin.ticket, transfer.origin.ticket_text = ticket, ticket_text
+        self._reading.extend_deadline(transfer, now)
         if is_first:
-            self._attach(pull, peer, now)
-        elif pull.state is TransferState.MOVING and not pull.outstanding.reads:
-            self._reading.start(pull, now)
+            self._attach(transfer, peer, now)
+        elif transfer.state is TransferState.MOVING and not transfer.outstanding.reads:
+            self._reading.start(transfer, now)
 
     def disconnected(self, address: str, now: float) -> None:
         for lost in self._peers.disconnected(address, now):
             self._lost(lost, now)
 
-    def peer_opened(self, peer_id: PeerId, plane: str, now: float) -> None:
-        peer = self._peers.opened(peer_id, plane)
+    def peer_opened(self, peer_id: PeerId, transport: str, now: float) -> None:
+        peer = self._peers.opened(peer_id, transport)
         if peer is None:
             return
-        for pull in self._pulls.of_life(peer.life):
-            if pull.state in _BEFORE_READING:
-                self._greet(pull, peer, now)
-            elif pull.to.loan is not None and not pull.to.loan.is_fenced:
-                self._lending.ask_back(pull, now)
-        # After the others have attached: a farewell settles the lease they may share.
-        self._talk.say_late_farewells(peer)
-        for user in self._sharers:
+        for transfer in self._transfers.of_incarnation(peer.incarnation):
+            if transfer.state in _BEFORE_READING:
+                self._attach_or_register(transfer, peer, now)
+            elif transfer.to.write_grant is not None and not transfer.to.write_grant.is_fenced:
+                self._write_grants.revoke(transfer, now)
+        # After the others have attached: a detach message settles the lease they may share.
+        self._client.send_deferred_detaches(peer)
+        for user in self._peer_users:
             user.peer_ready(peer, now)
 
     def peer_unreachable(self, peer_id: PeerId, reason: str, now: float) -> None:
-        self._lost(self._peers.lose(peer_id.life, reason, now), now)
+        self._lost(self._peers.lose(peer_id.incarnation, reason, now), now)
 
     def read_ended(self, request: RequestId, peer_id: PeerId, error: str | None, now: float) -> None:
         """A read started for this request has ended; its memory is no longer touched."""
-        pull = self._pulls.get(request)
-        if pull is None or peer_id.tp_rank not in pull.outstanding.reads:
+        transfer = self._transfers.get(request)
+        if transfer is None or peer_id.tp_rank not in transfer.outstanding.reads:
             return
-        pull.outstanding.reads.discard(peer_id.tp_rank)
-        if error is None and not pull.outstanding.reads:
-            pull.arrival.land()
+        transfer.outstanding.reads.discard(peer_id.tp_rank)
+        if error is None and not transfer.outstanding.reads:
+            transfer.arrival.land()
         reason = f"reading from the producer failed: {error}"
-        if error is not None and pull.state is TransferState.MOVING:
-            pull.broken = reason
-        if pull.outstanding.reads:
-            if error is not None and pull.state is TransferState.MOVING:
-                self._meet(pull, _E.REFUSED, now, reason)
-        elif error is None and pull.state is TransferState.MOVING and pull.arrival.read_until < pull.to.tokens.stop:
-            self._reading.start(pull, now)
+        if error is not None and transfer.state is TransferState.MOVING:
+            transfer.read_error = reason
+        if transfer.outstanding.reads:
+            if error is not None and transfer.state is TransferState.MOVING:
+                self._handle_event(transfer, _E.REFUSED, now, reason)
+        elif error is None and transfer.state is TransferState.MOVING and transfer.arrival.read_until < transfer.to.tokens.stop:
+            self._reading.start(transfer, now)
         else:
-            self._meet(pull, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
-        if pull.broken and not pull.outstanding.reads:
-            # The plane may have given up the connection for good; the next request shakes hands anew.
-            self._lost(self._peers.lose(pull.life, pull.broken, now), now)
+            self._handle_event(transfer, _E.BYTES_MOVED if error is None else _E.MOVE_FAILED, now, reason)
+        if transfer.read_error and not transfer.outstanding.reads:
+            # The transport may have given up the connection for good; the next request shakes hands anew.
+            self._lost(self._peers.lose(transfer.incarnation, transfer.read_error, now), now)
 
-    def taken_back(self, request: RequestId, number: int, now: float) -> None:
-        """What `TakeBack` asked for has ended: nothing that was written under this number lands any more."""
-        pull = self._pulls.get(request)
-        if pull is not None and pull.to.loan is not None and pull.to.loan.number == number:
-            self._lending.back(pull, now)
+    def writes_revoked(self, request: RequestId, grant_id: int, now: float) -> None:
+        """What `RevokeWrites` asked for has ended: nothing that was written under this number lands any more."""
+        transfer = self._transfers.get(request)
+        if transfer is not None and transfer.to.write_grant is not None and transfer.to.write_grant.grant_id == grant_id:
+            self._write_grants.finish_revoke(transfer, now)
 
     def placed(self, request: RequestId, error: str | None, now: float) -> None:
-        """What `Place` asked for has ended; the request's blocks are no longer touched."""
-        pull = self._pulls.get(request)
-        if pull is not None:
+        """What `PlaceBlocks` asked for has ended; the request's blocks are no longer touched."""
+        transfer = self._transfers.get(request)
+        if transfer is not None:
             event = _E.PLACED if error is None else _E.PLACING_FAILED
-            self._meet(pull, event, now, f"putting the blocks into our order failed: {error}")
+            self._handle_event(transfer, event, now, f"putting the blocks into our order failed: {error}")
 
     def advance(self, now: float) -> None:
         """Act on every deadline that has passed."""
         for lost in self._peers.advance(now):
             self._lost(lost, now)
-        for peer_id in self._talk.silent_peers(now):
-            self._lost(self._peers.lose(peer_id.life, "the producer no longer answers heartbeats", now), now)
-        for pull in self._pulls.take_overdue(now):
-            if pull.to.loan is not None and pull.state in TAKING_BACK:
-                self._lending.ask_back(pull, now)
+        for peer_id in self._client.silent_peers(now):
+            self._lost(self._peers.lose(peer_id.incarnation, "the producer no longer answers heartbeats", now), now)
+        for transfer in self._transfers.take_overdue(now):
+            if transfer.to.write_grant is not None and transfer.state in REVOKING:
+                self._write_grants.revoke(transfer, now)
                 continue
-            self._meet(pull, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(pull, now))
-        self._talk.send_beats(now)
-        self._peers.evict_idle(now, self._pulls.lives().union(*(user.lives() for user in self._sharers)))
+            self._handle_event(transfer, _E.DEADLINE_PASSED, now, self._settings.overdue_reason(transfer, now))
+        self._client.send_heartbeats(now)
+        self._peers.evict_idle(now, self._transfers.incarnations().union(*(user.incarnations() for user in self._peer_users)))
 
     def next_deadline(self) -> float | None:
-        deadlines = (self._pulls.next_deadline(), self._peers.next_deadline(), self._talk.next_deadline())
+        deadlines = (self._transfers.next_deadline(), self._peers.next_deadline(), self._client.next_deadline())
         return min((at for at in deadlines if at is not None), default=None)
 
     def take_actions(self) -> list[Action]:
@@ -264,146 +266,151 @@ class Consumer:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _meet(self, pull: Pull, event: TransferEvent, now: float, reason: str) -> None:
+    def _handle_event(self, transfer: Transfer, event: TransferEvent, now: float, reason: str) -> None:
         """Move a pull on and do what its new state asks for."""
-        before, pull.state = pull.state, next_state(pull.state, event)
-        self._stopwatches.note(pull.request, event, pull.state, now)
-        if event in TROUBLE and pull.state not in (TransferState.PLACING, TransferState.RECLAIMING):
-            pull.reason = pull.reason or reason
-        self._promises.note(pull, before, now)
-        match pull.state:
+        before, transfer.state = transfer.state, next_state(transfer.state, event)
+        self._timings.note(transfer.request, event, transfer.state, now)
+        if event in FAILURE_EVENTS and transfer.state not in (TransferState.PLACING, TransferState.RECLAIMING):
+            transfer.reason = transfer.reason or reason
+        self._reservations.note(transfer, before, now)
+        match transfer.state:
             case TransferState.MOVING:
-                self._reading.start(pull, now)
-            case state if state in TAKING_BACK and pull.to.loan is not None:
-                self._lending.take_back(pull, before, now)
+                self._reading.start(transfer, now)
+            case state if state in REVOKING and transfer.to.write_grant is not None:
+                self._write_grants.begin_revoke(transfer, before, now)
             case TransferState.STOPPING if before is not TransferState.STOPPING:
-                self._reading.give_up(pull, now)
+                self._reading.give_up(transfer, now)
             case TransferState.CONFIRMING:
-                self._reading.ask_confirmation(pull, now)
+                self._reading.ask_confirmation(transfer, now)
             case TransferState.PLACING if before is not TransferState.PLACING:
-                self._place(pull, now)
+                self._place(transfer, now)
             case TransferState.DOOMED if before is not TransferState.DOOMED:
                 # It may wait long for its blocks, to fail then: no rank need keep its own for it.
-                self._talk.say_farewell(pull)
-            case TransferState.RETURNING if not pull.outstanding.reads:
-                self._meet(pull, _E.BYTES_MOVED, now, "")
+                self._client.send_detach(transfer)
+            case TransferState.RETURNING if not transfer.outstanding.reads:
+                self._handle_event(transfer, _E.BYTES_MOVED, now, "")
             case TransferState.RETURNING:
-                self._reading.stop(pull)
+                self._reading.stop(transfer)
             case state if state in _BEFORE_READING and (event is _E.WITHDRAWN or before is TransferState.RETURNING):
-                self._start_again(pull, now)
+                self._restart(transfer, now)
             case state if state in FINAL:
-                self._end(pull)
+                self._end(transfer)
 
-    def _follow_names(self, now: float) -> None:
+    def _apply_renames(self, now: float) -> None:
         """Producers that were known by their address only have said which life they are; perhaps one that we know well."""
         for old, new in self._peers.take_renamed():
-            self._talk.rename(old, new)
+            self._client.rename(old, new)
             peer = self._peers.get(new)
-            for pull in self._pulls.of_life(old):
-                self._pulls.move(pull, new)
-                if peer is not None and peer.is_ready and pull.state in _BEFORE_READING:
-                    self._greet(pull, peer, now)
+            for transfer in self._transfers.of_incarnation(old):
+                self._transfers.move(transfer, new)
+                if peer is not None and peer.is_ready and transfer.state in _BEFORE_READING:
+                    self._attach_or_register(transfer, peer, now)
             if peer is not None and peer.is_ready:
-                self._talk.say_late_farewells(peer)
+                self._client.send_deferred_detaches(peer)
 
-    def _greet(self, pull: Pull, peer: Peer, now: float) -> None:
-        if pull.is_offered:
-            self._attach(pull, peer, now)
-        elif pull.state is TransferState.WAITING and self._lending.can_lend(pull, peer):
-            self._lending.lend(pull, peer, now)
+    def _attach_or_register(self, transfer: Transfer, peer: Peer, now: float) -> None:
+        if transfer.is_offered:
+            self._attach(transfer, peer, now)
+        elif transfer.state is TransferState.WAITING and self._write_grants.can_grant(transfer, peer):
+            self._write_grants.grant_writes(transfer, peer, now)
         else:
-            self._talk.register(pull, peer, self._settings.peers.geometry.tp_size, now)
+            self._client.register(transfer, peer, self._settings.peers.geometry.tp_size, now)
 
-    def _attach(self, pull: Pull, peer: Peer, now: float) -> None:
-        self._talk.attach(pull, peer, now)
-        pull.outstanding.exposures = {rank for rank in peer.visits if peer.layouts[rank].is_staged}
-        self._promises.await_answers(pull, peer, now)
-        if not pull.outstanding.exposures:
-            self._meet(pull, _E.PEER_READY, now, "")
+    def _attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
+        self._client.attach(transfer, peer, now)
+        transfer.outstanding.ready_replies = {rank for rank in peer.rank_mappings if peer.layouts[rank].uses_host_buffer}
+        self._reservations.await_answers(transfer, peer, now)
+        if not transfer.outstanding.ready_replies:
+            self._handle_event(transfer, _E.PEER_READY, now, "")
 
-    def _start_again(self, pull: Pull, now: float) -> None:
+    def _restart(self, transfer: Transfer, now: float) -> None:
         """What was offered is withdrawn: wait for the next offer, as if there had been none."""
-        peer = self._peers.get(pull.life)
+        peer = self._peers.get(transfer.incarnation)
         assert peer is not None
-        self._talk.stop_beats(pull)
-        pull.arrival = pull.arrival.begun_again(pull.ticket.serial if pull.is_offered else pull.arrival.last_serial)
-        pull.outstanding.exposures.clear()
-        pull.origin.ticket, pull.origin.ticket_text = None, ""
+        self._client.stop_heartbeats(transfer)
+        transfer.arrival = transfer.arrival.restarted(transfer.ticket.serial if transfer.is_offered else transfer.arrival.last_serial)
+        transfer.outstanding.ready_replies.clear()
+        transfer.origin.ticket, transfer.origin.ticket_text = None, ""
         # That the reads were cancelled is not why it may fail later.
-        pull.reason = ""
-        self._reading.be_patient(pull, now)
-        self._greet(pull, peer, now)
+        transfer.reason = ""
+        self._reading.extend_deadline(transfer, now)
+        self._attach_or_register(transfer, peer, now)
 
-    def _place(self, pull: Pull, now: float) -> None:
+    def _place(self, transfer: Transfer, now: float) -> None:
         # The bytes are ours and the producer is through with us. What is left is our own work, so no deadline ends it: blocks are handed
         # back when nothing writes into them.
-        pull.is_confirmed = True
-        self._pulls.set_deadline(pull, None)
-        self._talk.stop_beats(pull)
-        if pull.to.placements or self._settings.is_staged:
-            blocks = pull.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.is_staged else ()
-            self._actions.append(Place(pull.request, pull.to.placements, blocks))
+        transfer.is_confirmed = True
+        self._transfers.set_deadline(transfer, None)
+        self._client.stop_heartbeats(transfer)
+        if transfer.to.permutations or self._settings.uses_host_buffer:
+            blocks = transfer.to.filled_blocks(self._settings.peers.geometry.block_size) if self._settings.uses_host_buffer else ()
+            self._actions.append(PlaceBlocks(transfer.request, transfer.to.permutations, blocks))
         else:
-            self._meet(pull, _E.PLACED, now, "")
+            self._handle_event(transfer, _E.PLACED, now, "")
 
-    def _end(self, pull: Pull) -> None:
-        self._pulls.remove(pull)
-        times = self._stopwatches.stop(pull.request)
-        if pull.state is TransferState.DONE:
-            self._events.append(PullFinished(pull.request, times))
+    def _end(self, transfer: Transfer) -> None:
+        self._transfers.remove(transfer)
+        times = self._timings.stop(transfer.request)
+        if transfer.state is TransferState.DONE:
+            self._events.append(TransferFinished(transfer.request, times))
             return
-        if not pull.is_confirmed:
-            self._talk.say_farewell(pull)
-        if pull.has_blocks:
-            self._events.append(PullFailed(pull.request, pull.reason or "the request was aborted", times))
+        if not transfer.is_confirmed:
+            self._client.send_detach(transfer)
+        if transfer.has_blocks:
+            self._events.append(TransferFailed(transfer.request, transfer.reason or "the request was aborted", times))
 
     def _lost(self, lost: LostPeer | None, now: float) -> None:
         if lost is None:
             return
-        self._events.append(HandshakeFailed(lost.life.engine, lost.reason))
-        self._talk.forget(lost)
-        for pull in self._pulls.of_life(lost.life):
-            pull.is_attached = False
-            self._meet(pull, _E.PEER_LOST, now, lost.reason)
-            if lost.is_over and pull.to.loan is not None and not pull.to.loan.is_fenced and pull.state in TAKING_BACK:
+        self._events.append(HandshakeFailed(lost.incarnation.engine, lost.reason))
+        self._client.forget(lost)
+        for transfer in self._transfers.of_incarnation(lost.incarnation):
+            transfer.is_attached = False
+            self._handle_event(transfer, _E.PEER_LOST, now, lost.reason)
+            if (
+                lost.is_over
+                and transfer.to.write_grant is not None
+                and not transfer.to.write_grant.is_fenced
+                and transfer.state in REVOKING
+            ):
                 # Whoever could have written is gone for good. What it had sent may be on its way, so a fence is waited for.
-                self._lending.back(pull, now)
-        for user in self._sharers:
+                self._write_grants.finish_revoke(transfer, now)
+        for user in self._peer_users:
             user.peer_lost(lost)
 
     def _receive_heartbeat_reply(self, address: str, message: HeartbeatReply, now: float) -> None:
         peer_id = self._peers.at(address)
         if peer_id is None or peer_id.epoch != message.epoch:
             return
-        self._talk.note_answer(peer_id, message.beat)
-        for pull in self._pulls.of_leases(peer_id.life, set(message.gone)):
+        self._client.note_answer(peer_id, message.beat)
+        for transfer in self._transfers.of_leases(peer_id.incarnation, set(message.gone)):
             # What a rank has not offered yet it may still have to grant.
-            is_ahead = pull.is_offered and pull.origin.invitation is not None and peer_id.tp_rank not in pull.arrival.ready
+            is_ahead = transfer.is_offered and transfer.origin.push_info is not None and peer_id.tp_rank not in transfer.arrival.ready
             # While confirming, Confirmed or Refused is on its way and is the better answer. What was withdrawn is gone, and we know it.
-            is_through = pull.to.loan is not None and peer_id.tp_rank not in pull.to.loan.writers
-            if pull.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead and not is_through:
-                lost = "the producer's lease ran out" if pull.is_offered else "the producer has forgotten the registration"
-                self._meet(pull, _E.REFUSED, now, lost)
+            is_through = transfer.to.write_grant is not None and peer_id.tp_rank not in transfer.to.write_grant.writers
+            if transfer.state not in (TransferState.CONFIRMING, TransferState.RETURNING) and not is_ahead and not is_through:
+                lost = "the producer's lease ran out" if transfer.is_offered else "the producer has forgotten the registration"
+                self._handle_event(transfer, _E.REFUSED, now, lost)
 
     def _receive_ready(self, address: str, message: Ready, now: float) -> None:
-        pull = self._pulls.of_reader(message.reader)
-        if pull is None or not pull.is_offered or pull.state not in _BEFORE_READING or pull.lease != message.lease:
+        transfer = self._transfers.of_reader(message.reader)
+        if transfer is None or not transfer.is_offered or transfer.state not in _BEFORE_READING or transfer.lease != message.lease:
             return
-        rank = self._peers.rank_at(pull.life, address, pull.outstanding.exposures)
+        rank = self._peers.rank_at(transfer.incarnation, address, transfer.outstanding.ready_replies)
         if rank is None:
             return
-        pull.outstanding.exposures.discard(rank)
-        if not pull.outstanding.exposures:
-            self._meet(pull, _E.PEER_READY, now, "")
+        transfer.outstanding.ready_replies.discard(rank)
+        if not transfer.outstanding.ready_replies:
+            self._handle_event(transfer, _E.PEER_READY, now, "")
 
     def _receive_refused(self, message: Refused, now: float) -> None:
-        pull = self._pulls.of_reader(message.reader)
-        if pull is None or (message.serial and pull.is_withdrawn(message.serial)):
+        transfer = self._transfers.of_reader(message.reader)
+        if transfer is None or (message.serial and transfer.is_withdrawn(message.serial)):
             return
-        self._meet(pull, _E.REFUSED, now, f"the producer refused: {message.reason}")
+        self._handle_event(transfer, _E.REFUSED, now, f"the producer refused: {message.reason}")
 
     def _receive_withdrawal(self, message: PushWithdrawal, now: float) -> None:
-        pull = self._pulls.of_reader(message.reader)
-        can_return = pull is not None and (pull.state, _E.WITHDRAWN) in TRANSITIONS
-        if pull is not None and can_return and pull.is_offered and pull.ticket.serial == message.serial:
-            self._meet(pull, _E.WITHDRAWN, now, "")
+        transfer = self._transfers.of_reader(message.reader)
+        can_return = transfer is not None and (transfer.state, _E.WITHDRAWN) in TRANSITIONS
+        if transfer is not None and can_return and transfer.is_offered and transfer.ticket.serial == message.serial:
+            self._handle_event(transfer, _E.WITHDRAWN, now, "")

@@ -7,28 +7,28 @@ from kvferry.events import Event
 from kvferry.protocol.actions import Action
 from kvferry.protocol.consumer_settings import ConsumerSettings
 from kvferry.protocol.geometry import Geometry
-from kvferry.protocol.peers import PeerBook
-from kvferry.protocol.pulls import Pull, PullTable
-from kvferry.protocol.reader_talk import ReaderTalk
+from kvferry.protocol.peers import PeerTable
+from kvferry.protocol.pulls import Transfer, TransferTable
+from kvferry.protocol.reader_talk import ProducerClient
 from kvferry.protocol.transfers import TransferEvent
 
-__all__ = ["ConsumerParts"]
+__all__ = ["ConsumerContext"]
 
 
-class Meet(Protocol):
-    def __call__(self, pull: Pull, event: TransferEvent, now: float, reason: str) -> None:
+class EventHandler(Protocol):
+    def __call__(self, transfer: Transfer, event: TransferEvent, now: float, reason: str) -> None:
         """Move a pull on and do what its new state asks for."""
 
 
 @dataclass(frozen=True, slots=True)
-class ConsumerParts:
+class ConsumerContext:
     settings: ConsumerSettings
-    peers: PeerBook
-    pulls: PullTable
-    talk: ReaderTalk
+    peers: PeerTable
+    transfers: TransferTable
+    client: ProducerClient
     actions: list[Action]
     events: list[Event]
-    meet: Meet
+    handle_event: EventHandler
 
     @property
     def geometry(self) -> Geometry:

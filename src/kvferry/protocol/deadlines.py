@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 __all__ = ["Deadlines"]
 
 K = TypeVar("K", bound=str | int)
-_SPARE = 64
+_MAX_STALE = 64
 """So many stale entries are always let be."""
 
 
@@ -31,7 +31,7 @@ class Deadlines(Generic[K]):
         """The only deadline of this key, in place of an earlier one."""
         self._at[key] = at
         heappush(self._heap, (at, key))
-        if len(self._heap) > 2 * len(self._at) + _SPARE:
+        if len(self._heap) > 2 * len(self._at) + _MAX_STALE:
             self._heap = [(at, key) for key, at in self._at.items()]
             heapify(self._heap)
 

@@ -40,10 +40,10 @@ class Fingerprint(msgspec.Struct, frozen=True):
             raise RemoteProtocolError(f"a fingerprint of {len(self.digests)} bytes for {points} points")
 
 
-def fingerprint(token_ids: Sequence[int], grain: int, salt: str, max_points: int = MAX_POINTS) -> Fingerprint:
-    """Fingerprint of a sequence whose KV was made under `salt` (LoRA, multimodal hashes, tenant); points at multiples of `grain`."""
-    grains = -(-len(token_ids) // grain)
-    step = grain * max(1, -(-grains // max_points))
+def fingerprint(token_ids: Sequence[int], granularity: int, salt: str, max_points: int = MAX_POINTS) -> Fingerprint:
+    """Fingerprint of a sequence whose KV was made under `salt` (LoRA, multimodal hashes, tenant); points at multiples of `granularity`."""
+    chunks = -(-len(token_ids) // granularity)
+    step = granularity * max(1, -(-chunks // max_points))
     return Fingerprint(step, len(token_ids), b"".join(digest for _, digest in _prefix_digests(token_ids, step, salt)))
 
 
@@ -79,6 +79,6 @@ def _prefix_digests(token_ids: Sequence[int], step: int, salt: str) -> Iterator[
     state = blake2b(digest_size=DIGEST_BYTES, person=b"kvferry tokens")
     state.update(len(salt).to_bytes(8, "little") + salt.encode("utf-8", "surrogatepass"))
     for start in range(0, len(token_ids), step):
-        piece = token_ids[start : start + step]
-        state.update(array("q", piece).tobytes())
-        yield start + len(piece), state.copy().digest()
+        segment = token_ids[start : start + step]
+        state.update(array("q", segment).tobytes())
+        yield start + len(segment), state.copy().digest()

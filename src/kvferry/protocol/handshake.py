@@ -1,6 +1,6 @@
 """The handshake: compatibility factors first, layout second; the error names the field and both values. Pure.
 
-The producer's side channel answers with what its workers have told it; the consumer checks the answer and picks the planes to try.
+The producer's side channel answers with what its workers have told it; the consumer checks the answer and picks the transports to try.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +13,14 @@ from kvferry.protocol.codec import decode_layout
 from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
 from kvferry.types import EngineId, Epoch
 
-__all__ = ["PlaneChoice", "ServedEngine", "answer", "candidate_planes", "check_reply"]
+__all__ = ["ServedEngine", "TransportChoice", "answer", "candidate_transports", "check_reply"]
 
 MAX_OFFERS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """What a side channel serves: one engine life, its factors and its ranks' encoded layouts."""
+    """What a side channel serves: one engine incarnation, its factors and its ranks' encoded layouts."""
 
     engine: EngineId
     epoch: Epoch
@@ -29,8 +29,8 @@ class ServedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaneChoice:
-    plane: str
+class TransportChoice:
+    transport: str
     reason: str
 
 
@@ -45,7 +45,7 @@ def answer(served: ServedEngine, request: HandshakeRequest) -> HandshakeReply | 
 
 
 def check_reply(reply: HandshakeReply, factors: Mapping[str, Factor] | None, engine: EngineId, epoch: Epoch, tp_rank: int) -> RankLayout:
-    """The layout of the rank we asked for, from the engine life we expect; RemoteProtocolError or IncompatiblePeer otherwise."""
+    """The layout of the rank we asked for, from the engine incarnation we expect; RemoteProtocolError or IncompatiblePeer otherwise."""
     if reply.wire_version != WIRE_VERSION:
         raise RemoteProtocolError(f"the producer speaks wire version {reply.wire_version}, this engine {WIRE_VERSION}")
     if reply.engine != engine:
@@ -59,20 +59,21 @@ def check_reply(reply: HandshakeReply, factors: Mapping[str, Factor] | None, eng
     if layout.tp_rank != tp_rank:
         raise RemoteProtocolError(f"asked for rank {tp_rank}, got rank {layout.tp_rank}")
     if len(layout.offers) > MAX_OFFERS:
-        raise RemoteProtocolError(f"{len(layout.offers)} planes offered, at most {MAX_OFFERS} are looked at")
+        raise RemoteProtocolError(f"{len(layout.offers)} transports offered, at most {MAX_OFFERS} are looked at")
     return layout
 
 
-def candidate_planes(ours: Iterable[OfferInfo], theirs: Iterable[OfferInfo], pinned: Sequence[str]) -> list[PlaneChoice]:
-    """Planes both sides have and that can reach across, best first. Our order is the preference, except that what is near comes before what
-    is not; `pinned` replaces it."""
-    remote = {offer.plane: offer for offer in theirs}
-    local = {offer.plane: offer for offer in ours}
+def candidate_transports(ours: Iterable[OfferInfo], theirs: Iterable[OfferInfo], pinned: Sequence[str]) -> list[TransportChoice]:
+    """Transports both sides have and that can reach across, best first. Our order is the preference, except that what is near comes before
+    what is not; `pinned` replaces it.
+    """
+    remote = {offer.transport: offer for offer in theirs}
+    local = {offer.transport: offer for offer in ours}
     common = [name for name in pinned or local if name in local and name in remote and local[name].reach == remote[name].reach]
     if pinned:
-        return [PlaneChoice(name, "pinned by `planes`") for name in common]
+        return [TransportChoice(name, "pinned by `transports`") for name in common]
     common.sort(key=lambda name: local[name].near != remote[name].near)
-    return [PlaneChoice(name, "first in preference that both sides have and that reaches across") for name in common]
+    return [TransportChoice(name, "first in preference that both sides have and that reaches across") for name in common]
 
 
 def _differences(ours: Mapping[str, Factor], theirs: Mapping[str, Factor]) -> dict[str, tuple[object, object]]:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from kvferry.types import RequestId
 
-__all__ = ["READ_BEGINS", "Beat", "HeartbeatSchedule", "heartbeat_interval_s"]
+__all__ = ["READ_BEGINS", "DueHeartbeat", "HeartbeatSchedule", "heartbeat_interval_s"]
 
 READ_BEGINS = 0
 """The number of a beat outside the rhythm: its sender is about to read. Those of the rhythm count from 1."""
@@ -24,14 +24,14 @@ def heartbeat_interval_s(lease_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat(Generic[P]):
+class DueHeartbeat(Generic[P]):
     peer: P
     number: int
     leases: list[RequestId]
 
 
 @dataclass(slots=True)
-class _Pulse:
+class _PeerState:
     interval_s: float
     next_at: float
     leases: dict[RequestId, int] = field(default_factory=dict)
@@ -42,60 +42,60 @@ class _Pulse:
 
 @dataclass(slots=True)
 class HeartbeatSchedule(Generic[P]):
-    """The pulse of every peer we hold leases from. A peer that leaves `patience` beats in a row unanswered is lost."""
+    """The pulse of every peer we hold leases from. A peer that leaves `max_unanswered` beats in a row unanswered is lost."""
 
-    patience: int = 3
-    _pulses: dict[P, _Pulse] = field(default_factory=dict, init=False)
+    max_unanswered: int = 3
+    _peer_states: dict[P, _PeerState] = field(default_factory=dict, init=False)
 
     def track(self, peer: P, lease: RequestId, interval_s: float, now: float) -> None:
-        pulse = self._pulses.get(peer)
-        if pulse is None:
-            pulse = self._pulses[peer] = _Pulse(interval_s, now + interval_s)
-        pulse.interval_s = min(pulse.interval_s, interval_s)
-        pulse.next_at = min(pulse.next_at, now + interval_s)
-        pulse.leases[lease] = pulse.leases.get(lease, 0) + 1
+        peer_state = self._peer_states.get(peer)
+        if peer_state is None:
+            peer_state = self._peer_states[peer] = _PeerState(interval_s, now + interval_s)
+        peer_state.interval_s = min(peer_state.interval_s, interval_s)
+        peer_state.next_at = min(peer_state.next_at, now + interval_s)
+        peer_state.leases[lease] = peer_state.leases.get(lease, 0) + 1
 
     def untrack(self, peer: P, lease: RequestId) -> None:
         """One of our requests reads this lease no more. Unknown pairs are ignored."""
-        pulse = self._pulses.get(peer)
-        if pulse is None or lease not in pulse.leases:
+        peer_state = self._peer_states.get(peer)
+        if peer_state is None or lease not in peer_state.leases:
             return
-        pulse.leases[lease] -= 1
-        if pulse.leases[lease] == 0:
-            del pulse.leases[lease]
-        if not pulse.leases:
-            del self._pulses[peer]
+        peer_state.leases[lease] -= 1
+        if peer_state.leases[lease] == 0:
+            del peer_state.leases[lease]
+        if not peer_state.leases:
+            del self._peer_states[peer]
 
     def forget(self, peer: P) -> None:
-        self._pulses.pop(peer, None)
+        self._peer_states.pop(peer, None)
 
     def answered(self, peer: P, number: int) -> None:
-        pulse = self._pulses.get(peer)
-        if pulse is not None and number == pulse.number:
-            pulse.unanswered_since = None
+        peer_state = self._peer_states.get(peer)
+        if peer_state is not None and number == peer_state.number:
+            peer_state.unanswered_since = None
 
-    def due(self, now: float) -> list[Beat[P]]:
+    def due(self, now: float) -> list[DueHeartbeat[P]]:
         """The beats to send now; each is due again one interval later."""
         beats = []
-        for peer, pulse in self._pulses.items():
-            if pulse.next_at > now:
+        for peer, peer_state in self._peer_states.items():
+            if peer_state.next_at > now:
                 continue
-            pulse.next_at = now + pulse.interval_s
-            pulse.number += 1
-            pulse.unanswered_since = now if pulse.unanswered_since is None else pulse.unanswered_since
-            beats.append(Beat(peer, pulse.number, list(pulse.leases)))
+            peer_state.next_at = now + peer_state.interval_s
+            peer_state.number += 1
+            peer_state.unanswered_since = now if peer_state.unanswered_since is None else peer_state.unanswered_since
+            beats.append(DueHeartbeat(peer, peer_state.number, list(peer_state.leases)))
         return beats
 
     def lost(self, now: float) -> list[P]:
-        """Peers that have been silent for `patience` intervals since a beat."""
-        return [peer for peer, pulse in self._pulses.items() if (at := self._lost_at(pulse)) is not None and at <= now]
+        """Peers that have been silent for `max_unanswered` intervals since a beat."""
+        return [peer for peer, peer_state in self._peer_states.items() if (at := self._lost_at(peer_state)) is not None and at <= now]
 
     def next_deadline(self) -> float | None:
-        deadlines = [pulse.next_at for pulse in self._pulses.values()]
-        deadlines += [at for pulse in self._pulses.values() if (at := self._lost_at(pulse)) is not None]
+        deadlines = [peer_state.next_at for peer_state in self._peer_states.values()]
+        deadlines += [at for peer_state in self._peer_states.values() if (at := self._lost_at(peer_state)) is not None]
         return min(deadlines, default=None)
 
-    def _lost_at(self, pulse: _Pulse) -> float | None:
-        if pulse.unanswered_since is None:
+    def _lost_at(self, peer_state: _PeerState) -> float | None:
+        if peer_state.unanswered_since is None:
             return None
-        return pulse.unanswered_since + self.patience * pulse.interval_s
+        return peer_state.unanswered_since + self.max_unanswered * peer_state.interval_s

@@ -18,20 +18,20 @@ from heapq import heapify, heappop, heappush
 from kvferry.errors import LocalProtocolError
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["EndedLease", "LeaseTable", "Standing"]
+__all__ = ["EndedLease", "LeaseTable", "TicketStatus"]
 
 MAX_READERS = 8192
 """Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
 
-SPARE_ENTRIES = 64
+MAX_STALE_ENTRIES = 64
 """So many stale deadlines are dealt with one by one."""
 
 
-class Standing(StrEnum):
+class TicketStatus(StrEnum):
     """What the table knows of a ticket."""
 
     HELD = "held"
-    AHEAD = "ahead"
+    PENDING = "ahead"
     """Its grant has not arrived yet."""
     GONE = "gone"
 
@@ -47,7 +47,7 @@ class _Lease:
     serial: int
     deadline: float
     readers: dict[str, str] = field(default_factory=dict)
-    """Reader -> the plane it reads by."""
+    """Reader -> the transport it reads by."""
     awaited: set[str] = field(default_factory=set)
     offered: set[str] = field(default_factory=set)
     """Readers that have been told of it and will attach or detach."""
@@ -68,7 +68,7 @@ class LeaseTable:
     # One entry per lease, and some of leases that have ended. A renewed lease keeps its old entry, which is pushed back when it surfaces:
     # renewals cost nothing here.
     _by_deadline: list[tuple[float, RequestId]] = field(default_factory=list, init=False)
-    _readers_by_plane: Counter[str] = field(default_factory=Counter, init=False)
+    _readers_by_transport: Counter[str] = field(default_factory=Counter, init=False)
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -85,20 +85,20 @@ class LeaseTable:
         """What is remembered of deadlines: never much more than twice the leases."""
         return len(self._by_deadline)
 
-    def num_readers(self, plane: str) -> int:
-        """Readers attached to any lease that read by this plane."""
-        return self._readers_by_plane[plane]
+    def num_readers(self, transport: str) -> int:
+        """Readers attached to any lease that read by this transport."""
+        return self._readers_by_transport[transport]
 
     def grant(self, request: RequestId, serial: int, now: float) -> None:
         self._run_until(request, self._add(request, serial), now + self.ttl_s)
 
-    def keep(self, request: RequestId, serial: int, now: float, ttl_s: float) -> None:
-        """Grant a lease for so long, for whoever might come. A renewal does not shorten it; `let_go` does."""
+    def retain(self, request: RequestId, serial: int, now: float, ttl_s: float) -> None:
+        """Grant a lease for so long, for whoever might come. A renewal does not shorten it; `evict` does."""
         lease = self._add(request, serial)
         lease.unsettled = LeaseEnd.LAPSED
         self._run_until(request, lease, now + ttl_s)
 
-    def let_go(self, request: RequestId, now: float) -> None:
+    def evict(self, request: RequestId, now: float) -> None:
         """The owner needs the blocks: no further reader is waited for, and those attached only while they renew. Ask `take_if_ended`."""
         lease = self._leases.get(request)
         if lease is None:
@@ -132,17 +132,17 @@ class LeaseTable:
 
     def _note_deadline(self, request: RequestId, at: float) -> None:
         heappush(self._by_deadline, (at, request))
-        if len(self._by_deadline) > 2 * len(self._leases) + SPARE_ENTRIES:
+        if len(self._by_deadline) > 2 * len(self._leases) + MAX_STALE_ENTRIES:
             # Most leases end long before they run out; what is left of them must not outnumber those that live.
-            self._sort_anew()
+            self._rebuild_heap()
 
-    def standing(self, request: RequestId, serial: int) -> Standing:
+    def ticket_status(self, request: RequestId, serial: int) -> TicketStatus:
         lease = self._leases.get(request)
         if lease is not None and lease.serial == serial:
-            return Standing.HELD
-        return Standing.AHEAD if serial > self._last_serial else Standing.GONE
+            return TicketStatus.HELD
+        return TicketStatus.PENDING if serial > self._last_serial else TicketStatus.GONE
 
-    def attach(self, request: RequestId, reader: str, now: float, plane: str = "", companions: Iterable[str] = ()) -> bool:
+    def attach(self, request: RequestId, reader: str, now: float, transport: str = "", sibling_ranks: Iterable[str] = ()) -> bool:
         """Register a reader and renew; False when the lease is not held or has too many readers.
 
         The first of its companions says who else will come; they are awaited until they have attached."""
@@ -150,15 +150,15 @@ class LeaseTable:
         if lease is None:
             return False
         if reader not in lease.readers and reader not in lease.awaited:
-            awaited = (lease.awaited | set(companions)) - lease.readers.keys() - {reader}
+            awaited = (lease.awaited | set(sibling_ranks)) - lease.readers.keys() - {reader}
             if len(lease.readers) + len(awaited) >= MAX_READERS:
                 return False
             lease.awaited = awaited
         lease.awaited.discard(reader)
         lease.offered.discard(reader)
         self._drop_reader(lease, reader)
-        lease.readers[reader] = plane
-        self._readers_by_plane[plane] += 1
+        lease.readers[reader] = transport
+        self._readers_by_transport[transport] += 1
         lease.deadline = max(lease.deadline, now + self.extension_s)
         return True
 
@@ -235,9 +235,9 @@ class LeaseTable:
             if lease.deadline > now:
                 heappush(self._by_deadline, (lease.deadline, request))
                 renewed += 1
-                if renewed == SPARE_ENTRIES:
+                if renewed == MAX_STALE_ENTRIES:
                     # One beat renews many leases, so where some entries are stale most are: all at once is cheaper than one by one.
-                    self._sort_anew()
+                    self._rebuild_heap()
                 continue
             del self._leases[request]
             for reader in list(lease.readers):
@@ -251,14 +251,14 @@ class LeaseTable:
             heappop(self._by_deadline)
         return self._by_deadline[0][0] if self._by_deadline else None
 
-    def _sort_anew(self) -> None:
+    def _rebuild_heap(self) -> None:
         self._by_deadline = [(lease.deadline, request) for request, lease in self._leases.items() if not lease.is_open]
         heapify(self._by_deadline)
 
     def _drop_reader(self, lease: _Lease, reader: str) -> None:
-        plane = lease.readers.pop(reader, None)
-        if plane is not None:
-            self._readers_by_plane[plane] -= 1
-            # Names come from peers: a plane nobody uses any more is not remembered.
-            if not self._readers_by_plane[plane]:
-                del self._readers_by_plane[plane]
+        transport = lease.readers.pop(reader, None)
+        if transport is not None:
+            self._readers_by_transport[transport] -= 1
+            # Names come from peers: a transport nobody uses any more is not remembered.
+            if not self._readers_by_transport[transport]:
+                del self._readers_by_transport[transport]

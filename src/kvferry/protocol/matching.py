@@ -1,6 +1,6 @@
 """Which registration and which finished prefill belong to one request, whichever comes first. Pure.
 
-By the handover name of their push ticket: it is nobody else's, so what has one matches only what has the same. Where neither has one
+By the match id of their push ticket: it is nobody else's, so what has one matches only what has the same. Where neither has one
 (behind a router that signs nothing) by equal request ids; else by request ids without the random tail that each engine appends, because
 a router hands the same X-Request-Id to both legs. But clients choose those, and choose the same again. What matches more than one thing
 is the caller's to refuse: a guess would hand one request's KV to another.
@@ -11,19 +11,19 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-__all__ = ["MatchName", "Shelf"]
+__all__ = ["MatchIndex", "MatchKey"]
 
 K = TypeVar("K", bound=Hashable)
 _TAIL = re.compile(r"-[0-9a-f]{8}\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class MatchName:
+class MatchKey:
     """What one leg is known by."""
 
     request: str
     """Its engine's own id."""
-    handover: str = ""
+    match_id: str = ""
     """Of its push ticket; empty: it has none."""
 
     @property
@@ -32,11 +32,11 @@ class MatchName:
 
 
 @dataclass(slots=True)
-class Shelf(Generic[K]):
+class MatchIndex(Generic[K]):
     """Things that wait for their counterpart, found by its name without looking at all of them."""
 
-    _names: dict[K, MatchName] = field(default_factory=dict, init=False)
-    _by_handover: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
+    _names: dict[K, MatchKey] = field(default_factory=dict, init=False)
+    _by_match_id: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
     _by_request: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
     _by_base: dict[str, dict[K, None]] = field(default_factory=dict, init=False)
 
@@ -50,32 +50,32 @@ class Shelf(Generic[K]):
     def oldest(self) -> K:
         return next(iter(self._names))
 
-    def add(self, key: K, name: MatchName) -> None:
+    def add(self, key: K, name: MatchKey) -> None:
         """In place of what it was known by before."""
         self.drop(key)
         self._names[key] = name
-        for index, word in self._entries(name):
-            index.setdefault(word, {})[key] = None
+        for index, value in self._entries(name):
+            index.setdefault(value, {})[key] = None
 
     def drop(self, key: K) -> None:
         """Unknown keys are ignored."""
         name = self._names.pop(key, None)
         if name is None:
             return
-        for index, word in self._entries(name):
-            del index[word][key]
-            if not index[word]:
-                del index[word]
+        for index, value in self._entries(name):
+            del index[value][key]
+            if not index[value]:
+                del index[value]
 
-    def find(self, name: MatchName) -> list[K]:
+    def find(self, name: MatchKey) -> list[K]:
         """All that match at the first step at which any does."""
-        return self.find_exactly(name) or ([] if name.handover else list(self._by_base.get(name.base, ())))
+        return self.find_exactly(name) or ([] if name.match_id else list(self._by_base.get(name.base, ())))
 
-    def find_exactly(self, name: MatchName) -> list[K]:
+    def find_exactly(self, name: MatchKey) -> list[K]:
         """The same without the step that ignores tails."""
-        return list(self._by_handover.get(name.handover, ()) if name.handover else self._by_request.get(name.request, ()))
+        return list(self._by_match_id.get(name.match_id, ()) if name.match_id else self._by_request.get(name.request, ()))
 
-    def _entries(self, name: MatchName) -> list[tuple[dict[str, dict[K, None]], str]]:
-        if name.handover:
-            return [(self._by_handover, name.handover)]
+    def _entries(self, name: MatchKey) -> list[tuple[dict[str, dict[K, None]], str]]:
+        if name.match_id:
+            return [(self._by_match_id, name.match_id)]
         return [(self._by_request, name.request), (self._by_base, name.base)]

@@ -3,11 +3,12 @@
 Durations cross the wire, deadlines never do. A field added later has a default; each change bumps `WIRE_VERSION` and adds a line here:
 
     1  first version: handshake, attach, heartbeat, confirm, detach, release
-    2  unequal TP: `companions` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
-    3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `is_staged` in RankLayout
+    2  unequal TP: `sibling_ranks` in Attach, `total_kv_heads` in RankLayout, `head_runs` in RegionInfo
+    3  unequal blocks: `axes` and `layers` in RegionInfo, instead of `head_runs`; host buffers: Ready, `uses_host_buffer` in RankLayout
     4  push: PushRegistration, PushOffer, PushWithdrawal, PushCancel; `serial` in Confirm and Refused
-    5  push by writing: WriteLease and `decode_epoch` in PushRegistration; Written, WriteFailed, Revoke, Revoked
-    6  reuse: `wants_ready` in Attach; AskTurn, Turn
+    5  push by writing: WriteGrantInfo and `decode_epoch` in PushRegistration; Written, WriteFailed, Revoke, Revoked
+    6  reuse: `wants_ready` in Attach; RetainedTurnRequest, RetainedTurnReply
+    7  messages and fields have the names they have here; until 6 several had others
 """
 
 from typing import Annotated
@@ -17,10 +18,9 @@ import msgspec
 from kvferry.protocol.fingerprints import Fingerprint
 
 __all__ = [
-    "MAX_LEASES_PER_BEAT",
+    "MAX_LEASES_PER_HEARTBEAT",
     "MAX_NAME_CHARS",
     "WIRE_VERSION",
-    "AskTurn",
     "Attach",
     "Confirm",
     "Confirmed",
@@ -42,17 +42,18 @@ __all__ = [
     "Refused",
     "RegionInfo",
     "Release",
+    "RetainedTurnReply",
+    "RetainedTurnRequest",
     "Revoke",
     "Revoked",
     "ToConsumer",
     "ToProducer",
-    "Turn",
     "WriteFailed",
-    "WriteLease",
+    "WriteGrantInfo",
     "Written",
 ]
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 Factor = str | int | bool
 """One compatibility factor: compared for equality, shown in errors."""
@@ -62,8 +63,8 @@ MAX_NAME_CHARS = 1024
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 """An id that a peer chose. Bounded, because answers echo it."""
 
-MAX_LEASES_PER_BEAT = 1000
-MAX_COMPANIONS = 1000
+MAX_LEASES_PER_HEARTBEAT = 1000
+MAX_SIBLING_RANKS = 1000
 MAX_AXES = 8
 MAX_REGISTRATION_S = 1e6
 MAX_GROUPS = 1000
@@ -102,9 +103,9 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
     ticket: str
     reader: Name
-    plane: Name = ""
-    """The data plane the reader will use; some need our help while they are read."""
-    companions: Annotated[list[Name], msgspec.Meta(max_length=MAX_COMPANIONS)] = []
+    transport: Name = ""
+    """The data transport the reader will use; some need our help while they are read."""
+    sibling_ranks: Annotated[list[Name], msgspec.Meta(max_length=MAX_SIBLING_RANKS)] = []
     """Readers of the other ranks that come here for the same request: the lease is theirs too, though they may come later."""
     wants_ready: bool = False
     """The reader asks for nothing before it has heard `Ready`."""
@@ -112,7 +113,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The lease is granted and its blocks, or those that were offered of it, are where readers read them. Said by producers whose layout
-    `is_staged`, and to readers that want to know."""
+    `uses_host_buffer`, and to readers that want to know."""
 
     lease: Name
     reader: Name
@@ -123,7 +124,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     epoch: Name
     beat: int
-    leases: Annotated[list[Name], msgspec.Meta(max_length=MAX_LEASES_PER_BEAT)]
+    leases: Annotated[list[Name], msgspec.Meta(max_length=MAX_LEASES_PER_HEARTBEAT)]
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +132,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True, tag=True):
 
     epoch: Name
     beat: int
-    gone: Annotated[list[Name], msgspec.Meta(max_length=MAX_LEASES_PER_BEAT)]
+    gone: Annotated[list[Name], msgspec.Meta(max_length=MAX_LEASES_PER_HEARTBEAT)]
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
@@ -175,29 +176,29 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     ticket: str
 
 
-class AskTurn(msgspec.Struct, frozen=True, tag=True):
+class RetainedTurnRequest(msgspec.Struct, frozen=True, tag=True):
     """To a side channel, from a router that cannot see it in the answer: what has been kept of the turn that was given this word?"""
 
     nonce: int
-    word: Name
+    turn_id: Name
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True):
+class RetainedTurnReply(msgspec.Struct, frozen=True, tag=True):
     """The answer: `kv_transfer_params` for the next turn's prefill."""
 
     nonce: int
-    word: Name
+    turn_id: Name
     params: str = ""
     """JSON; empty: nothing is kept, or the turn is not over."""
 
 
-class WriteLease(msgspec.Struct, frozen=True):
+class WriteGrantInfo(msgspec.Struct, frozen=True):
     """Part of a registration: the producer may write this request's KV into these blocks of the consumer's, for as long as the
     registration is renewed, until it is revoked."""
 
-    number: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
-    """The consumer's own, one for each lease it gives: its plane lets in what is written under it."""
-    plane: Name
+    grant_id: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+    """The consumer's own, one for each lease it gives: its transport lets in what is written under it."""
+    transport: Name
     tp_rank: Count
     """Of the consumer's worker whose blocks they are."""
     local_block_ids: Annotated[list[list[BlockNumber]], msgspec.Meta(max_length=MAX_GROUPS)]
@@ -224,12 +225,12 @@ class PushRegistration(msgspec.Struct, frozen=True, tag="PUSH_REG"):
     decode_tp_size: int
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_REGISTRATION_S)]
     """How long it is remembered without a heartbeat."""
-    handover: Name = ""
+    match_id: Name = ""
     """Of the push ticket that both legs carry."""
     push_ticket: str = ""
     """Shows that whoever registers was sent here for this handover."""
     decode_epoch: Name = ""
-    write: WriteLease | None = None
+    write: WriteGrantInfo | None = None
     """None: the consumer has no blocks yet, or will read them itself."""
 
 
@@ -243,7 +244,9 @@ class PushOffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class PushWithdrawal(msgspec.Struct, frozen=True, tag=True):
-    """The producer has taken back what it offered (it preempted the prefill) and will compute it anew. What was read of it is worthless."""
+    """The producer has taken back what it offered (it preempted the prefill) and will compute it again. What was read of it is
+    worthless.
+    """
 
     reader: Name
     serial: int
@@ -257,7 +260,7 @@ class PushCancel(msgspec.Struct, frozen=True, tag=True):
     reader: Name
     request_id: Name
     decode_engine_id: Name
-    handover: Name = ""
+    match_id: Name = ""
     push_ticket: str = ""
     """As in PushRegistration."""
 
@@ -267,7 +270,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     was copied from were held all the time."""
 
     reader: Name
-    number: int
+    grant_id: int
     tokens: Count
     is_last: bool
     left_tokens: Count = 0
@@ -280,7 +283,7 @@ class WriteFailed(msgspec.Struct, frozen=True, tag=True):
     """The producer writes no more under this lease. What it has may still be read."""
 
     reader: Name
-    number: int
+    grant_id: int
     reason: str
 
 
@@ -289,14 +292,14 @@ class Revoke(msgspec.Struct, frozen=True, tag=True):
 
     epoch: Name
     reader: Name
-    number: int
+    grant_id: int
 
 
 class Revoked(msgspec.Struct, frozen=True, tag=True):
     """Nothing that was written under this lease lands any more."""
 
     reader: Name
-    number: int
+    grant_id: int
 
 
 class RegionInfo(msgspec.Struct, frozen=True):
@@ -315,9 +318,9 @@ class RegionInfo(msgspec.Struct, frozen=True):
 
 
 class OfferInfo(msgspec.Struct, frozen=True):
-    """One plane of a worker. Fields as in `ports.data.PlaneOffer`."""
+    """One transport of a worker. Fields as in `ports.data.TransportOffer`."""
 
-    plane: str
+    transport: str
     reach: str
     blob: bytes
     near: str = ""
@@ -337,7 +340,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     regions: list[RegionInfo]
     offers: list[OfferInfo]
     total_kv_heads: int = 0
-    is_staged: bool = False
+    uses_host_buffer: bool = False
     """Readers read a copy that is made for each lease: they wait for `Ready`."""
 
 
@@ -354,8 +357,8 @@ Message = (
     | Refused
     | Detach
     | Release
-    | AskTurn
-    | Turn
+    | RetainedTurnRequest
+    | RetainedTurnReply
     | PushRegistration
     | PushOffer
     | PushWithdrawal

@@ -1,4 +1,4 @@
-"""From two caches' geometry and two block lists to the pieces that move. Integer arithmetic only; pure.
+"""From two caches' geometry and two block lists to the segments that move. Integer arithmetic only; pure.
 
 Both sides' blocks are cut into grains: as many tokens as the smaller block holds. A grain lies in one block on each side, so one template
 of runs, made once for two arrangements, is laid over all of them:
@@ -19,38 +19,38 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.arrangement import arrival_axes, common_steps, offsets_along, reads_in_producers_order
+from kvferry.protocol.arrangement import arrival_axes, common_axes, offsets_along, reads_in_producers_order
 from kvferry.protocol.geometry import Geometry
-from kvferry.protocol.placement import Placement
+from kvferry.protocol.placement import BlockPermutation
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import Axis, AxisKind, MemoryKind, Region
 
-__all__ = ["Pieces", "plan_placement", "plan_read"]
+__all__ = ["Segments", "plan_permutations", "plan_read"]
 
 Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Equal-sized pieces between one local and one remote region; offsets are bytes from each region's start.
+class Segments:
+    """Equal-sized segments between one local and one remote region; offsets are bytes from each region's start.
 
-    Piece `i` is `local[local_offsets[i]:][:piece_bytes] <-> remote[remote_offsets[i]:][:piece_bytes]`. Regions may share these arrays:
-    nobody writes to them.
+    Segment `i` is `local[local_offsets[i]:][:segment_bytes] <-> remote[remote_offsets[i]:][:segment_bytes]`. Regions may share these
+    arrays: nobody writes to them.
     """
 
     local_region: int
     remote_region: int
-    piece_bytes: int
+    segment_bytes: int
     local_offsets: Offsets
     remote_offsets: Offsets
 
     @property
     def total_bytes(self) -> int:
-        return self.piece_bytes * len(self.local_offsets)
+        return self.segment_bytes * len(self.local_offsets)
 
-    def turned(self) -> "Pieces":
+    def swapped(self) -> "Segments":
         """The same, as the other side sees it."""
-        return Pieces(self.remote_region, self.local_region, self.piece_bytes, self.remote_offsets, self.local_offsets)
+        return Segments(self.remote_region, self.local_region, self.segment_bytes, self.remote_offsets, self.local_offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class _Cut:
 class _Template:
     """Runs of equal size within a block on each side."""
 
-    run_bytes: int
+    segment_bytes: int
     local: Offsets
     remote: Offsets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Grains:
+class _Chunks:
     """Grains that are read, in these blocks, and lie in the same place of each: which within ours and which within theirs."""
 
     here: int
@@ -96,8 +96,8 @@ def plan_read(
     remote_blocks: Sequence[Sequence[int]],
     tokens: range,
     needed_from: Sequence[int] = (),
-) -> list[Pieces]:
-    """Pieces that fill our blocks with the KV of `tokens` (positions) and `heads`, which both sides hold.
+) -> list[Segments]:
+    """Segments that fill our blocks with the KV of `tokens` (positions) and `heads`, which both sides hold.
 
     Both lists hold each group's blocks from token 0 on. Where ours has a hole, nothing is needed; where only theirs has one, there is no
     plan, but for tokens before the group's `needed_from`, which nobody will look at.
@@ -105,21 +105,23 @@ def plan_read(
     if not tokens or not heads:
         return []
     groups = {region.group for region in local.regions}
-    grains = {
-        group: _grains(local, remote, group, local_blocks, remote_blocks, tokens, needed_from[group] if needed_from else 0)
+    chunks = {
+        group: _chunks(local, remote, group, local_blocks, remote_blocks, tokens, needed_from[group] if needed_from else 0)
         for group in groups
     }
     size = min(local.block_size, remote.block_size)
-    mine, other = (_Share(size, side.block_size, _within(heads, side)) for side in (local, remote))
-    laid = _Laid()
+    mine, other = (_ChunkShare(size, side.block_size, _within(heads, side)) for side in (local, remote))
+    offset_cache = _OffsetCache()
     return [
-        _pieces(overlap, mine, other, part, laid)
+        _segments(overlap, mine, other, part, offset_cache)
         for overlap in _overlaps(local.regions, remote.regions)
-        for part in grains[overlap.local.group]
+        for part in chunks[overlap.local.group]
     ]
 
 
-def plan_placement(local: Geometry, remotes: Sequence[Geometry], local_blocks: Sequence[Sequence[int]], tokens: range) -> list[Placement]:
+def plan_permutations(
+    local: Geometry, remotes: Sequence[Geometry], local_blocks: Sequence[Sequence[int]], tokens: range
+) -> list[BlockPermutation]:
     """What `plan_read` brings in a producer's order, once it is here from all of that producer's ranks in `remotes`."""
     if not tokens or not remotes:
         return []
@@ -128,7 +130,7 @@ def plan_placement(local: Geometry, remotes: Sequence[Geometry], local_blocks: S
     for remote in remotes:
         for overlap in _overlaps(local.regions, remote.regions):
             orders.setdefault(overlap.local_index, set()).add(overlap.axes_here)
-    placements = []
+    permutations = []
     present = {
         group: _existing(blocks[blocks != HOLE], local.num_blocks, "our")
         for group in {region.group for region in local.regions}
@@ -140,12 +142,12 @@ def plan_placement(local: Geometry, remotes: Sequence[Geometry], local_blocks: S
         came = orders[index].pop()
         if came is None or region.axes is None or came == region.axes:
             continue
-        steps = common_steps(came, region.axes)
+        steps = common_axes(came, region.axes)
         if steps and len(present[region.group]):
             shape, arrived, wanted = zip(*((step.count, step.first_bytes, step.second_bytes) for step in steps), strict=True)
             offsets = present[region.group] * region.stride_bytes
-            placements.append(Placement(index, region.block_bytes, offsets, region.item_bytes, shape, arrived, wanted))
-    return placements
+            permutations.append(BlockPermutation(index, region.block_bytes, offsets, region.item_bytes, shape, arrived, wanted))
+    return permutations
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def _overlaps(ours: Sequence[Region], theirs: Sequence[Region]) -> list[_Overlap
     return overlaps
 
 
-def _grains(
+def _chunks(
     local: Geometry,
     remote: Geometry,
     group: int,
@@ -191,7 +193,7 @@ def _grains(
     remote_blocks: Sequence[Sequence[int]],
     tokens: range,
     needed_from: int,
-) -> list[_Grains]:
+) -> list[_Chunks]:
     size = min(local.block_size, remote.block_size)
     first = tokens.start // local.block_size * local.block_size
     numbers = np.arange(first // size, -(-tokens.stop // size), dtype=np.int64)
@@ -204,11 +206,11 @@ def _grains(
     # One side's blocks are grains, so which part of the other's a grain is decides all.
     ratio = max(in_ours, in_theirs)
     parts = [(number, numbers[wanted] % ratio == number) for number in range(ratio)] if ratio > 1 else [(0, np.ones(len(ours), bool))]
-    return [_Grains(number % in_ours, number % in_theirs, ours[chosen], theirs[chosen]) for number, chosen in parts if np.any(chosen)]
+    return [_Chunks(number % in_ours, number % in_theirs, ours[chosen], theirs[chosen]) for number, chosen in parts if np.any(chosen)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _ChunkShare:
     """What of a grain of so many tokens moves: these heads of a rank's cache, whose blocks have so many tokens."""
 
     tokens: int
@@ -221,35 +223,35 @@ class _Share:
         return _Cut(axes, layers, range(number * items, (number + 1) * items), self.heads)
 
 
-class _Laid:
-    """Templates laid over grains. Layers that move the same runs of the same blocks get the same arrays: planes may go by that."""
+class _OffsetCache:
+    """Templates laid over grains. Layers that move the same runs of the same blocks get the same arrays: transports may go by that."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[_Template, _Grains, int, int], tuple[Offsets, Offsets]] = {}
+        self._known: dict[tuple[_Template, _Chunks, int, int], tuple[Offsets, Offsets]] = {}
 
-    def offsets(self, template: _Template, grains: _Grains, local_stride: int, remote_stride: int) -> tuple[Offsets, Offsets]:
+    def offsets(self, template: _Template, chunks: _Chunks, local_stride: int, remote_stride: int) -> tuple[Offsets, Offsets]:
         """Where the runs begin, in a local and in a remote region."""
-        key = template, grains, local_stride, remote_stride
+        key = template, chunks, local_stride, remote_stride
         if key not in self._known:
-            local = (grains.local_blocks[:, None] * local_stride + template.local).ravel()
-            remote = (grains.remote_blocks[:, None] * remote_stride + template.remote).ravel()
+            local = (chunks.local_blocks[:, None] * local_stride + template.local).ravel()
+            remote = (chunks.remote_blocks[:, None] * remote_stride + template.remote).ravel()
             for offsets in (local, remote):
                 offsets.setflags(write=False)
             self._known[key] = local, remote
         return self._known[key]
 
 
-def _pieces(overlap: _Overlap, mine: _Share, other: _Share, grains: _Grains, laid: _Laid) -> Pieces:
+def _segments(overlap: _Overlap, mine: _ChunkShare, other: _ChunkShare, chunks: _Chunks, offset_cache: _OffsetCache) -> Segments:
     ours, theirs = overlap.local, overlap.remote
     axes = overlap.axes_here
     if axes is not None and theirs.axes is not None:
-        here = mine.cut(ours, axes, overlap.local_layers, grains.here)
-        there = other.cut(theirs, theirs.axes, overlap.remote_layers, grains.there)
+        here = mine.cut(ours, axes, overlap.local_layers, chunks.here)
+        there = other.cut(theirs, theirs.axes, overlap.remote_layers, chunks.there)
         template = _template(here, there, ours.item_bytes)
     else:
         template = _whole_blocks(ours.block_bytes)
-    offsets = laid.offsets(template, grains, ours.stride_bytes, theirs.stride_bytes)
-    return Pieces(overlap.local_index, overlap.remote_index, template.run_bytes, *offsets)
+    offsets = offset_cache.offsets(template, chunks, ours.stride_bytes, theirs.stride_bytes)
+    return Segments(overlap.local_index, overlap.remote_index, template.segment_bytes, *offsets)
 
 
 @lru_cache(maxsize=64)

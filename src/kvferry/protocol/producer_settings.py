@@ -14,6 +14,6 @@ class ProducerSettings:
     lease_ttl_s: float
     lease_extension_s: float
     grant_wait_s: float
-    is_staged: bool = False
+    uses_host_buffer: bool = False
     peers: frozenset[str] = frozenset()
     """In push: side channels (host:port) of consumers that may register without a push ticket, by a prefill's request id."""

@@ -6,38 +6,38 @@ for a bounded time, and after that the answer is either a promise (the lease is 
 
 from dataclasses import dataclass
 
-from kvferry.events import KeptBlocksFetched, PullPromised, PullRefused
-from kvferry.protocol.consumer_parts import ConsumerParts
+from kvferry.events import ReservationGranted, ReservationRefused, RetainedBlocksFetched
+from kvferry.protocol.consumer_parts import ConsumerContext
 from kvferry.protocol.peers import Peer
-from kvferry.protocol.pulls import Pull
+from kvferry.protocol.pulls import Transfer
 from kvferry.protocol.transfers import TransferState
 
-__all__ = ["Promises"]
+__all__ = ["Reservations"]
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
-    parts: ConsumerParts
+class Reservations:
+    context: ConsumerContext
 
-    def await_answers(self, pull: Pull, peer: Peer, now: float) -> None:
+    def await_answers(self, transfer: Transfer, peer: Peer, now: float) -> None:
         """Every rank of the producer has been asked; where it matters, each shall say that it is ready."""
-        if not pull.origin.is_optional:
+        if not transfer.origin.is_optional:
             return
-        pull.outstanding.exposures = set(peer.visits)
-        self.parts.pulls.set_deadline(pull, now + self.parts.settings.confirm_timeout_s)
+        transfer.outstanding.ready_replies = set(peer.rank_mappings)
+        self.context.transfers.set_deadline(transfer, now + self.context.settings.confirm_timeout_s)
 
-    def note(self, pull: Pull, before: TransferState, now: float) -> None:
+    def note(self, transfer: Transfer, before: TransferState, now: float) -> None:
         """A pull has just come to another state, or to the same again."""
-        if not pull.origin.is_optional:
+        if not transfer.origin.is_optional:
             return
-        pulls, events = self.parts.pulls, self.parts.events
-        match pull.state:
+        transfers, events = self.context.transfers, self.context.events
+        match transfer.state:
             case TransferState.READY:
                 # The producer may need those blocks itself, and we may be waiting for each other: not for ever.
-                pulls.set_deadline(pull, now + self.parts.settings.confirm_timeout_s)
-                events.append(PullPromised(pull.request))
+                transfers.set_deadline(transfer, now + self.context.settings.confirm_timeout_s)
+                events.append(ReservationGranted(transfer.request))
             case TransferState.DOOMED if before is not TransferState.DOOMED:
-                pulls.set_deadline(pull, None)
-                events.append(PullRefused(pull.request, pull.reason))
+                transfers.set_deadline(transfer, None)
+                events.append(ReservationRefused(transfer.request, transfer.reason))
             case TransferState.DONE:
-                events.append(KeptBlocksFetched(pull.request, len(pull.to.tokens), pull.arrival.landed_bytes))
+                events.append(RetainedBlocksFetched(transfer.request, len(transfer.to.tokens), transfer.arrival.landed_bytes))

@@ -10,25 +10,25 @@ from hashlib import blake2b
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.fingerprints import Fingerprint, shared_prefix
 from kvferry.protocol.messages import MAX_NAME_CHARS
-from kvferry.protocol.placement import Placement
+from kvferry.protocol.placement import BlockPermutation
 from kvferry.protocol.tickets import HOLE, Ticket
 from kvferry.protocol.transfers import TransferState
-from kvferry.types import Address, EngineId, EngineLife, RequestId
+from kvferry.types import Address, EngineId, EngineIncarnation, RequestId
 
-__all__ = ["Arrival", "Destination", "Invitation", "Loan", "Origin", "Outstanding", "Pull", "PullTable", "reader_name"]
+__all__ = ["Arrival", "Destination", "Origin", "Outstanding", "PushInfo", "Transfer", "TransferTable", "WriteGrant", "reader_name"]
 
 
 @dataclass(slots=True)
-class Loan:
+class WriteGrant:
     """Blocks that a producer may write into."""
 
-    number: int
-    plane: str
+    grant_id: int
+    transport: str
     is_fenced: bool
-    """The plane ends it when it is told to."""
+    """The transport ends it when it is told to."""
     writers: set[int]
     """Ranks of the producer that may still write."""
-    back_at: float | None = None
+    revoke_deadline: float | None = None
     """From when on nobody can be writing, whoever is silent; None: it is not being taken back."""
     left_tokens: int = 0
     early_bytes: int = 0
@@ -50,11 +50,11 @@ class Destination:
     needed_from: Sequence[int] = ()
     """By group: no token before this one is ever looked at. Empty: all are."""
     give_up_at: float = 0.0
-    placements: tuple[Placement, ...] = ()
+    permutations: tuple[BlockPermutation, ...] = ()
     """What is left to do with the blocks once their bytes are confirmed."""
-    loan: Loan | None = None
+    write_grant: WriteGrant | None = None
     """While the producer may write into them."""
-    was_lent: bool = False
+    was_granted: bool = False
     """They are not lent a second time: what could not be written is read."""
 
     def filled_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
@@ -79,9 +79,9 @@ class Arrival:
     """All that is wanted may be read."""
     last_serial: int = 0
     """Of an offer that was withdrawn: no earlier one counts any more."""
-    most: int = 0
+    max_ready: int = 0
     """Ready at all ranks together, before a withdrawal or after it."""
-    grown_at: float = 0.0
+    progressed_at: float = 0.0
     """When there was last more than ever before. A producer that only repeats itself is not waited for."""
 
     def note(self, rank: int, ready: int, now: float) -> bool:
@@ -90,8 +90,8 @@ class Arrival:
             return False
         self.ready[rank] = ready
         total = sum(self.ready.values())
-        if total > self.most:
-            self.most, self.grown_at = total, now
+        if total > self.max_ready:
+            self.max_ready, self.progressed_at = total, now
         return True
 
     def post(self, end: int, num_bytes: int) -> None:
@@ -103,16 +103,16 @@ class Arrival:
         """All that was on its way is here."""
         self.landed_until, self.landed_bytes = self.read_until, self.posted_bytes
 
-    def begun_again(self, serial: int) -> "Arrival":
+    def restarted(self, serial: int) -> "Arrival":
         """After what was offered with this serial was withdrawn."""
-        return Arrival(last_serial=serial, most=self.most, grown_at=self.grown_at)
+        return Arrival(last_serial=serial, max_ready=self.max_ready, progressed_at=self.progressed_at)
 
 
 @dataclass(slots=True)
 class Outstanding:
     """Ranks of the producer that we wait for."""
 
-    exposures: set[int] = field(default_factory=set)
+    ready_replies: set[int] = field(default_factory=set)
     """These have yet to say that their blocks are there to be read."""
     reads: set[int] = field(default_factory=set)
     """Bytes of these are on their way."""
@@ -120,10 +120,10 @@ class Outstanding:
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
+class PushInfo:
     """What a request has instead of a ticket while its KV is yet to be computed."""
 
-    handover: str
+    match_id: str
     tokens: Fingerprint
     """Of our prompt."""
     own_address: Address
@@ -136,31 +136,31 @@ class Invitation:
 class Origin:
     """Where a pull's KV comes from."""
 
-    life: EngineLife
+    incarnation: EngineIncarnation
     address: Address
     """Of the producer's side channel."""
     tp_size: int
     ticket: Ticket | None = None
     ticket_text: str = ""
-    invitation: Invitation | None = None
+    push_info: PushInfo | None = None
     """There is one in push. Then the ticket is offered later."""
     is_optional: bool = False
     """The engine can do without: it wants to know whether it can be had before it has blocks for it."""
 
     @classmethod
     def of(cls, ticket: Ticket, text: str) -> "Origin":
-        return cls(EngineLife(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, text)
+        return cls(EngineIncarnation(ticket.engine_id, ticket.epoch_id), ticket.address, ticket.tp_size, ticket, text)
 
     @property
     def shared_tokens(self) -> int | None:
         """So many tokens of our prompt are surely those the ticket was issued for; None: that was checked when it arrived."""
-        if self.invitation is None or self.ticket is None:
+        if self.push_info is None or self.ticket is None:
             return None
-        return shared_prefix(self.ticket.tokens, self.invitation.tokens)
+        return shared_prefix(self.ticket.tokens, self.push_info.tokens)
 
 
 @dataclass(slots=True)
-class Pull:
+class Transfer:
     """One request's KV on its way here."""
 
     request: RequestId
@@ -169,19 +169,19 @@ class Pull:
     state: TransferState = TransferState.TRACKED
     is_attached: bool = False
     """Or registered, while there is no ticket."""
-    heard_at: float = 0.0
+    announced_at: float = 0.0
     """When the producer was last told that we read, or are about to."""
     is_confirmed: bool = False
     to: Destination = field(default_factory=Destination)
     outstanding: Outstanding = field(default_factory=Outstanding)
     arrival: Arrival = field(default_factory=Arrival)
-    broken: str = ""
+    read_error: str = ""
     """What made a read fail on its own."""
     reason: str = ""
 
     @property
-    def life(self) -> EngineLife:
-        return self.origin.life
+    def incarnation(self) -> EngineIncarnation:
+        return self.origin.incarnation
 
     @property
     def ticket(self) -> Ticket:
@@ -204,8 +204,8 @@ class Pull:
 
     def expects(self, ticket: Ticket) -> bool:
         """Whether this may be offered: the first ticket after the last withdrawal, or the same again."""
-        is_ours = self.origin.invitation is not None and self.is_attached and self.to.loan is None
-        if (ticket.engine_id, ticket.epoch_id) != (self.life.engine, self.life.epoch) or not is_ours:
+        is_ours = self.origin.push_info is not None and self.is_attached and self.to.write_grant is None
+        if (ticket.engine_id, ticket.epoch_id) != (self.incarnation.engine, self.incarnation.epoch) or not is_ours:
             return False
         return ticket.serial == self.ticket.serial if self.is_offered else ticket.serial > self.arrival.last_serial
 
@@ -214,67 +214,67 @@ class Pull:
         return not self.is_offered or self.ticket.serial != serial or self.state is TransferState.RETURNING
 
 
-class PullTable:
+class TransferTable:
     """Every pull that is not over, by its request, its producer's life and its name as a reader."""
 
     def __init__(self) -> None:
-        self._pulls: dict[RequestId, Pull] = {}
-        self._by_life: dict[EngineLife, set[RequestId]] = {}
+        self._transfers: dict[RequestId, Transfer] = {}
+        self._by_incarnation: dict[EngineIncarnation, set[RequestId]] = {}
         self._by_reader: dict[str, RequestId] = {}
         self._deadlines: Deadlines[RequestId] = Deadlines()
 
     def __len__(self) -> int:
-        return len(self._pulls)
+        return len(self._transfers)
 
-    def get(self, request: RequestId) -> Pull | None:
-        return self._pulls.get(request)
+    def get(self, request: RequestId) -> Transfer | None:
+        return self._transfers.get(request)
 
-    def of_reader(self, reader: str) -> Pull | None:
+    def of_reader(self, reader: str) -> Transfer | None:
         request = self._by_reader.get(reader)
-        return None if request is None else self._pulls[request]
+        return None if request is None else self._transfers[request]
 
-    def of_life(self, life: EngineLife) -> list[Pull]:
-        return [self._pulls[request] for request in sorted(self._by_life.get(life, ()))]
+    def of_incarnation(self, incarnation: EngineIncarnation) -> list[Transfer]:
+        return [self._transfers[request] for request in sorted(self._by_incarnation.get(incarnation, ()))]
 
-    def of_leases(self, life: EngineLife, leases: Collection[str]) -> list[Pull]:
+    def of_leases(self, incarnation: EngineIncarnation, leases: Collection[str]) -> list[Transfer]:
         """Those that read one of these. Looks at all of the life's when there are any, so only bad news costs."""
-        return [pull for pull in self.of_life(life) if pull.lease in leases] if leases else []
+        return [transfer for transfer in self.of_incarnation(incarnation) if transfer.lease in leases] if leases else []
 
-    def lives(self) -> set[EngineLife]:
-        return set(self._by_life)
+    def incarnations(self) -> set[EngineIncarnation]:
+        return set(self._by_incarnation)
 
-    def add(self, pull: Pull) -> None:
-        self._pulls[pull.request] = pull
-        self._by_reader[pull.reader] = pull.request
-        self._by_life.setdefault(pull.life, set()).add(pull.request)
+    def add(self, transfer: Transfer) -> None:
+        self._transfers[transfer.request] = transfer
+        self._by_reader[transfer.reader] = transfer.request
+        self._by_incarnation.setdefault(transfer.incarnation, set()).add(transfer.request)
 
-    def remove(self, pull: Pull) -> None:
-        del self._pulls[pull.request], self._by_reader[pull.reader]
-        self._leave_life(pull)
-        self._deadlines.drop(pull.request)
+    def remove(self, transfer: Transfer) -> None:
+        del self._transfers[transfer.request], self._by_reader[transfer.reader]
+        self._leave_incarnation(transfer)
+        self._deadlines.drop(transfer.request)
 
-    def _leave_life(self, pull: Pull) -> None:
-        mates = self._by_life[pull.life]
-        mates.discard(pull.request)
-        if not mates:
-            del self._by_life[pull.life]
+    def _leave_incarnation(self, transfer: Transfer) -> None:
+        members = self._by_incarnation[transfer.incarnation]
+        members.discard(transfer.request)
+        if not members:
+            del self._by_incarnation[transfer.incarnation]
 
-    def move(self, pull: Pull, life: EngineLife) -> None:
+    def move(self, transfer: Transfer, incarnation: EngineIncarnation) -> None:
         """Its producer was known by its address only, and has said which life it is."""
-        self._leave_life(pull)
-        pull.origin.life = life
-        self._by_life.setdefault(life, set()).add(pull.request)
+        self._leave_incarnation(transfer)
+        transfer.origin.incarnation = incarnation
+        self._by_incarnation.setdefault(incarnation, set()).add(transfer.request)
 
-    def set_deadline(self, pull: Pull, at: float | None) -> None:
+    def set_deadline(self, transfer: Transfer, at: float | None) -> None:
         """One that is over has none."""
-        if at is None or self._pulls.get(pull.request) is not pull:
-            self._deadlines.drop(pull.request)
+        if at is None or self._transfers.get(transfer.request) is not transfer:
+            self._deadlines.drop(transfer.request)
         else:
-            self._deadlines.set(pull.request, at)
+            self._deadlines.set(transfer.request, at)
 
-    def take_overdue(self, now: float) -> list[Pull]:
+    def take_overdue(self, now: float) -> list[Transfer]:
         """Those whose deadline has passed; they have none afterwards."""
-        return [self._pulls[request] for request in self._deadlines.take_due(now)]
+        return [self._transfers[request] for request in self._deadlines.take_due(now)]
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()

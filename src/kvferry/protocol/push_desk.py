@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.matching import MatchName, Shelf
+from kvferry.protocol.matching import MatchIndex, MatchKey
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
-from kvferry.protocol.push_endings import Endings
+from kvferry.protocol.push_endings import PushTombstones
 from kvferry.types import RequestId, Route
 
-__all__ = ["MAX_LEASES_WAITED", "DeskReply", "PushDesk"]
+__all__ = ["MAX_LEASES_WAITED", "MatcherReply", "PushMatcher"]
 
 MAX_READERS = 20_000
 """Ranks of consumers that wait, or hear of what they were offered. More are refused."""
@@ -33,7 +33,7 @@ one client's request together, and another consumer that a router has turned to 
 
 
 @dataclass(frozen=True, slots=True)
-class DeskReply:
+class MatcherReply:
     route: Route
     message: PushOffer | PushWithdrawal | Refused
     lease: RequestId | None = None
@@ -42,93 +42,93 @@ class DeskReply:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    claimant: Claimant
-    name: MatchName
+    registration_key: Claimant
+    name: MatchKey
     route: Route
     lease_s: float
 
 
 @dataclass(slots=True)
 class _Prefill:
-    name: MatchName
+    name: MatchKey
     ticket: str
     ready_tokens: int
-    claimant: Claimant | None = None
-    audience: dict[str, _Waiting] = field(default_factory=dict)
+    registration_key: Claimant | None = None
+    offered_readers: dict[str, _Waiting] = field(default_factory=dict)
     """Readers that were offered it."""
 
 
 @dataclass(slots=True)
-class PushDesk:
-    remember_s: float
+class PushMatcher:
+    tombstone_ttl_s: float
     """How long an ending is remembered."""
     _waiting: dict[str, _Waiting] = field(default_factory=dict, init=False)
     """By reader."""
     _readers: dict[Claimant, list[str]] = field(default_factory=dict, init=False)
-    _wanted: Shelf[Claimant] = field(default_factory=Shelf, init=False)
+    _waiting_index: MatchIndex[Claimant] = field(default_factory=MatchIndex, init=False)
     _prefills: dict[RequestId, _Prefill] = field(default_factory=dict, init=False)
-    _ready: Shelf[RequestId] = field(default_factory=Shelf, init=False)
+    _ready: MatchIndex[RequestId] = field(default_factory=MatchIndex, init=False)
     """Those that nobody has come for."""
-    _taken: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
-    _listening: dict[str, RequestId] = field(default_factory=dict, init=False)
+    _matched: dict[Claimant, RequestId] = field(default_factory=dict, init=False)
+    _offered_to: dict[str, RequestId] = field(default_factory=dict, init=False)
     """By reader, what it was offered."""
-    _endings: Endings = field(init=False)
+    _tombstones: PushTombstones = field(init=False)
     _expiry: Deadlines[str] = field(default_factory=Deadlines, init=False)
-    _replies: list[DeskReply] = field(default_factory=list, init=False)
-    _given_up: "_GivenUp" = field(default_factory=lambda: _GivenUp(), init=False)
+    _replies: list[MatcherReply] = field(default_factory=list, init=False)
+    _given_up: "_Unclaimed" = field(default_factory=lambda: _Unclaimed(), init=False)
 
     def __post_init__(self) -> None:
-        self._endings = Endings(self.remember_s)
+        self._tombstones = PushTombstones(self.tombstone_ttl_s)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
     @property
-    def num_remembered(self) -> int:
+    def num_entries(self) -> int:
         """All that is held here, of whatever kind."""
-        return len(self._waiting) + len(self._listening) + len(self._prefills) + len(self._endings)
+        return len(self._waiting) + len(self._offered_to) + len(self._prefills) + len(self._tombstones)
 
     # -- the engine's side -----------------------------------------------------------------------------------------
 
-    def publish(self, request: RequestId, handover: str, ticket: str, ready_tokens: int) -> None:
+    def publish(self, request: RequestId, match_id: str, ticket: str, ready_tokens: int) -> None:
         """So much of this prefill is there and leased; whoever registers for it gets this ticket. Or there is more of it than before."""
         known = self._prefills.get(request)
         if known is not None:
             known.ticket, known.ready_tokens = ticket, ready_tokens
-            for reader, waiting in known.audience.items():
+            for reader, waiting in known.offered_readers.items():
                 self._reply_offer(waiting.route, reader, request)
             return
-        name = MatchName(request, handover)
+        name = MatchKey(request, match_id)
         self._prefills[request] = _Prefill(name, ticket, ready_tokens)
-        found = self._wanted.find(name)
+        found = self._waiting_index.find(name)
         if len(found) == 1:
             self._offer(request, found[0])
             return
-        for claimant in found:
-            self._refuse_all(claimant, f"{len(found)} requests of decode sides match prefill {request}")
+        for registration_key in found:
+            self._refuse_all(registration_key, f"{len(found)} requests of decode sides match prefill {request}")
         self._ready.add(request, name)
-        if not found and self._endings.is_declined(name):
+        if not found and self._tombstones.is_declined(name):
             self._given_up.unwanted.append(request)
 
-    def fail(self, request: RequestId, handover: str, reason: str, now: float) -> None:
+    def fail(self, request: RequestId, match_id: str, reason: str, now: float) -> None:
         """This prefill ended without anything to hand over."""
-        name = MatchName(request, handover)
+        name = MatchKey(request, match_id)
         prefill = self._prefills.get(request)
-        for reader, waiting in prefill.audience.items() if prefill is not None else ():
+        for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
             self._refuse(waiting.route, reader, reason)
         self._forget(request)
-        for claimant in self._wanted.find(name):
-            self._refuse_all(claimant, reason)
-        self._endings.remember_over(name, reason, now)
+        for registration_key in self._waiting_index.find(name):
+            self._refuse_all(registration_key, reason)
+        self._tombstones.add_ended(name, reason, now)
 
     def withdraw(self, request: RequestId, serial: int, now: float) -> None:
-        """This prefill is computed anew; its readers wait as they did before. If all have left, nobody comes for the next one either."""
+        """This prefill is computed again; its readers wait as they did before. If all have left, nobody comes for the next one either."""
         prefill = self._forget(request)
-        if prefill is not None and prefill.claimant is not None and not prefill.audience:
-            self._endings.remember_declined(prefill.claimant, prefill.name, now)
-        for reader, waiting in prefill.audience.items() if prefill is not None else ():
-            self._replies.append(DeskReply(waiting.route, PushWithdrawal(reader, serial)))
+        if prefill is not None and prefill.registration_key is not None and not prefill.offered_readers:
+            self._tombstones.add_declined(prefill.registration_key, prefill.name, now)
+        for reader, waiting in prefill.offered_readers.items() if prefill is not None else ():
+            self._replies.append(MatcherReply(waiting.route, PushWithdrawal(reader, serial)))
             self._wait(reader, waiting, now)
 
     def end(self, request: RequestId, reason: str) -> list[str]:
@@ -136,35 +136,35 @@ class PushDesk:
         prefill = self._forget(request)
         if prefill is None:
             return []
-        self._endings.remember_over(prefill.name, reason)
-        return list(prefill.audience)
+        self._tombstones.add_ended(prefill.name, reason)
+        return list(prefill.offered_readers)
 
     def _forget(self, request: RequestId) -> _Prefill | None:
         prefill = self._prefills.pop(request, None)
         if prefill is None:
             return None
         self._ready.drop(request)
-        for reader in prefill.audience:
-            del self._listening[reader]
-        if prefill.claimant is not None:
-            del self._taken[prefill.claimant]
+        for reader in prefill.offered_readers:
+            del self._offered_to[reader]
+        if prefill.registration_key is not None:
+            del self._matched[prefill.registration_key]
         return prefill
 
     # -- the consumer's side ---------------------------------------------------------------------------------------
 
     def register(self, route: Route, message: PushRegistration, now: float) -> None:
-        claimant = _claimant(message)
-        name = MatchName(message.request_id, message.handover)
-        self._endings.forget_declined(claimant)
+        registration_key = _registration_key(message)
+        name = MatchKey(message.request_id, message.match_id)
+        self._tombstones.remove_declined(registration_key)
         self._remove(message.reader)
-        waiting = _Waiting(claimant, name, route, min(message.lease_s, MAX_LEASES_WAITED * self.remember_s))
-        over = self._endings.why_over(name)
-        found = [self._taken[claimant]] if claimant in self._taken else self._ready.find(name)
-        if len(self._waiting) + len(self._listening) >= MAX_READERS:
+        waiting = _Waiting(registration_key, name, route, min(message.lease_s, MAX_LEASES_WAITED * self.tombstone_ttl_s))
+        over = self._tombstones.end_reason(name)
+        found = [self._matched[registration_key]] if registration_key in self._matched else self._ready.find(name)
+        if len(self._waiting) + len(self._offered_to) >= MAX_READERS:
             self._refuse(route, message.reader, f"more than {MAX_READERS} readers are registered here")
         elif len(found) == 1:
             self._wait(message.reader, waiting, now)
-            self._offer(found[0], claimant)
+            self._offer(found[0], registration_key)
         elif over is not None or found:
             self._refuse(route, message.reader, over or f"{len(found)} prefills match this request: {', '.join(sorted(found))}")
         else:
@@ -175,26 +175,26 @@ class PushDesk:
         self._remove(reader)
 
     def offered_to(self, reader: str) -> RequestId | None:
-        return self._listening.get(reader)
+        return self._offered_to.get(reader)
 
     def cancel(self, message: PushCancel, now: float) -> None:
-        claimant = _claimant(message)
+        registration_key = _registration_key(message)
         self._remove(message.reader)
-        if claimant in self._taken:
-            self._given_up.left.append((self._taken[claimant], message.reader))
-        if claimant in self._taken or claimant in self._readers:
+        if registration_key in self._matched:
+            self._given_up.left.append((self._matched[registration_key], message.reader))
+        if registration_key in self._matched or registration_key in self._readers:
             return
-        name = MatchName(message.request_id, message.handover)
+        name = MatchKey(message.request_id, message.match_id)
         found = self._ready.find_exactly(name)
         if len(found) == 1:
             self._given_up.unwanted.append(found[0])
         if len(found) <= 1:
-            # Also of one that is there: it may be computed anew.
-            self._endings.remember_declined(claimant, name, now)
+            # Also of one that is there: it may be computed again.
+            self._tombstones.add_declined(registration_key, name, now)
 
     def renew(self, readers: Iterable[str], now: float) -> set[str]:
         """Extend these registrations; returns those that are known here. One may have been offered what is withdrawn elsewhere already."""
-        known = {reader for reader in readers if reader in self._waiting or reader in self._listening}
+        known = {reader for reader in readers if reader in self._waiting or reader in self._offered_to}
         for reader in known & self._waiting.keys():
             self._expiry.set(reader, now + self._waiting[reader].lease_s)
         return known
@@ -204,12 +204,12 @@ class PushDesk:
     def advance(self, now: float) -> None:
         for reader in self._expiry.take_due(now):
             self._remove(reader)
-        self._endings.expire(now)
+        self._tombstones.expire(now)
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._expiry.next(), self._endings.next_deadline()) if at is not None), default=None)
+        return min((at for at in (self._expiry.next(), self._tombstones.next_deadline()) if at is not None), default=None)
 
-    def take_replies(self) -> list[DeskReply]:
+    def take_replies(self) -> list[MatcherReply]:
         replies, self._replies = self._replies, []
         return replies
 
@@ -227,57 +227,57 @@ class PushDesk:
 
     def _wait(self, reader: str, waiting: _Waiting, now: float) -> None:
         self._waiting[reader] = waiting
-        self._readers.setdefault(waiting.claimant, []).append(reader)
-        self._wanted.add(waiting.claimant, waiting.name)
+        self._readers.setdefault(waiting.registration_key, []).append(reader)
+        self._waiting_index.add(waiting.registration_key, waiting.name)
         self._expiry.set(reader, now + waiting.lease_s)
 
-    def _offer(self, request: RequestId, claimant: Claimant) -> None:
+    def _offer(self, request: RequestId, registration_key: Claimant) -> None:
         self._ready.drop(request)
         prefill = self._prefills[request]
-        self._taken[claimant], prefill.claimant = request, claimant
-        for reader, waiting in self._drop(claimant):
-            prefill.audience[reader], self._listening[reader] = waiting, request
+        self._matched[registration_key], prefill.registration_key = request, registration_key
+        for reader, waiting in self._drop(registration_key):
+            prefill.offered_readers[reader], self._offered_to[reader] = waiting, request
             self._reply_offer(waiting.route, reader, request)
 
     def _reply_offer(self, route: Route, reader: str, request: RequestId) -> None:
         prefill = self._prefills[request]
-        self._replies.append(DeskReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request))
+        self._replies.append(MatcherReply(route, PushOffer(reader, prefill.ticket, prefill.ready_tokens), request))
 
-    def _refuse_all(self, claimant: Claimant, reason: str) -> None:
-        for reader, waiting in self._drop(claimant):
+    def _refuse_all(self, registration_key: Claimant, reason: str) -> None:
+        for reader, waiting in self._drop(registration_key):
             self._refuse(waiting.route, reader, reason)
 
     def _refuse(self, route: Route, reader: str, reason: str) -> None:
-        self._replies.append(DeskReply(route, Refused("", reader, reason)))
+        self._replies.append(MatcherReply(route, Refused("", reader, reason)))
 
-    def _drop(self, claimant: Claimant) -> list[tuple[str, _Waiting]]:
-        readers = self._readers.pop(claimant, [])
-        self._wanted.drop(claimant)
+    def _drop(self, registration_key: Claimant) -> list[tuple[str, _Waiting]]:
+        readers = self._readers.pop(registration_key, [])
+        self._waiting_index.drop(registration_key)
         for reader in readers:
             self._expiry.drop(reader)
         return [(reader, self._waiting.pop(reader)) for reader in readers]
 
     def _remove(self, reader: str) -> None:
         """From wherever it is."""
-        offered = self._listening.pop(reader, None)
+        offered = self._offered_to.pop(reader, None)
         if offered is not None:
-            del self._prefills[offered].audience[reader]
+            del self._prefills[offered].offered_readers[reader]
         waiting = self._waiting.pop(reader, None)
         if waiting is None:
             return
         self._expiry.drop(reader)
-        mates = self._readers[waiting.claimant]
-        mates.remove(reader)
-        if not mates:
-            self._drop(waiting.claimant)
+        members = self._readers[waiting.registration_key]
+        members.remove(reader)
+        if not members:
+            self._drop(waiting.registration_key)
 
 
-def _claimant(message: PushRegistration | PushCancel) -> Claimant:
-    return ("", message.handover) if message.handover else (message.decode_engine_id, message.request_id)
+def _registration_key(message: PushRegistration | PushCancel) -> Claimant:
+    return ("", message.match_id) if message.match_id else (message.decode_engine_id, message.request_id)
 
 
 @dataclass(slots=True)
-class _GivenUp:
+class _Unclaimed:
     """What is not needed any more, since the last time somebody asked."""
 
     unwanted: list[RequestId] = field(default_factory=list)

@@ -8,16 +8,16 @@ import msgspec
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.tickets import MAX_NAME_CHARS, Seal
-from kvferry.types import Address, EngineId, EngineLife, Epoch
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch
 
 __all__ = ["MAX_TP_SIZE", "PushTicket", "PushTicketKey"]
 
 MAX_TP_SIZE = 4096
-PUSH_TICKET_VERSION = 1
+PUSH_TICKET_VERSION = 2
 
 
 class PushTicket(msgspec.Struct, frozen=True):
-    handover: str
+    match_id: str
     """Random; the same in both legs of one request and in no other."""
     engine: str
     epoch: str
@@ -28,8 +28,8 @@ class PushTicket(msgspec.Struct, frozen=True):
     version: int = PUSH_TICKET_VERSION
 
     @property
-    def life(self) -> EngineLife:
-        return EngineLife(EngineId(self.engine), Epoch(self.epoch))
+    def incarnation(self) -> EngineIncarnation:
+        return EngineIncarnation(EngineId(self.engine), Epoch(self.epoch))
 
     @property
     def address(self) -> Address:
@@ -53,7 +53,7 @@ class PushTicketKey:
             raise InvalidTicket(f"the push ticket cannot be read: {error}") from None
         if ticket.version != PUSH_TICKET_VERSION:
             raise InvalidTicket(f"the push ticket has version {ticket.version}, this engine reads {PUSH_TICKET_VERSION}")
-        names = (ticket.handover, ticket.engine, ticket.epoch, ticket.host)
+        names = (ticket.match_id, ticket.engine, ticket.epoch, ticket.host)
         if not all(0 < len(name) <= MAX_NAME_CHARS for name in names) or not (
             0 < ticket.port < 65536 and 0 < ticket.tp_size <= MAX_TP_SIZE
         ):

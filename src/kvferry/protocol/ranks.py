@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Visit", "can_divide", "heads_of", "visits"]
+__all__ = ["RankMapping", "can_divide", "heads_of", "rank_mappings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class RankMapping:
     """One of a consumer's ranks goes to one of a producer's."""
 
     rank: int
     """The producer's."""
     heads: range
     """What is read there. Empty: the visit only lets the lease end."""
-    visitors: tuple[int, ...]
+    consumer_ranks: tuple[int, ...]
     """All of the consumer's ranks that go there."""
 
 
@@ -34,13 +34,13 @@ def heads_of(rank: int, size: int, total_heads: int) -> range:
 
 
 @lru_cache(maxsize=256)
-def visits(rank: int, size: int, remote_size: int, total_heads: int) -> tuple[Visit, ...]:
+def rank_mappings(rank: int, size: int, remote_size: int, total_heads: int) -> tuple[RankMapping, ...]:
     """Where rank `rank` of a consumer of TP `size` goes. Together its ranks go to each of the producer's, and each reads its heads once."""
     reads = [_reads(each, size, remote_size, total_heads) for each in range(size)]
     for remote in set(range(remote_size)).difference(*reads):
         reads[remote * size // remote_size][remote] = []
     return tuple(
-        Visit(remote, _as_range(heads), tuple(each for each in range(size) if remote in reads[each]))
+        RankMapping(remote, _as_range(heads), tuple(each for each in range(size) if remote in reads[each]))
         for remote, heads in sorted(reads[rank].items())
     )
 

@@ -1,4 +1,4 @@
-"""What a consumer says to its producers' ranks: greetings, heartbeats, questions and farewells. Pure.
+"""What a consumer says to its producers' ranks: greetings, heartbeats, questions and detach messages. Pure.
 
 Messages are appended to the consumer's actions. Which of them to send, and when, is the consumer's to decide.
 """
@@ -6,7 +6,7 @@ Messages are appended to the consumer's actions. Which of them to send, and when
 from kvferry.protocol.actions import Action, Send
 from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
 from kvferry.protocol.messages import (
-    MAX_LEASES_PER_BEAT,
+    MAX_LEASES_PER_HEARTBEAT,
     MAX_NAME_CHARS,
     Attach,
     Confirm,
@@ -14,148 +14,152 @@ from kvferry.protocol.messages import (
     Heartbeat,
     PushCancel,
     PushRegistration,
-    WriteLease,
+    WriteGrantInfo,
 )
-from kvferry.protocol.peers import LostPeer, Peer, PeerBook
-from kvferry.protocol.pulls import Pull, reader_name
-from kvferry.types import EngineLife, PeerId, RequestId
+from kvferry.protocol.peers import LostPeer, Peer, PeerTable
+from kvferry.protocol.pulls import Transfer, reader_name
+from kvferry.types import EngineIncarnation, PeerId, RequestId
 
-__all__ = ["ReaderTalk"]
+__all__ = ["ProducerClient"]
 
-MAX_FAREWELLS = 10_000
+MAX_DEFERRED_DETACHES = 10_000
 ANNOUNCE_AFTER_S = 0.5
 """A read that begins so long after its reader was last heard of is announced."""
 
 
-class ReaderTalk:
-    def __init__(self, life: EngineLife, peers: PeerBook, registration_s: float, actions: list[Action]) -> None:
-        """`life`: ours; `registration_s`: how long a producer remembers a registration without a heartbeat."""
-        self._engine, self._epoch = life.engine, life.epoch
+class ProducerClient:
+    def __init__(self, incarnation: EngineIncarnation, peers: PeerTable, registration_s: float, actions: list[Action]) -> None:
+        """`incarnation`: ours; `registration_s`: how long a producer remembers a registration without a heartbeat."""
+        self._engine, self._epoch = incarnation.engine, incarnation.epoch
         self._peers = peers
         self._registration_s = registration_s
         self._actions = actions
-        self._beats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
-        self._farewells: dict[EngineLife, list[Pull]] = {}
+        self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
+        self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
 
     # -- one pull's way ----------------------------------------------------------------------------------------------
 
-    def register(self, pull: Pull, peer: Peer, own_tp_size: int, now: float, write: WriteLease | None = None) -> None:
+    def register(self, transfer: Transfer, peer: Peer, own_tp_size: int, now: float, write: WriteGrantInfo | None = None) -> None:
         """Ask to be told when there is something to read, or to have it written."""
-        invitation = pull.origin.invitation
-        assert invitation is not None
+        push_info = transfer.origin.push_info
+        assert push_info is not None
         message = PushRegistration(
-            epoch=pull.life.epoch,
-            reader=pull.reader,
-            request_id=_sent_name(pull),
+            epoch=transfer.incarnation.epoch,
+            reader=transfer.reader,
+            request_id=_sent_name(transfer),
             decode_engine_id=self._engine,
-            decode_host=invitation.own_address.host,
-            decode_port=invitation.own_address.port,
+            decode_host=push_info.own_address.host,
+            decode_port=push_info.own_address.port,
             decode_tp_size=own_tp_size,
             lease_s=self._registration_s,
-            handover=invitation.handover,
-            push_ticket=invitation.push_ticket,
+            match_id=push_info.match_id,
+            push_ticket=push_info.push_ticket,
             decode_epoch=self._epoch,
             write=write,
         )
         self._to_all_ranks(peer, message)
-        if not pull.is_attached:
-            self._start_beats(pull, peer, self._registration_s, now)
+        if not transfer.is_attached:
+            self._start_heartbeats(transfer, peer, self._registration_s, now)
 
-    def attach(self, pull: Pull, peer: Peer, now: float) -> None:
-        pull.heard_at = now
-        self._send_attach(pull, peer)
-        self._start_beats(pull, peer, pull.ticket.lease_s, now)
+    def attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
+        transfer.announced_at = now
+        self._send_attach(transfer, peer)
+        self._start_heartbeats(transfer, peer, transfer.ticket.lease_s, now)
 
-    def announce_read(self, pull: Pull, peer: Peer, ranks: list[int], now: float) -> None:
-        if now < pull.heard_at + ANNOUNCE_AFTER_S:
+    def announce_read(self, transfer: Transfer, peer: Peer, ranks: list[int], now: float) -> None:
+        if now < transfer.announced_at + ANNOUNCE_AFTER_S:
             return
-        # The producer may look at its planes rarely by now.
-        pull.heard_at = now
-        beat = Heartbeat(pull.life.epoch, READ_BEGINS, [pull.lease])
+        # The producer may look at its transports rarely by now.
+        transfer.announced_at = now
+        beat = Heartbeat(transfer.incarnation.epoch, READ_BEGINS, [transfer.lease])
         self._actions += [Send(peer.control_address(rank), beat) for rank in ranks]
 
-    def ask_confirmation(self, pull: Pull, peer: Peer) -> None:
-        self._to_all_ranks(peer, Confirm(pull.life.epoch, pull.lease, pull.reader, pull.ticket.serial))
+    def ask_confirmation(self, transfer: Transfer, peer: Peer) -> None:
+        self._to_all_ranks(peer, Confirm(transfer.incarnation.epoch, transfer.lease, transfer.reader, transfer.ticket.serial))
 
-    def say_farewell(self, pull: Pull) -> None:
+    def send_detach(self, transfer: Transfer) -> None:
         """It needs nothing any more. A producer that is still being shaken hands with is told when it can be."""
-        peer = self._peers.get(pull.life)
+        peer = self._peers.get(transfer.incarnation)
         if peer is None:
             return
-        if pull.is_attached:
-            self.stop_beats(pull)
-            self._to_all_ranks(peer, self._farewell(pull))
-        elif not peer.is_ready and sum(map(len, self._farewells.values())) < MAX_FAREWELLS:
-            self._farewells.setdefault(pull.life, []).append(pull)
+        if transfer.is_attached:
+            self.stop_heartbeats(transfer)
+            self._to_all_ranks(peer, self._detach_message(transfer))
+        elif not peer.is_ready and sum(map(len, self._deferred_detaches.values())) < MAX_DEFERRED_DETACHES:
+            self._deferred_detaches.setdefault(transfer.incarnation, []).append(transfer)
 
-    def say_late_farewells(self, peer: Peer) -> None:
-        for pull in self._farewells.pop(peer.life, []):
-            if pull.is_offered:
-                self._send_attach(pull, peer)
-            self._to_all_ranks(peer, self._farewell(pull))
+    def send_deferred_detaches(self, peer: Peer) -> None:
+        for transfer in self._deferred_detaches.pop(peer.incarnation, []):
+            if transfer.is_offered:
+                self._send_attach(transfer, peer)
+            self._to_all_ranks(peer, self._detach_message(transfer))
 
-    def rename(self, old: EngineLife, new: EngineLife) -> None:
+    def rename(self, old: EngineIncarnation, new: EngineIncarnation) -> None:
         """A producer that was known by its address only has said which life it is."""
-        for pull in self._farewells.pop(old, []):
-            pull.origin.life = new
-            self._farewells.setdefault(new, []).append(pull)
+        for transfer in self._deferred_detaches.pop(old, []):
+            transfer.origin.incarnation = new
+            self._deferred_detaches.setdefault(new, []).append(transfer)
 
-    def stop_beats(self, pull: Pull) -> None:
-        pull.is_attached = False
-        peer = self._peers.get(pull.life)
-        for rank in peer.visits if peer is not None else ():
-            self._beats.untrack(PeerId(pull.life.engine, pull.life.epoch, rank), pull.lease)
+    def stop_heartbeats(self, transfer: Transfer) -> None:
+        transfer.is_attached = False
+        peer = self._peers.get(transfer.incarnation)
+        for rank in peer.rank_mappings if peer is not None else ():
+            self._heartbeats.untrack(PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank), transfer.lease)
 
     # -- heartbeats --------------------------------------------------------------------------------------------------
 
-    def send_beats(self, now: float) -> None:
-        for beat in self._beats.due(now):
-            peer = self._peers.get(beat.peer.life)
+    def send_heartbeats(self, now: float) -> None:
+        for beat in self._heartbeats.due(now):
+            peer = self._peers.get(beat.peer.incarnation)
             if peer is not None and peer.is_ready:
-                for first in range(0, len(beat.leases), MAX_LEASES_PER_BEAT):
-                    part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_BEAT])
+                for first in range(0, len(beat.leases), MAX_LEASES_PER_HEARTBEAT):
+                    part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_HEARTBEAT])
                     message = Heartbeat(beat.peer.epoch, beat.number, part)
                     self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
 
     def note_answer(self, peer_id: PeerId, beat: int) -> None:
-        self._beats.answered(peer_id, beat)
+        self._heartbeats.answered(peer_id, beat)
 
     def silent_peers(self, now: float) -> list[PeerId]:
-        return self._beats.lost(now)
+        return self._heartbeats.lost(now)
 
     def forget(self, lost: LostPeer) -> None:
         for rank in lost.ranks:
-            self._beats.forget(PeerId(lost.life.engine, lost.life.epoch, rank))
-        self._farewells.pop(lost.life, None)
+            self._heartbeats.forget(PeerId(lost.incarnation.engine, lost.incarnation.epoch, rank))
+        self._deferred_detaches.pop(lost.incarnation, None)
 
     def next_deadline(self) -> float | None:
-        return self._beats.next_deadline()
+        return self._heartbeats.next_deadline()
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _send_attach(self, pull: Pull, peer: Peer) -> None:
-        for rank, visit in peer.visits.items():
-            names = [reader_name(self._engine, pull.request, visitor) for visitor in visit.visitors]
-            companions = [name for name in names if name != pull.reader]
-            message = Attach(pull.origin.ticket_text, pull.reader, peer.planes[rank], companions, pull.origin.is_optional)
+    def _send_attach(self, transfer: Transfer, peer: Peer) -> None:
+        for rank, rank_mapping in peer.rank_mappings.items():
+            names = [reader_name(self._engine, transfer.request, visitor) for visitor in rank_mapping.consumer_ranks]
+            sibling_ranks = [name for name in names if name != transfer.reader]
+            message = Attach(
+                transfer.origin.ticket_text, transfer.reader, peer.transports[rank], sibling_ranks, transfer.origin.is_optional
+            )
             self._actions.append(Send(peer.control_address(rank), message))
 
-    def _farewell(self, pull: Pull) -> Detach | PushCancel:
-        if pull.is_offered:
-            return Detach(pull.life.epoch, pull.lease, pull.reader)
-        invitation = pull.origin.invitation
-        assert invitation is not None
-        return PushCancel(pull.life.epoch, pull.reader, _sent_name(pull), self._engine, invitation.handover, invitation.push_ticket)
+    def _detach_message(self, transfer: Transfer) -> Detach | PushCancel:
+        if transfer.is_offered:
+            return Detach(transfer.incarnation.epoch, transfer.lease, transfer.reader)
+        push_info = transfer.origin.push_info
+        assert push_info is not None
+        return PushCancel(
+            transfer.incarnation.epoch, transfer.reader, _sent_name(transfer), self._engine, push_info.match_id, push_info.push_ticket
+        )
 
-    def _start_beats(self, pull: Pull, peer: Peer, lease_s: float, now: float) -> None:
-        pull.is_attached = True
-        for rank in peer.visits:
-            self._beats.track(peer.peer_id(rank), RequestId(pull.lease), heartbeat_interval_s(lease_s), now)
+    def _start_heartbeats(self, transfer: Transfer, peer: Peer, lease_s: float, now: float) -> None:
+        transfer.is_attached = True
+        for rank in peer.rank_mappings:
+            self._heartbeats.track(peer.peer_id(rank), RequestId(transfer.lease), heartbeat_interval_s(lease_s), now)
 
     def _to_all_ranks(self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel) -> None:
-        self._actions += [Send(peer.control_address(rank), message) for rank in peer.visits]
+        self._actions += [Send(peer.control_address(rank), message) for rank in peer.rank_mappings]
 
 
-def _sent_name(pull: Pull) -> str:
+def _sent_name(transfer: Transfer) -> str:
     """Its request id; where that is too long for a message, none, and the handover alone decides."""
-    return pull.request if len(pull.request) <= MAX_NAME_CHARS else ""
+    return transfer.request if len(transfer.request) <= MAX_NAME_CHARS else ""

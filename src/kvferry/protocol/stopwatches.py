@@ -2,27 +2,27 @@
 
 from dataclasses import dataclass, field, replace
 
-from kvferry.events import PullTimes
+from kvferry.events import TransferTimes
 from kvferry.protocol.transfers import TransferEvent, TransferState
 from kvferry.types import RequestId
 
-__all__ = ["Stopwatches"]
+__all__ = ["TransferTimings"]
 
 _BEGAN = (TransferState.MOVING, TransferState.FILLING)
 _MOVED = (TransferState.CONFIRMING, TransferState.RECLAIMING)
 
 
 @dataclass(slots=True)
-class Stopwatches:
+class TransferTimings:
     """One per pull that is not over."""
 
-    _times: dict[RequestId, PullTimes] = field(default_factory=dict, init=False)
+    _times: dict[RequestId, TransferTimes] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._times)
 
     def start(self, request: RequestId, now: float) -> None:
-        self._times[request] = PullTimes(now)
+        self._times[request] = TransferTimes(now)
 
     def note(self, request: RequestId, event: TransferEvent, state: TransferState, now: float) -> None:
         """It met this and is in that state now. Of what happens again, after a withdrawal, the last time counts; of reading the first."""
@@ -41,5 +41,5 @@ class Stopwatches:
             times = replace(times, confirmed_at=now)
         self._times[request] = times
 
-    def stop(self, request: RequestId) -> PullTimes | None:
+    def stop(self, request: RequestId) -> TransferTimes | None:
         return self._times.pop(request, None)

@@ -31,7 +31,7 @@ _MAC_BYTES = 32
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """Which engine life holds which blocks, for which tokens, and for how long at first."""
+    """Which engine incarnation holds which blocks, for which tokens, and for how long at first."""
 
     engine: str
     epoch: str

@@ -3,7 +3,7 @@
 TRACKED ── peer ready ──> READY ── blocks ──> MOVING ── moved ──> CONFIRMING ── confirmed ──> PLACING ── placed ──> DONE
    └────── blocks ──> WAITING ── peer ready ──^  │                    └─ trouble ─> FAILED        │ aborted
                                                  └──── trouble ────> STOPPING ─ ended ─> FAILED   └─> STOPPING
-In push the producer may write instead:  WAITING ── blocks lent ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
+In push the producer may write instead:  WAITING ── writes granted ──> FILLING ── moved ──> RECLAIMING ── confirmed ──> PLACING
 
 FILLING: the producer may write into our blocks at any time, and says when it has written all.
 RECLAIMING: it has; once it certainly cannot write any more, the bytes may be used.
@@ -19,7 +19,7 @@ from enum import StrEnum
 
 from kvferry.errors import LocalProtocolError
 
-__all__ = ["FINAL", "TRANSITIONS", "TROUBLE", "TransferEvent", "TransferState", "next_state"]
+__all__ = ["FAILURE_EVENTS", "FINAL", "TRANSITIONS", "TransferEvent", "TransferState", "next_state"]
 
 
 class TransferState(StrEnum):
@@ -42,7 +42,7 @@ class TransferState(StrEnum):
 class TransferEvent(StrEnum):
     PEER_READY = "peer ready"
     BLOCKS_ALLOCATED = "blocks allocated"
-    BLOCKS_LENT = "blocks lent"
+    WRITES_GRANTED = "writes granted"
     BYTES_MOVED = "bytes moved"
     MOVE_FAILED = "move failed"
     CONFIRMED = "confirmed"
@@ -60,7 +60,7 @@ class TransferEvent(StrEnum):
 _S, _E = TransferState, TransferEvent
 FINAL = frozenset({_S.DONE, _S.FAILED, _S.ENDED})
 _LOSS = (_E.REFUSED, _E.PEER_LOST, _E.DEADLINE_PASSED)
-TROUBLE = frozenset({*_LOSS, _E.ABORTED, _E.MOVE_FAILED, _E.PLACING_FAILED})
+FAILURE_EVENTS = frozenset({*_LOSS, _E.ABORTED, _E.MOVE_FAILED, _E.PLACING_FAILED})
 """Events that are the reason why a transfer is not done."""
 
 TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
@@ -79,7 +79,7 @@ TRANSITIONS: dict[tuple[TransferState, TransferEvent], TransferState] = {
     (_S.PLACING, _E.PLACING_FAILED): _S.FAILED,
     (_S.PLACING, _E.ABORTED): _S.STOPPING,
     (_S.DOOMED, _E.BLOCKS_ALLOCATED): _S.FAILED,
-    (_S.WAITING, _E.BLOCKS_LENT): _S.FILLING,
+    (_S.WAITING, _E.WRITES_GRANTED): _S.FILLING,
     (_S.FILLING, _E.BYTES_MOVED): _S.RECLAIMING,
     (_S.FILLING, _E.MOVE_FAILED): _S.RETURNING,
     (_S.RECLAIMING, _E.CONFIRMED): _S.PLACING,

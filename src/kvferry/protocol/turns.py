@@ -6,9 +6,9 @@ For routers that cannot see in an answer what was kept of it. Bounded in number 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-__all__ = ["MAX_WORD_CHARS", "EndedTurns"]
+__all__ = ["MAX_TURN_ID_CHARS", "EndedTurns"]
 
-MAX_WORD_CHARS = 64
+MAX_TURN_ID_CHARS = 64
 
 
 @dataclass(slots=True)
@@ -22,19 +22,19 @@ class EndedTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def add(self, word: str, params: str, until: float) -> None:
+    def add(self, turn_id: str, params: str, until: float) -> None:
         """A word that was given twice means the later turn."""
-        self.forget(word)
-        self._turns[word] = (until, params)
+        self.forget(turn_id)
+        self._turns[turn_id] = (until, params)
         self._num_chars += len(params)
         while len(self._turns) > self.max_turns or self._num_chars > self.max_chars:
             self.forget(next(iter(self._turns)))
 
-    def forget(self, word: str) -> None:
-        _, params = self._turns.pop(word, (0.0, ""))
+    def forget(self, turn_id: str) -> None:
+        _, params = self._turns.pop(turn_id, (0.0, ""))
         self._num_chars -= len(params)
 
-    def find(self, word: str, now: float) -> str:
+    def find(self, turn_id: str, now: float) -> str:
         """Empty: nothing is kept."""
-        until, params = self._turns.get(word, (0.0, ""))
+        until, params = self._turns.get(turn_id, (0.0, ""))
         return params if now < until else ""

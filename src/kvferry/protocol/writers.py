@@ -1,7 +1,7 @@
 """The producer's half of a push by writing: what it writes into which consumer's blocks, and how far it has come. Pure.
 
-A registration that brings a write lease makes its reader somebody we write for. We shake hands with its engine (it is a peer like any
-other), and as the desk matches it with a prefill, and the prefill grows, write what is new of it:
+A registration that brings a write grant makes its reader somebody we write for. We shake hands with its engine (it is a peer like any
+other), and as the matcher matches it with a prefill, and the prefill grows, write what is new of it:
 
     invited ── offered ──> writing <──> waiting for more ── all has landed ──> done      ── revoked, renewed no more, failed ──> gone
                               └─ withdrawn: begin again with the next offer, unless a write was cut off
@@ -20,16 +20,16 @@ from kvferry.errors import RemoteProtocolError
 from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.deadlines import Deadlines
 from kvferry.protocol.fingerprints import shared_prefix
-from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteLease, Written
-from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerBook
-from kvferry.protocol.planning import Pieces, plan_read
+from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteGrantInfo, Written
+from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
+from kvferry.protocol.planning import Segments, plan_read
 from kvferry.protocol.pulls import reader_name
-from kvferry.protocol.ranks import Visit, can_divide, visits
+from kvferry.protocol.ranks import RankMapping, can_divide, rank_mappings
 from kvferry.protocol.read_plans import next_tokens
 from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
-from kvferry.types import Address, EngineId, EngineLife, Epoch, PeerId, RequestId, Route
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
-__all__ = ["Landed", "WriterReply", "WriterSettings", "Writers"]
+__all__ = ["Landed", "PushWriter", "WriterReply", "WriterSettings"]
 
 MAX_WRITERS = 20_000
 """Readers we write for. What does not fit is not written: its consumer reads."""
@@ -65,10 +65,10 @@ class _Progress:
 class _Writing:
     reader: str
     route: Route
-    life: EngineLife
-    lease: WriteLease
+    incarnation: EngineIncarnation
+    lease: WriteGrantInfo
     lease_s: float
-    companions: tuple[str, ...]
+    sibling_ranks: tuple[str, ...]
     progress: _Progress | None = None
     posted: int = 0
     """The write under way; 0: none."""
@@ -88,7 +88,7 @@ class _Posted(NamedTuple):
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _PostedWrites:
     """Writes that have been begun and have not ended, also of those that we write for no more."""
 
     timeout_s: float
@@ -112,17 +112,17 @@ class _UnderWay:
         return posted
 
     def give_up(self, writing: _Writing) -> None:
-        self._stopping[writing.reader, writing.lease.number] = None
+        self._stopping[writing.reader, writing.lease.grant_id] = None
 
-    def ask(self, reader: str, number: int, route: Route) -> bool:
+    def notify_when_ended(self, reader: str, grant_id: int, route: Route) -> bool:
         """Have it told when what was given up has ended; False when nothing of it is under way."""
-        if (reader, number) not in self._stopping:
+        if (reader, grant_id) not in self._stopping:
             return False
-        self._stopping[reader, number] = route
+        self._stopping[reader, grant_id] = route
         return True
 
-    def take_asker(self, writing: _Writing) -> Route | None:
-        return self._stopping.pop((writing.reader, writing.lease.number), None)
+    def take_revoke_route(self, writing: _Writing) -> Route | None:
+        return self._stopping.pop((writing.reader, writing.lease.grant_id), None)
 
     def take_overdue(self, now: float) -> list[int]:
         return self._overdue.take_due(now)
@@ -137,56 +137,61 @@ class WriterSettings:
     write_timeout_s: float
     max_lease_s: float
     can_write: bool = True
-    """False: our planes see a copy of the blocks, which is made for readers only."""
+    """False: our transports see a copy of the blocks, which is made for readers only."""
 
 
 @dataclass(slots=True)
-class Writers:
+class PushWriter:
     settings: WriterSettings
-    peers: PeerBook
+    peers: PeerTable
     """Of all this ferry's peers; its owner tells us of those that are ready or lost."""
     _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
-    _by_life: dict[EngineLife, set[str]] = field(default_factory=dict, init=False)
-    _under_way: _UnderWay = field(init=False)
+    _by_incarnation: dict[EngineIncarnation, set[str]] = field(default_factory=dict, init=False)
+    _posted_writes: _PostedWrites = field(init=False)
     _landed: dict[str, None] = field(default_factory=dict, init=False)
     _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
     _actions: list[StartWrite | StopWrite] = field(default_factory=list, init=False)
     _replies: list[WriterReply] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._under_way = _UnderWay(self.settings.write_timeout_s)
+        self._posted_writes = _PostedWrites(self.settings.write_timeout_s)
 
     def __len__(self) -> int:
         return len(self._writings)
 
     @property
     def num_posted(self) -> int:
-        return len(self._under_way.writes)
+        return len(self._posted_writes.writes)
 
     # -- registrations -----------------------------------------------------------------------------------------------
 
-    def invite(self, route: Route, message: PushRegistration, now: float) -> None:
-        """A reader registers, with a write lease or without; what it lent before is over."""
+    def register(self, route: Route, message: PushRegistration, now: float) -> None:
+        """A reader registers, with a write grant or without; what it lent before is over."""
         self.drop(message.reader)
         lease = message.write
         if lease is None:
             return
-        life = EngineLife(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
-        visit = self._visit(message)
-        if not self.settings.can_write or visit is None or life.engine == self.settings.engine or len(self._writings) >= MAX_WRITERS:
-            self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.number, "this producer cannot write there")))
+        incarnation = EngineIncarnation(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
+        rank_mapping = self._rank_mapping(message)
+        if (
+            not self.settings.can_write
+            or rank_mapping is None
+            or incarnation.engine == self.settings.engine
+            or len(self._writings) >= MAX_WRITERS
+        ):
+            self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.grant_id, "this producer cannot write there")))
             return
-        names = (reader_name(life.engine, RequestId(message.request_id), rank) for rank in visit.visitors)
-        companions = tuple(name for name in names if name != message.reader)
+        names = (reader_name(incarnation.engine, RequestId(message.request_id), rank) for rank in rank_mapping.consumer_ranks)
+        sibling_ranks = tuple(name for name in names if name != message.reader)
         lease_s = min(message.lease_s, self.settings.max_lease_s)
-        self._writings[message.reader] = _Writing(message.reader, route, life, lease, lease_s, companions)
-        self._by_life.setdefault(life, set()).add(message.reader)
+        self._writings[message.reader] = _Writing(message.reader, route, incarnation, lease, lease_s, sibling_ranks)
+        self._by_incarnation.setdefault(incarnation, set()).add(message.reader)
         self._renewals.set(message.reader, now + lease_s)
-        peer = self.peers.ensure(life, Address(message.decode_host, message.decode_port), message.decode_tp_size, now)
+        peer = self.peers.ensure(incarnation, Address(message.decode_host, message.decode_port), message.decode_tp_size, now)
         if isinstance(peer, LostPeer):
             self.fail(message.reader, f"the decode side cannot be reached: {peer.reason}")
 
-    def _visit(self, message: PushRegistration) -> Visit | None:
+    def _rank_mapping(self, message: PushRegistration) -> RankMapping | None:
         """What this reader has of us, by the same rule by which it came here."""
         lease, tp_size = message.write, message.decode_tp_size
         if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.peers.geometry.total_kv_heads, tp_size):
@@ -197,17 +202,17 @@ class Writers:
             lease.tokens.check()
         except RemoteProtocolError:
             return None
-        return self._visit_of(lease.tp_rank, tp_size)
+        return self._rank_mapping_of(lease.tp_rank, tp_size)
 
-    def _visit_of(self, rank: int, tp_size: int) -> Visit | None:
+    def _rank_mapping_of(self, rank: int, tp_size: int) -> RankMapping | None:
         ours = self.peers.geometry
-        return next((each for each in visits(rank, tp_size, ours.tp_size, ours.total_kv_heads) if each.rank == ours.tp_rank), None)
+        return next((each for each in rank_mappings(rank, tp_size, ours.tp_size, ours.total_kv_heads) if each.rank == ours.tp_rank), None)
 
     def has(self, reader: str) -> bool:
         return reader in self._writings
 
-    def companions_of(self, reader: str) -> tuple[str, ...]:
-        return self._writings[reader].companions
+    def sibling_ranks_of(self, reader: str) -> tuple[str, ...]:
+        return self._writings[reader].sibling_ranks
 
     def renew(self, readers: Iterable[str], now: float) -> list[RequestId]:
         """They are alive; returns what is being written for them."""
@@ -218,24 +223,24 @@ class Writers:
 
     def revoke(self, route: Route, message: Revoke) -> None:
         writing = self._writings.get(message.reader)
-        if writing is not None and writing.lease.number == message.number:
+        if writing is not None and writing.lease.grant_id == message.grant_id:
             self.drop(message.reader)
-        if not self._under_way.ask(message.reader, message.number, route):
-            self._replies.append(WriterReply(route, Revoked(message.reader, message.number)))
+        if not self._posted_writes.notify_when_ended(message.reader, message.grant_id, route):
+            self._replies.append(WriterReply(route, Revoked(message.reader, message.grant_id)))
 
     def drop(self, reader: str) -> None:
         """Write no more for it. Unknown ones are ignored."""
         writing = self._writings.pop(reader, None)
         if writing is None:
             return
-        mates = self._by_life[writing.life]
-        mates.discard(reader)
-        if not mates:
-            del self._by_life[writing.life]
+        members = self._by_incarnation[writing.incarnation]
+        members.discard(reader)
+        if not members:
+            del self._by_incarnation[writing.incarnation]
         self._renewals.drop(reader)
         self._landed.pop(reader, None)
         if writing.posted:
-            self._under_way.give_up(writing)
+            self._posted_writes.give_up(writing)
             self._actions.append(StopWrite(writing.posted))
 
     # -- prefills ----------------------------------------------------------------------------------------------------
@@ -250,10 +255,10 @@ class Writers:
         progress.ticket, progress.ready = ticket, ready
         if is_over and progress.at_end is None:
             progress.at_end = writing.lease.end_token - progress.landed_until, progress.landed_bytes
-        self._go_on(writing, now)
+        self._write_next(writing, now)
 
     def withdraw(self, reader: str) -> None:
-        """What was offered is taken back, and will be computed anew."""
+        """What was offered is taken back, and will be computed again."""
         writing = self._writings[reader]
         writing.progress = None
         self._landed.pop(reader, None)
@@ -263,23 +268,23 @@ class Writers:
     # -- news ---------------------------------------------------------------------------------------------------------
 
     def peer_ready(self, peer: Peer, now: float) -> None:
-        for reader in sorted(self._by_life.get(peer.life, ())):
-            self._go_on(self._writings[reader], now)
+        for reader in sorted(self._by_incarnation.get(peer.incarnation, ())):
+            self._write_next(self._writings[reader], now)
 
     def peer_lost(self, lost: LostPeer) -> None:
-        for reader in sorted(self._by_life.get(lost.life, ())):
+        for reader in sorted(self._by_incarnation.get(lost.incarnation, ())):
             self.fail(reader, f"the decode side cannot be reached: {lost.reason}")
 
-    def lives(self) -> set[EngineLife]:
-        return set(self._by_life)
+    def incarnations(self) -> set[EngineIncarnation]:
+        return set(self._by_incarnation)
 
     def write_ended(self, write: int, error: str | None, now: float) -> None:
         """It no longer touches our memory, nor the peer's."""
-        posted = self._under_way.end(write)
+        posted = self._posted_writes.end(write)
         writing, progress = posted.writing, posted.progress
-        key = writing.reader, writing.lease.number
+        key = writing.reader, writing.lease.grant_id
         if self._writings.get(writing.reader) is not writing:
-            route = self._under_way.take_asker(writing)
+            route = self._posted_writes.take_revoke_route(writing)
             if route is not None:
                 self._replies.append(WriterReply(route, Revoked(*key)))
         elif error is not None:
@@ -289,11 +294,11 @@ class Writers:
             progress.landed_bytes += posted.num_bytes
             if posted.until < writing.lease.end_token:
                 self._replies.append(WriterReply(writing.route, Written(*key, tokens=posted.until, is_last=False)))
-            self._go_on(writing, now)
+            self._write_next(writing, now)
 
     def advance(self, now: float) -> list[str]:
         """Stop what takes too long. Returns the readers that have not renewed their lease; they are dropped."""
-        for write in self._under_way.take_overdue(now):
+        for write in self._posted_writes.take_overdue(now):
             self._actions.append(StopWrite(write))
         silent = self._renewals.take_due(now)
         for reader in silent:
@@ -316,7 +321,7 @@ class Writers:
         progress = writing.progress
         assert progress is not None
         left, early = progress.at_end or (0, progress.landed_bytes)
-        message = Written(reader, writing.lease.number, writing.lease.end_token, is_last=True, left_tokens=left, early_bytes=early)
+        message = Written(reader, writing.lease.grant_id, writing.lease.end_token, is_last=True, left_tokens=left, early_bytes=early)
         self._replies.append(WriterReply(writing.route, message))
         self.drop(reader)
 
@@ -324,11 +329,11 @@ class Writers:
         """Nothing can be written for it; its consumer is told."""
         writing = self._writings.get(reader)
         if writing is not None:
-            self._replies.append(WriterReply(writing.route, WriteFailed(reader, writing.lease.number, reason)))
+            self._replies.append(WriterReply(writing.route, WriteFailed(reader, writing.lease.grant_id, reason)))
             self.drop(reader)
 
     def next_deadline(self) -> float | None:
-        return min((at for at in (self._renewals.next(), self._under_way.next_deadline()) if at is not None), default=None)
+        return min((at for at in (self._renewals.next(), self._posted_writes.next_deadline()) if at is not None), default=None)
 
     def take_actions(self) -> list[StartWrite | StopWrite]:
         actions, self._actions = self._actions, []
@@ -340,32 +345,32 @@ class Writers:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _go_on(self, writing: _Writing, now: float) -> None:
+    def _write_next(self, writing: _Writing, now: float) -> None:
         """Write what is there and has not been written, if the peer is ready and nothing is under way."""
-        progress, peer = writing.progress, self.peers.get(writing.life)
+        progress, peer = writing.progress, self.peers.get(writing.incarnation)
         if progress is None or writing.posted or peer is None or not peer.is_ready:
             return
         if progress.posted_until >= writing.lease.end_token:
             self._landed[writing.reader] = None
             return
         try:
-            tokens, pieces = self._plan(writing, progress, peer)
+            tokens, segments = self._plan(writing, progress, peer)
         except RemoteProtocolError as error:
             self.fail(writing.reader, str(error))
             return
         if not tokens:
             return
         progress.posted_until = tokens.stop
-        write = self._under_way.begin(_Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in pieces)), now)
-        target = PeerId(writing.life.engine, writing.life.epoch, writing.lease.tp_rank)
-        self._actions.append(StartWrite(write, target, writing.lease.plane, tuple(pieces), writing.lease.number))
+        write = self._posted_writes.begin(_Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in segments)), now)
+        target = PeerId(writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank)
+        self._actions.append(StartWrite(write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id))
 
-    def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Pieces]]:
+    def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Segments]]:
         """What to write now; RemoteProtocolError where it cannot be."""
         lease, ticket, ours = writing.lease, progress.ticket, self.peers.geometry
         theirs = peer.geometries.get(lease.tp_rank)
-        if theirs is None or peer.planes.get(lease.tp_rank) != lease.plane:
-            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.plane} from here")
+        if theirs is None or peer.transports.get(lease.tp_rank) != lease.transport:
+            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.transport} from here")
         last_group = max(region.group for region in theirs.regions)
         if lease.needed_from and not len(lease.needed_from) == len(lease.local_block_ids) > last_group:
             raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
@@ -375,8 +380,8 @@ class Writers:
                 f"the prefill was of another prompt: {shared} tokens are known to be the same, {lease.end_token} are needed"
             )
         tokens = next_tokens(writing.wanted, progress.posted_until, progress.ready, max(ours.block_size, theirs.block_size))
-        visit = self._visit_of(lease.tp_rank, theirs.tp_size)
-        if visit is None:
+        rank_mapping = self._rank_mapping_of(lease.tp_rank, theirs.tp_size)
+        if rank_mapping is None:
             raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}")
-        plan = plan_read(theirs, ours, visit.heads, lease.local_block_ids, ticket.block_ids(), tokens, lease.needed_from)
-        return tokens, [part.turned() for part in plan]
+        plan = plan_read(theirs, ours, rank_mapping.heads, lease.local_block_ids, ticket.block_ids(), tokens, lease.needed_from)
+        return tokens, [part.swapped() for part in plan]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from kvferry.router.http1.messages import Headers
-from kvferry.router.options import Access
+from kvferry.router.options import AccessOptions
 from kvferry.router.tenants import ApiKeys, tenant_of_header
 
-__all__ = ["Gate"]
+__all__ = ["AccessPolicy"]
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/healthz", "/readyz", "/metrics"})
 _ADMIN_PREFIXES = ("/admin", "/dashboard")
@@ -18,18 +18,18 @@ _PAGE = ("/dashboard", "/dashboard/")
 _PAGE_FILES = (".js", ".css")
 _PREFLIGHT_AGE_S = 600
 # A web server on this machine that passes on what it gets looks like a neighbour, but says for whom it asks.
-_PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip")
+_FORWARDING_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class AccessPolicy:
     """The keeper of one router."""
 
-    access: Access
+    access: AccessOptions
     keys: ApiKeys
 
     @classmethod
-    def of(cls, access: Access) -> "Gate":
+    def of(cls, access: AccessOptions) -> "AccessPolicy":
         return cls(access, ApiKeys.of(access.api_keys))
 
     def tenant(self, headers: Headers) -> str | None:
@@ -49,7 +49,7 @@ class Gate:
         if self.access.admin_key:
             sent = (headers.get("authorization") or "").partition(" ")[2].strip()
             return hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), self.access.admin_key.encode())
-        if any(headers.get(name) is not None for name in _PASSED_ON):
+        if any(headers.get(name) is not None for name in _FORWARDING_HEADERS):
             return False
         host = headers.get("host") or ""
         # A page of another site may have its name resolved to this machine; the name it asks for still gives it away.

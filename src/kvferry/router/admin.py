@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import ConfigError, InvalidTicket
-from kvferry.router.exchange import Answer
-from kvferry.router.failures import error_answer
+from kvferry.router.exchange import HttpResponse
+from kvferry.router.failures import build_error_response
 from kvferry.router.fleet import Fleet, Member
 from kvferry.router.instances import Instance, Role, parse_instance
 from kvferry.router.registration import Registrar
@@ -50,39 +50,39 @@ class Admin:
     registrar: Registrar | None
     """None: without the cluster's secret nobody can register."""
     on_change: Callable[[], None]
-    on_gone: Callable[[Instance], object]
+    on_instance_gone: Callable[[Instance], object]
 
-    def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], Answer]]]:
+    def routes(self) -> Mapping[str, Mapping[str, Callable[[bytes], HttpResponse]]]:
         return {
             "/admin/instances": {"GET": self.show, "POST": self.add, "DELETE": self.remove},
             "/admin/instances/drain": {"POST": self.drain},
             "/admin/register": {"POST": self.register},
         }
 
-    def show(self, _: bytes) -> Answer:
+    def show(self, _: bytes) -> HttpResponse:
         return _json(200, {"instances": [_view(member) for member in self.fleet.members()]})
 
-    def add(self, body: bytes) -> Answer:
+    def add(self, body: bytes) -> HttpResponse:
         return self._change(body, lambda instance: self.fleet.add(instance, time.monotonic()), 201, must_exist=False)
 
-    def drain(self, body: bytes) -> Answer:
+    def drain(self, body: bytes) -> HttpResponse:
         return self._change(body, self.fleet.drain, 200)
 
-    def remove(self, body: bytes) -> Answer:
+    def remove(self, body: bytes) -> HttpResponse:
         return self._change(body, self._remove, 200)
 
-    def register(self, body: bytes) -> Answer:
+    def register(self, body: bytes) -> HttpResponse:
         if self.registrar is None:
-            return error_answer(403, "this router has no cluster secret, so nobody can register; set KVFERRY_SECRET_FILE")
+            return build_error_response(403, "this router has no cluster secret, so nobody can register; set KVFERRY_SECRET_FILE")
         try:
             statement = self.registrar.open(msgspec.json.decode(body, type=_Registration).statement, time.time())
             instance = parse_instance(statement.role, statement.url)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return error_answer(400, 'send {"statement": "…"}, sealed with the cluster\'s secret')
+            return build_error_response(400, 'send {"statement": "…"}, sealed with the cluster\'s secret')
         except ConfigError as error:
-            return error_answer(400, str(error))
+            return build_error_response(400, str(error))
         except InvalidTicket as error:
-            return error_answer(403, str(error))
+            return build_error_response(403, str(error))
         now = time.monotonic()
         if statement.is_leaving:
             self.fleet.leave(instance)
@@ -91,16 +91,16 @@ class Admin:
         self.on_change()
         return _json(200, {"ttl_s": statement.ttl_s})
 
-    def _change(self, body: bytes, change: Callable[[Instance], object], status: int, must_exist: bool = True) -> Answer:
+    def _change(self, body: bytes, change: Callable[[Instance], object], status: int, must_exist: bool = True) -> HttpResponse:
         try:
             named = msgspec.json.decode(body, type=_Named)
             instance = parse_instance(named.role, named.url)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return error_answer(400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}')
+            return build_error_response(400, f'send {{"role": "prefill" or "decode", "url": "http://HOST:PORT"}}: {error}')
         except ConfigError as error:
-            return error_answer(400, str(error))
+            return build_error_response(400, str(error))
         if must_exist and self.fleet.get(instance) is None:
-            return error_answer(404, f"{instance} is not in the fleet")
+            return build_error_response(404, f"{instance} is not in the fleet")
         change(instance)
         self.on_change()
         member = self.fleet.get(instance)
@@ -108,7 +108,7 @@ class Admin:
 
     def _remove(self, instance: Instance) -> None:
         self.fleet.remove(instance)
-        self.on_gone(instance)
+        self.on_instance_gone(instance)
 
 
 def _view(member: Member) -> MemberView:
@@ -123,5 +123,5 @@ def _view(member: Member) -> MemberView:
     )
 
 
-def _json(status: int, value: object) -> Answer:
-    return Answer(status, [("Content-Type", "application/json")], msgspec.json.encode(value))
+def _json(status: int, value: object) -> HttpResponse:
+    return HttpResponse(status, [("Content-Type", "application/json")], msgspec.json.encode(value))

@@ -1,8 +1,9 @@
 """How many requests are served at once, and who waits for how long.
 
-`AdmissionQueue` decides, purely: a bounded number of requests runs, a bounded number waits, of each tenant not more than its share.
-A tenant's requests are admitted in the order they came; tenants take turns, so that whoever sends much waits for itself.
-`Admission` is the shell that makes a waiting request a waiting coroutine, and ends its waiting in time. One thread, the event loop's.
+`AdmissionQueue` decides, purely: a bounded number of requests runs, a bounded number waits, of each tenant not more than its share. A
+tenant's requests are admitted in the order they came; tenants take turns, so that whoever sends much waits for itself.
+`AdmissionController` is the shell that makes a waiting request a waiting coroutine, and ends its waiting in time. One thread, the event
+loop's.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from math import ceil
 
 from kvferry.errors import ConfigError, LocalProtocolError
 
-__all__ = ["Admission", "AdmissionOptions", "AdmissionQueue", "Pass", "Refused", "Why"]
+__all__ = ["AdmissionController", "AdmissionOptions", "AdmissionQueue", "AdmissionRefused", "AdmissionSlot", "RefusalReason"]
 
 _SMOOTHING = 0.1
 _RETRY_BOUNDS_S = (1, 60)
@@ -38,7 +39,7 @@ class AdmissionOptions:
             raise ConfigError("tenant_running must be at least 1 and tenant_waiting at least 0")
 
 
-class Why(StrEnum):
+class RefusalReason(StrEnum):
     TENANT = "tenant"
     """This tenant has as many waiting as it may."""
     FULL = "full"
@@ -48,19 +49,19 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class AdmissionRefused:
     """Not served, and how many seconds from now that may be different."""
 
-    why: Why
+    reason: RefusalReason
     retry_after_s: int
 
     @property
     def status(self) -> int:
-        return 429 if self.why is Why.TENANT else 503
+        return 429 if self.reason is RefusalReason.TENANT else 503
 
 
 @dataclass(slots=True, eq=False)
-class Pass:
+class AdmissionSlot:
     """One request's place: waiting until `is_admitted`. Whoever got it hands it back by `leave`, once, in either case."""
 
     tenant: str
@@ -78,26 +79,26 @@ class AdmissionQueue:
     num_running: int = field(default=0, init=False)
     num_waiting: int = field(default=0, init=False)
     _running: dict[str, int] = field(default_factory=dict, init=False)
-    _waiting: OrderedDict[str, deque[Pass]] = field(default_factory=OrderedDict, init=False)
+    _waiting: OrderedDict[str, deque[AdmissionSlot]] = field(default_factory=OrderedDict, init=False)
     """Of tenants with someone waiting; first the one whose turn it is."""
     _mean_s: float = field(default=0.0, init=False)
 
-    def arrive(self, tenant: str, now: float) -> Pass | Refused:
+    def arrive(self, tenant: str, now: float) -> AdmissionSlot | AdmissionRefused:
         """Runs, waits or goes. Nobody overtakes who waits: beside a free place wait only tenants that run as many as they may."""
-        entry = Pass(tenant)
+        entry = AdmissionSlot(tenant)
         if self.num_running < self.options.max_running and self._may_run(tenant):
             self._admit(entry, now)
             return entry
         own = self._waiting.get(tenant, ())
         if self.options.tenant_waiting is not None and len(own) >= self.options.tenant_waiting:
-            return Refused(Why.TENANT, self.estimate_s(len(own), self.options.tenant_running))
+            return AdmissionRefused(RefusalReason.TENANT, self.estimate_s(len(own), self.options.tenant_running))
         if self.num_waiting >= self.options.max_waiting:
-            return Refused(Why.FULL, self.estimate_s(self.num_waiting))
+            return AdmissionRefused(RefusalReason.FULL, self.estimate_s(self.num_waiting))
         self._waiting.setdefault(tenant, deque()).append(entry)
         self.num_waiting += 1
         return entry
 
-    def leave(self, entry: Pass, now: float) -> list[Pass]:
+    def leave(self, entry: AdmissionSlot, now: float) -> list[AdmissionSlot]:
         """It is done, or does not want to wait any longer; whom that admits."""
         if entry.is_over:
             raise LocalProtocolError("a request left the router twice")
@@ -118,22 +119,22 @@ class AdmissionQueue:
         num_places = min(num_places or self.options.max_running, self.options.max_running)
         return max(least, min(most, ceil(self._mean_s * (num_ahead + 1) / num_places)))
 
-    def waiting_of(self, tenant: str) -> int:
+    def num_waiting_of(self, tenant: str) -> int:
         return len(self._waiting.get(tenant, ()))
 
-    def running_of(self, tenant: str) -> int:
+    def num_running_of(self, tenant: str) -> int:
         return self._running.get(tenant, 0)
 
     def _may_run(self, tenant: str) -> bool:
-        return self.options.tenant_running is None or self.running_of(tenant) < self.options.tenant_running
+        return self.options.tenant_running is None or self.num_running_of(tenant) < self.options.tenant_running
 
-    def _admit(self, entry: Pass, now: float) -> None:
+    def _admit(self, entry: AdmissionSlot, now: float) -> None:
         entry.admitted_at = now
         self.num_running += 1
-        self._running[entry.tenant] = self.running_of(entry.tenant) + 1
+        self._running[entry.tenant] = self.num_running_of(entry.tenant) + 1
 
-    def _admit_next(self, now: float) -> list[Pass]:
-        admitted: list[Pass] = []
+    def _admit_next(self, now: float) -> list[AdmissionSlot]:
+        admitted: list[AdmissionSlot] = []
         while self.num_running < self.options.max_running:
             tenant = next((tenant for tenant in self._waiting if self._may_run(tenant)), None)
             if tenant is None:
@@ -146,7 +147,7 @@ class AdmissionQueue:
             admitted.append(entry)
         return admitted
 
-    def _unqueue(self, entry: Pass) -> None:
+    def _unqueue(self, entry: AdmissionSlot) -> None:
         queue = self._waiting[entry.tenant]
         queue.remove(entry)
         self.num_waiting -= 1
@@ -154,7 +155,7 @@ class AdmissionQueue:
             del self._waiting[entry.tenant]
 
 
-class Admission:
+class AdmissionController:
     """`enter` returns at once while there is room, without giving way to other coroutines."""
 
     def __init__(self, options: AdmissionOptions, clock: Callable[[], float]) -> None:
@@ -162,18 +163,18 @@ class Admission:
         self.queue = AdmissionQueue(options)
         self._clock = clock
         self.is_closing = False
-        self._waiters: dict[Pass, asyncio.Future[None]] = {}
+        self._waiters: dict[AdmissionSlot, asyncio.Future[None]] = {}
 
     def close(self) -> None:
         """From now on everybody is refused who is not admitted or waiting already."""
         self.is_closing = True
 
-    async def enter(self, tenant: str, timeout_s: float) -> Pass | Refused:
+    async def enter(self, tenant: str, timeout_s: float) -> AdmissionSlot | AdmissionRefused:
         """A pass that is admitted, to be handed to `leave`, or why not. A cancelled wait leaves nothing behind."""
         if self.is_closing:
-            return Refused(Why.CLOSING, 1)
+            return AdmissionRefused(RefusalReason.CLOSING, 1)
         entry = self.queue.arrive(tenant, self._clock())
-        if isinstance(entry, Refused) or entry.is_admitted:
+        if isinstance(entry, AdmissionRefused) or entry.is_admitted:
             return entry
         self._waiters[entry] = admitted = asyncio.get_running_loop().create_future()
         try:
@@ -182,7 +183,7 @@ class Admission:
         except TimeoutError:
             if not entry.is_admitted:  # else its turn came in the same moment
                 self.leave(entry)
-                return Refused(Why.LATE, self.queue.estimate_s(self.queue.num_waiting))
+                return AdmissionRefused(RefusalReason.LATE, self.queue.estimate_s(self.queue.num_waiting))
         except asyncio.CancelledError:
             self.leave(entry)
             raise
@@ -190,7 +191,7 @@ class Admission:
             del self._waiters[entry]
         return entry
 
-    def leave(self, entry: Pass) -> None:
+    def leave(self, entry: AdmissionSlot) -> None:
         for admitted in self.queue.leave(entry, self._clock()):
             waiter = self._waiters[admitted]
             if not waiter.done():  # a waiter that was cancelled in the same moment hands its pass on

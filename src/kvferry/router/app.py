@@ -13,40 +13,40 @@ from dataclasses import replace
 
 from kvferry.errors import ConfigError, RequestRefused
 from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.router.access import Gate
+from kvferry.router.access import AccessPolicy
 from kvferry.router.admin import Admin
-from kvferry.router.admission import Admission, AdmissionOptions
-from kvferry.router.calls import Calls
+from kvferry.router.admission import AdmissionController, AdmissionOptions
+from kvferry.router.calls import InstanceClient
 from kvferry.router.conversations import Conversations
-from kvferry.router.exchange import Answer
-from kvferry.router.failures import error_answer
+from kvferry.router.exchange import HttpResponse
+from kvferry.router.failures import build_error_response
 from kvferry.router.fleet import Fleet, FleetOptions
-from kvferry.router.front import Front
-from kvferry.router.http1.client import Upstreams
+from kvferry.router.front import GenerateHandler
+from kvferry.router.http1.client import UpstreamPool
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Reply, WholeAnswer
+from kvferry.router.http1.server import ResponseParts, ResponseWriter
 from kvferry.router.instances import Instance, Role
-from kvferry.router.last_look import LastLook
+from kvferry.router.last_look import LegFinisher
 from kvferry.router.legs import Handover
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
 from kvferry.router.push_sources import PushSources
 from kvferry.router.registration import Registrar
-from kvferry.router.release import Releases
+from kvferry.router.release import BlockReleaser
 from kvferry.router.request_ids import choose_request_id
-from kvferry.router.serving import Serving
+from kvferry.router.serving import Dispatcher
 from kvferry.router.timeline import RecentRequests
-from kvferry.router.turn_keeper import AskTurn, TurnKeeper
-from kvferry.router.vital_signs import VitalSigns
-from kvferry.router.watch import Watch
+from kvferry.router.turn_keeper import TurnQuery, TurnTracker
+from kvferry.router.vital_signs import TimeSeries
+from kvferry.router.watch import InstanceWatcher
 from kvferry.types import FailurePolicy
 
 __all__ = ["RouterApp"]
 
 _log = logging.getLogger(__name__)
 
-_Page = Callable[[ServerRequest], Awaitable[Answer]]
+_Page = Callable[[ServerRequest], Awaitable[HttpResponse]]
 _SHOWN_ROUTE_CHARS = 100
 _MAX_PAGE_BODY = 64 * 1024
 """For all but generations: some of it is open to whoever can reach the router."""
@@ -57,44 +57,47 @@ class RouterApp:
     def __init__(
         self,
         options: RouterOptions,
-        releases: Releases,
+        releases: BlockReleaser,
         *,
         push_key: PushTicketKey | None = None,
         registrar: Registrar | None = None,
-        make_ask: Callable[[Watch], AskTurn] | None = None,
+        make_turn_query: Callable[[InstanceWatcher], TurnQuery] | None = None,
     ) -> None:
-        """Without a key for push tickets, prefill instances are always asked first. `make_ask`: the way to ask decode instances for what
-        their streams leave out."""
+        """Without a key for push tickets, prefill instances are always asked first. `make_turn_query`: the way to ask decode instances for
+        what their streams leave out.
+        """
         now = time.monotonic()
         self.options = options
         self.metrics = RouterMetrics(f"{options.routing.prefill_policy}, {options.routing.decode_policy}")
-        self.gate = Gate.of(options.access)
+        self.access_policy = AccessPolicy.of(options.access)
         self.fleet = _make_fleet(options, now)
-        self.admission = Admission(_admission(options), time.monotonic)
-        self._upstreams = Upstreams()
+        self.admission = AdmissionController(_admission(options), time.monotonic)
+        self._upstreams = UpstreamPool()
         self._recent = RecentRequests()
-        signs = VitalSigns()
+        time_series = TimeSeries()
         conversations = Conversations(options.conversations.max_count, options.conversations.max_bytes)
-        calls = Calls(options, self.fleet, self._upstreams, self.metrics, signs, _client_tls(options))
+        instance_client = InstanceClient(options, self.fleet, self._upstreams, self.metrics, time_series, _client_tls(options))
         push_sources = PushSources(push_key)
 
         def forget(instance: Instance) -> None:
             conversations.forget(instance)
             push_sources.forget(instance)
 
-        self.watch = Watch(calls, forget, tidy=conversations.expire)
-        ask = make_ask(self.watch) if make_ask is not None else None
-        self._turns = TurnKeeper(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
-        self._last_look = LastLook()
-        serving = Serving(calls, _Counted(releases, self.metrics), push_sources, self.watch, self._turns, self._last_look)
-        self._front = Front(options, self.gate, self.admission, serving, self._recent, signs)
-        admin = Admin(self.fleet, registrar, self.watch.look_now, self.watch.gone)
-        pages = Pages(options, self.fleet, self.watch, self.admission, conversations, self._recent, signs, calls)
+        self.watcher = InstanceWatcher(instance_client, forget, cleanup=conversations.expire)
+        ask = make_turn_query(self.watcher) if make_turn_query is not None else None
+        self._turns = TurnTracker(conversations, self.fleet, self.metrics, options.conversations.ttl, ask)
+        self._leg_finisher = LegFinisher()
+        serving = Dispatcher(
+            instance_client, _CountingReleaser(releases, self.metrics), push_sources, self.watcher, self._turns, self._leg_finisher
+        )
+        self._generate_handler = GenerateHandler(options, self.access_policy, self.admission, serving, self._recent, time_series)
+        admin = Admin(self.fleet, registrar, self.watcher.probe_now, self.watcher.forget_instance)
+        pages = Pages(options, self.fleet, self.watcher, self.admission, conversations, self._recent, time_series, instance_client)
         self._routes = _routes(pages, admin)
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._watching = asyncio.create_task(self.watch.run())
+        self._watching = asyncio.create_task(self.watcher.run())
 
     def stop_admitting(self) -> None:
         """`/readyz` says no from now on, and nobody new is let in."""
@@ -104,52 +107,54 @@ class RouterApp:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        await self.watch.close()
+        await self.watcher.close()
         await self._turns.close()
-        await self._last_look.close()
+        await self._leg_finisher.close()
         await self._upstreams.close()
-        self._front.limits.close()
+        self._generate_handler.limits.close()
 
     # -- the server calls these ----------------------------------------------------------------------------------------
 
-    def admit(self, request: ServerRequest) -> WholeAnswer | None:
+    def admit(self, request: ServerRequest) -> ResponseParts | None:
         """What can be answered without a body: no such route, no right to it, what browsers ask beforehand."""
-        path, gate = request.path, self.gate
+        path, access_policy = request.path, self.access_policy
         methods = ("POST",) if path in _GENERATING else tuple(self._find(path))
-        cors = gate.cors_headers(request.headers)
+        cors = access_policy.cors_headers(request.headers)
         if not methods:
-            return self._refuse(request, error_answer(404, f"{_shown_route(request)}: Not Found", headers=cors))
+            return self._refuse(request, build_error_response(404, f"{_route_text(request)}: Not Found", headers=cors))
         if request.method == "OPTIONS" and request.headers.get("access-control-request-method") is not None:
-            return 204, [*gate.preflight_headers(request.headers, methods), _named(request)], b""
+            return 204, [*access_policy.preflight_headers(request.headers, methods), _named(request)], b""
         if request.method not in methods and not (request.method == "HEAD" and "GET" in methods):
             allow = ("Allow", ", ".join(methods))
-            return self._refuse(request, error_answer(405, f"{_shown_route(request)}: Method Not Allowed", headers=[allow, *cors]))
+            return self._refuse(request, build_error_response(405, f"{_route_text(request)}: Method Not Allowed", headers=[allow, *cors]))
         if path not in _GENERATING and _is_large(request):
-            return self._refuse(request, error_answer(413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors))
-        if gate.needs_key(path) and gate.tenant(request.headers) is None:
+            return self._refuse(request, build_error_response(413, f"this takes no body of more than {_MAX_PAGE_BODY} bytes", headers=cors))
+        if access_policy.needs_key(path) and access_policy.tenant(request.headers) is None:
             challenge = ("WWW-Authenticate", "Bearer")
-            return self._refuse(request, error_answer(401, "the API key is missing or not known here", headers=[challenge, *cors]))
-        if gate.is_admin_path(path) and path != "/admin/register" and not gate.is_admin(request.headers, request.peer):
-            sentence = "this needs the admin key" if gate.access.admin_key else "this is for the router's own machine; set an admin key"
-            return self._refuse(request, error_answer(401, sentence, headers=[("WWW-Authenticate", "Bearer")]))
+            return self._refuse(request, build_error_response(401, "the API key is missing or not known here", headers=[challenge, *cors]))
+        if access_policy.is_admin_path(path) and path != "/admin/register" and not access_policy.is_admin(request.headers, request.peer):
+            message = (
+                "this needs the admin key" if access_policy.access.admin_key else "this is for the router's own machine; set an admin key"
+            )
+            return self._refuse(request, build_error_response(401, message, headers=[("WWW-Authenticate", "Bearer")]))
         return None
 
-    async def handle(self, request: ServerRequest, reply: Reply) -> None:
+    async def handle(self, request: ServerRequest, reply: ResponseWriter) -> None:
         self.metrics.active.value += 1
         try:
             if request.path in _GENERATING:
-                await self._front.generate(request, reply)
+                await self._generate_handler.generate(request, reply)
             else:
                 await self._show(request, reply)
         finally:
             self.metrics.active.value -= 1
             self._count(request, reply.status)
 
-    async def _show(self, request: ServerRequest, reply: Reply) -> None:
+    async def _show(self, request: ServerRequest, reply: ResponseWriter) -> None:
         page = self._find(request.path).get("GET" if request.method == "HEAD" else request.method)
         assert page is not None, "admit has looked"
         answer = await page(request)
-        reply.send(answer.status, [*answer.headers, _named(request), *self.gate.cors_headers(request.headers)], answer.body)
+        reply.send(answer.status, [*answer.headers, _named(request), *self.access_policy.cors_headers(request.headers)], answer.body)
 
     def _find(self, path: str) -> Mapping[str, _Page]:
         """Longest first: the last route that ends with a slash stands for all below it."""
@@ -159,7 +164,7 @@ class RouterApp:
             found = self._routes.get(parent, {})
         return found
 
-    def _refuse(self, request: ServerRequest, answer: Answer) -> WholeAnswer:
+    def _refuse(self, request: ServerRequest, answer: HttpResponse) -> ResponseParts:
         self._count(request, answer.status)
         return answer.status, [*answer.headers, _named(request)], answer.body
 
@@ -206,8 +211,8 @@ def _routes(pages: Pages, admin: Admin) -> dict[str, Mapping[str, _Page]]:
     return routes
 
 
-def _from_body(answer: Callable[[bytes], Answer]) -> _Page:
-    async def page(request: ServerRequest) -> Answer:
+def _from_body(answer: Callable[[bytes], HttpResponse]) -> _Page:
+    async def page(request: ServerRequest) -> HttpResponse:
         return answer(request.body)
 
     return page
@@ -223,14 +228,14 @@ def _named(request: ServerRequest) -> tuple[str, str]:
     return "X-Request-Id", choose_request_id(request.headers.get("x-request-id"))
 
 
-def _shown_route(request: ServerRequest) -> str:
+def _route_text(request: ServerRequest) -> str:
     return f"{request.method} {request.path}"[:_SHOWN_ROUTE_CHARS]
 
 
-class _Counted:
+class _CountingReleaser:
     """Releases, counted on their way."""
 
-    def __init__(self, releases: Releases, metrics: RouterMetrics) -> None:
+    def __init__(self, releases: BlockReleaser, metrics: RouterMetrics) -> None:
         self._releases = releases
         self._metrics = metrics
 

@@ -8,33 +8,33 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
-from kvferry.router.failures import error_answer
-from kvferry.router.fleet import Fleet, Leg, Wish
-from kvferry.router.http1.client import OnLeft, Target, UpstreamAnswer, Upstreams
-from kvferry.router.http1.errors import BrokenOff, NotReached, TimedOut, UpstreamError
+from kvferry.router.exchange import HttpResponse, LegFailure, RequestContext, forwarded_headers
+from kvferry.router.failures import build_error_response
+from kvferry.router.fleet import Fleet, Leg, RoutingHints
+from kvferry.router.http1.client import OnLateResponse, Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http1.errors import ConnectFailed, UpstreamDisconnected, UpstreamError, UpstreamTimeout
 from kvferry.router.instances import Instance, Outcome, Role
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
-from kvferry.router.vital_signs import VitalSigns
+from kvferry.router.vital_signs import TimeSeries
 
-__all__ = ["UNAVAILABLE", "Call", "Calls", "described", "excerpt"]
+__all__ = ["UNAVAILABLE", "InstanceClient", "TrackedLeg", "describe_error", "excerpt"]
 
 UNAVAILABLE = 503
-_COME_BACK_S = 1
+_DEFAULT_RETRY_AFTER_S = 1
 _EXCERPT_CHARS = 300
 _MAX_TARGETS = 4096
 
 
 @dataclass(slots=True)
-class Calls:
+class InstanceClient:
     """Makes calls on behalf of requests."""
 
     options: RouterOptions
     fleet: Fleet
-    upstreams: Upstreams
+    upstreams: UpstreamPool
     metrics: RouterMetrics
-    signs: VitalSigns
+    time_series: TimeSeries
     tls: ssl.SSLContext | None = None
     """For instances that speak TLS."""
 
@@ -48,86 +48,86 @@ class Calls:
             target = self._targets[instance] = Target(instance.address, self.tls if instance.tls else None)
         return target
 
-    def counted(self, instance: Instance, wish: Wish) -> "Call":
+    def track_leg(self, instance: Instance, hints: RoutingHints) -> "TrackedLeg":
         """Around one leg: the instance's load and health."""
         if self.fleet.get(instance) is None:
-            raise NotReached("it has left the fleet")
-        return Call(self, self.fleet.begin(instance, time.monotonic(), wish))
+            raise ConnectFailed("it has left the fleet")
+        return TrackedLeg(self, self.fleet.begin(instance, time.monotonic(), hints))
 
     def post(
-        self, exchange: Exchange, instance: Instance, body: bytes, on_left: OnLeft | None = None
-    ) -> Coroutine[Any, Any, UpstreamAnswer]:
+        self, context: RequestContext, instance: Instance, body: bytes, on_late_response: OnLateResponse | None = None
+    ) -> Coroutine[Any, Any, UpstreamResponse]:
         timeouts = self.options.timeouts
         return self.upstreams.send(
             self.target(instance),
             "POST",
-            exchange.http.path,
-            exchange.leg_fields,
+            context.http.path,
+            context.leg_headers,
             body,
             connect_timeout_s=timeouts.connect,
             head_timeout_s=timeouts.answer,
-            on_left=on_left,
+            on_late_response=on_late_response,
         )
 
-    async def get(self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]) -> UpstreamAnswer:
+    async def get(self, instance: Instance, path: str, headers: Sequence[tuple[str, str]]) -> UpstreamResponse:
         """A page of an instance, which is not asked about anything that takes long."""
         timeouts = self.options.timeouts
         return await self.upstreams.send(
             self.target(instance), "GET", path, headers, connect_timeout_s=timeouts.connect, head_timeout_s=timeouts.probe
         )
 
-    def num_heard(self, instance: Instance) -> int:
-        return self.upstreams.num_heard(self.target(instance))
+    def num_received(self, instance: Instance) -> int:
+        return self.upstreams.num_received(self.target(instance))
 
-    def give_up(self, instance: Instance) -> int:
+    def fail_pending(self, instance: Instance) -> int:
         """Fail what waits for it to begin an answer; how much that was."""
-        return self.upstreams.give_up(self.target(instance), TimedOut("it was silent, to its health checks too"))
+        return self.upstreams.fail_pending(self.target(instance), UpstreamTimeout("it was silent, to its health checks too"))
 
-    def read(self, answer: UpstreamAnswer) -> Coroutine[Any, Any, bytes]:
+    def read(self, answer: UpstreamResponse) -> Coroutine[Any, Any, bytes]:
         return answer.read(self.options.limits.max_body_bytes, self.options.timeouts.answer)
 
-    async def read_rest(self, answer: UpstreamAnswer) -> bytes | None:
+    async def read_error_body(self, answer: UpstreamResponse) -> bytes | None:
         """Of an answer that is known to be none: it is not waited for long. None: it did not come whole."""
         try:
             return await answer.read(self.options.limits.max_body_bytes, self.options.timeouts.probe)
         except UpstreamError:
             return None
 
-    async def refusal(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
+    async def refusal(self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg") -> LegFailure:
         """It answered 503. Clients are always told when to come back."""
         call.outcome = Outcome.REFUSED
-        body = await self.read_rest(answer)
+        body = await self.read_error_body(answer)
         self.metrics.refusals.add(instance.role, instance.url)
-        sentence, headers = f"{instance} takes no requests now", passed_headers(answer.headers)
+        message, headers = f"{instance} takes no requests now", forwarded_headers(answer.headers)
         if body is None:
-            return Setback(instance, sentence, error_answer(UNAVAILABLE, sentence, _COME_BACK_S), True)
+            return LegFailure(instance, message, build_error_response(UNAVAILABLE, message, _DEFAULT_RETRY_AFTER_S), True)
         if answer.headers.get("retry-after") is None:
-            headers.append(("Retry-After", str(_COME_BACK_S)))
-        return Setback(instance, sentence, Answer(answer.status, headers, body), True)
+            headers.append(("Retry-After", str(_DEFAULT_RETRY_AFTER_S)))
+        return LegFailure(instance, message, HttpResponse(answer.status, headers, body), True)
 
-    def failure(self, instance: Instance, error: Exception) -> Setback:
+    def failure(self, instance: Instance, error: Exception) -> LegFailure:
         self.metrics.failures.add(instance.role, instance.url)
-        return Setback(instance, f"{instance} failed: {described(error)}", is_unsent=isinstance(error, NotReached))
+        return LegFailure(instance, f"{instance} failed: {describe_error(error)}", is_unsent=isinstance(error, ConnectFailed))
 
-    async def fault(self, answer: UpstreamAnswer, instance: Instance, call: "Call") -> Setback:
+    async def server_error(self, answer: UpstreamResponse, instance: Instance, call: "TrackedLeg") -> LegFailure:
         """It answered with a 5xx that is no refusal. What D says of it is the client's to know; P is none of its business."""
-        body = await self.read_rest(answer)
+        body = await self.read_error_body(answer)
         call.error = f"it answered with status {answer.status}"
         self.metrics.failures.add(instance.role, instance.url)
-        is_told = body is not None and instance.role is Role.DECODE
-        said = Answer(answer.status, passed_headers(answer.headers), body or b"") if is_told else None
-        return Setback(instance, f"{instance} failed: {call.error}: {excerpt(body or b'')}", said, needs_prefill=True)
+        is_for_client = body is not None and instance.role is Role.DECODE
+        response = HttpResponse(answer.status, forwarded_headers(answer.headers), body or b"") if is_for_client else None
+        return LegFailure(instance, f"{instance} failed: {call.error}: {excerpt(body or b'')}", response, needs_prefill=True)
 
 
-class Call:
+class TrackedLeg:
     """One leg, from its beginning to its end. `outcome` and `error`: what it came to, as far as its instance is to blame or to praise.
 
     One that is cancelled says nothing about its instance."""
 
     __slots__ = ("_calls", "error", "leg", "outcome")
 
-    def __init__(self, calls: Calls, leg: Leg) -> None:
-        self._calls = calls
+    def __init__(self, instance_client: InstanceClient, leg: Leg) -> None:
+        self._calls = instance_client
         self.leg = leg
         self.outcome = Outcome.FAILED
         self.error = ""
@@ -137,19 +137,19 @@ class Call:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, UpstreamError | RemoteProtocolError):
-            self.error = described(error)
+            self.error = describe_error(error)
         elif error is not None:
             self.outcome = Outcome.ABANDONED
         self._calls.fleet.end(self.leg, self.outcome, time.monotonic(), self.error)
         self._calls.metrics.leg(self.leg.instance, self.outcome)
 
 
-def described(error: Exception) -> str:
-    if isinstance(error, NotReached):
+def describe_error(error: Exception) -> str:
+    if isinstance(error, ConnectFailed):
         return f"it cannot be reached: {error}"
-    if isinstance(error, TimedOut):
+    if isinstance(error, UpstreamTimeout):
         return f"it did not answer in time: {error}"
-    if isinstance(error, BrokenOff):
+    if isinstance(error, UpstreamDisconnected):
         return "it closed the connection in the middle of an answer"
     return str(error)
 

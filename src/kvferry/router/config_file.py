@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.config.fields import RENAMED
 from kvferry.errors import ConfigError
 from kvferry.router.admission import AdmissionOptions
 from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance, Role, parse_instance
-from kvferry.router.options import Access, ConversationOptions, Limits, RouterOptions, Routing, Timeouts
+from kvferry.router.options import AccessOptions, ConversationOptions, RouterLimits, RouterOptions, RoutingOptions, Timeouts
 from kvferry.router.tenants import ApiKeys, check_key, read_key_file
 
 __all__ = ["read_access", "read_config_file"]
@@ -29,9 +30,9 @@ T = TypeVar("T")
 
 _TABLES: Mapping[str, type[Any]] = {
     "timeouts": Timeouts,
-    "limits": Limits,
+    "limits": RouterLimits,
     "admission": AdmissionOptions,
-    "routing": Routing,
+    "routing": RoutingOptions,
     "health": HealthOptions,
     "conversations": ConversationOptions,
 }
@@ -58,7 +59,7 @@ def read_config_file(text: str, read_file: Callable[[str], str]) -> RouterOption
     return RouterOptions(**made)
 
 
-def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Access:
+def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> AccessOptions:
     """Keys are named by their files, so that they stand in no command line and no configuration."""
     _check_keys(given, _ACCESS_KEYS, "access.")
     made: dict[str, Any] = {
@@ -77,7 +78,7 @@ def read_access(given: Mapping[str, Any], read_file: Callable[[str], str]) -> Ac
             raise ConfigError(f"the file of access.{name} holds no key")
         if option != "api_keys":
             check_key(made[option], f"the key in the file of access.{name}")
-    return Access(**made)
+    return AccessOptions(**made)
 
 
 def _read_keys(text: str) -> tuple[tuple[str, str], ...]:
@@ -107,6 +108,8 @@ def _convert(given: Any, kind: Any, name: str) -> Any:
 def _check_keys(given: Mapping[str, Any], known: list[str], table: str) -> None:
     for key in given:
         if key not in known:
+            if RENAMED.get(key) in known:
+                raise ConfigError(f"{table}{key} in the configuration file is now called {table}{RENAMED[key]}; rename it")
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {table}{near[0]}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"the configuration file has {table}{key}, which is no setting; {hint}")

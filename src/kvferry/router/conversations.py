@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from kvferry.errors import ConfigError
 from kvferry.router.instances import Instance
 
-__all__ = ["Conversations", "Turn"]
+__all__ = ["Conversations", "LastTurn"]
 
 _ENTRY_BYTES = 512
 """About what an entry takes besides its texts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LastTurn:
     params: bytes
     """D's `kv_transfer_params` as it wrote them."""
     decoder: Instance
@@ -26,8 +26,8 @@ class Turn:
 
 
 @dataclass(slots=True)
-class _Entry:
-    turn: Turn
+class _StoredTurn:
+    turn: LastTurn
     deadline: float
     size: int
 
@@ -41,7 +41,7 @@ class Conversations:
     margin_s: float = 2.0
     """A ticket is not used in its last moments: the next turn's request takes time to reach P, and P to reach D."""
     num_bytes: int = field(default=0, init=False)
-    _entries: OrderedDict[tuple[str, str], _Entry] = field(default_factory=OrderedDict, init=False)
+    _entries: OrderedDict[tuple[str, str], _StoredTurn] = field(default_factory=OrderedDict, init=False)
 
     def __post_init__(self) -> None:
         if self.max_count < 0 or self.max_bytes < 0 or self.margin_s < 0:
@@ -50,19 +50,19 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, tenant: str, conversation: str, turn: Turn, ttl_s: float, now: float) -> bool:
+    def put(self, tenant: str, conversation: str, turn: LastTurn, ttl_s: float, now: float) -> bool:
         """Replaces what there was. `ttl_s`: how long D said it would keep the blocks. False when it is not worth keeping, or too large."""
         self._drop((tenant, conversation))
         size = _ENTRY_BYTES + len(turn.params) + len(tenant) + len(conversation)
         if not ttl_s > self.margin_s or size > self.max_bytes or self.max_count == 0:
             return False
-        self._entries[tenant, conversation] = _Entry(turn, now + ttl_s - self.margin_s, size)
+        self._entries[tenant, conversation] = _StoredTurn(turn, now + ttl_s - self.margin_s, size)
         self.num_bytes += size
         while len(self._entries) > self.max_count or self.num_bytes > self.max_bytes:
             self._drop(next(iter(self._entries)))
         return True
 
-    def take(self, tenant: str, conversation: str, now: float) -> Turn | None:
+    def take(self, tenant: str, conversation: str, now: float) -> LastTurn | None:
         """The last turn's ticket, once."""
         entry = self._drop((tenant, conversation))
         return entry.turn if entry is not None and now < entry.deadline else None
@@ -82,7 +82,7 @@ class Conversations:
             self._drop(key)
         return len(keys)
 
-    def _drop(self, key: tuple[str, str]) -> _Entry | None:
+    def _drop(self, key: tuple[str, str]) -> _StoredTurn | None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.num_bytes -= entry.size

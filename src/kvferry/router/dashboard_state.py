@@ -9,10 +9,10 @@ from itertools import islice
 
 import msgspec
 
-from kvferry.router.instance_metrics import InstanceReading, MetricsWatch
-from kvferry.router.request_view import Shown, state_of
-from kvferry.router.timeline import ErrorTally, Mark, RecentRequests, Timeline
-from kvferry.router.vital_signs import LatencyHistogram, Second, VitalSigns, quantile
+from kvferry.router.instance_metrics import InstanceReading, MetricsWatcher
+from kvferry.router.request_view import FormatSubject, state_of
+from kvferry.router.timeline import ErrorCount, RecentRequests, RequestEvent, Timeline
+from kvferry.router.vital_signs import LatencyHistogram, SecondStats, TimeSeries, quantile
 
 __all__ = ["DashboardState", "InstanceFacts", "RouterFacts", "build_state", "encode_state"]
 
@@ -54,7 +54,7 @@ class InstanceFacts:
     last_error: str = ""
     returns_in_s: float | None = None
     """Until it is tried again."""
-    watch: MetricsWatch | None = None
+    watcher: MetricsWatcher | None = None
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,23 +165,23 @@ class DashboardState(msgspec.Struct, frozen=True, kw_only=True):
 def build_state(
     router: RouterFacts,
     instances: Iterable[InstanceFacts],
-    signs: VitalSigns,
+    time_series: TimeSeries,
     recent: RecentRequests,
     now: float,
-    shown: Shown = str,
+    shown: FormatSubject = str,
 ) -> DashboardState:
     """`shown`: the name of an instance that a mark is about, as in `InstanceFacts.name`."""
-    seconds = signs.seconds(now)
+    seconds = time_series.seconds(now)
     return DashboardState(
         router=_router(router),
-        headline=_headline(signs, seconds[-HEADLINE_S:], now),
+        headline=_headline(time_series, seconds[-HEADLINE_S:], now),
         instances=[_instance(facts, now) for facts in instances],
         live=_rows(recent.live(), SHOWN_LIVE, now, shown),
         num_live=recent.num_live,
         recent=_rows(recent.newest_first(), SHOWN_RECENT, now, shown),
         failed=_rows(recent.failed_newest_first(), SHOWN_FAILED, now, shown),
-        errors=[_error(tally, now) for tally in islice(recent.errors.newest_first(), SHOWN_ERRORS)],
-        series=_series(seconds, signs.num_told(seconds)),
+        errors=[_error(entry, now) for entry in islice(recent.errors.newest_first(), SHOWN_ERRORS)],
+        series=_series(seconds, time_series.num_reported(seconds)),
     )
 
 
@@ -204,8 +204,8 @@ def _router(facts: RouterFacts) -> RouterState:
 
 
 def _instance(facts: InstanceFacts, now: float) -> InstanceState:
-    watch = facts.watch or MetricsWatch()
-    reading = watch.reading or InstanceReading()
+    watcher = facts.watcher or MetricsWatcher()
+    reading = watcher.reading or InstanceReading()
     load, kv = reading.load, reading.kv
     return InstanceState(
         name=facts.name,
@@ -215,7 +215,7 @@ def _instance(facts: InstanceFacts, now: float) -> InstanceState:
         failures=facts.failures,
         last_error=facts.last_error,
         returns_in_s=facts.returns_in_s,
-        read_age_s=None if watch.read_at is None else max(0.0, now - watch.read_at),
+        read_age_s=None if watcher.read_at is None else max(0.0, now - watcher.read_at),
         running=load.running,
         waiting=load.waiting,
         cache_usage=load.cache_usage,
@@ -224,8 +224,8 @@ def _instance(facts: InstanceFacts, now: float) -> InstanceState:
         pulls=kv.pulls,
         transfers=kv.transfers,
         moved_bytes=kv.moved_bytes,
-        moved_bytes_per_s=watch.moved_bytes_per_s,
-        tokens_per_s=watch.tokens_per_s,
+        moved_bytes_per_s=watcher.moved_bytes_per_s,
+        tokens_per_s=watcher.tokens_per_s,
         transfer_failures=kv.failures,
         expired=kv.expired,
         mode=reading.mode,
@@ -233,13 +233,13 @@ def _instance(facts: InstanceFacts, now: float) -> InstanceState:
     )
 
 
-def _rows(timelines: Iterable[Timeline], limit: int, now: float, shown: Shown) -> list[RequestRow]:
+def _rows(timelines: Iterable[Timeline], limit: int, now: float, shown: FormatSubject) -> list[RequestRow]:
     return [_row(timeline, now, shown) for timeline in islice(timelines, limit)]
 
 
-def _row(timeline: Timeline, now: float, shown: Shown) -> RequestRow:
-    first = timeline.time_of(Mark.FIRST_TOKEN)
-    prefill, decode = timeline.last_about(Mark.PREFILL_BEGAN), timeline.last_about(Mark.DECODE_BEGAN)
+def _row(timeline: Timeline, now: float, shown: FormatSubject) -> RequestRow:
+    first = timeline.time_of(RequestEvent.FIRST_TOKEN)
+    prefill, decode = timeline.last_about(RequestEvent.PREFILL_BEGAN), timeline.last_about(RequestEvent.DECODE_BEGAN)
     return RequestRow(
         id=timeline.request_id,
         route=timeline.route,
@@ -256,27 +256,27 @@ def _row(timeline: Timeline, now: float, shown: Shown) -> RequestRow:
     )
 
 
-def _error(tally: ErrorTally, now: float) -> ErrorRow:
+def _error(entry: ErrorCount, now: float) -> ErrorRow:
     return ErrorRow(
-        text=tally.text,
-        status=tally.status,
-        count=tally.count,
-        age_s=now - tally.last_at,
-        first_age_s=now - tally.first_at,
-        request_id=tally.request_id,
+        text=entry.text,
+        status=entry.status,
+        count=entry.count,
+        age_s=now - entry.last_at,
+        first_age_s=now - entry.first_at,
+        request_id=entry.request_id,
     )
 
 
-def _series(seconds: Sequence[Second], num_told: int) -> Series:
-    untold = [None] * (len(seconds) - num_told)
+def _series(seconds: Sequence[SecondStats], num_reported: int) -> Series:
+    unreported = [None] * (len(seconds) - num_reported)
     quantiles = [second.quantiles or (None, None, None, None) for second in seconds]
     return Series(
         last_index=seconds[-1].index if seconds else None,
         requests=[second.requests for second in seconds],
         errors=[second.errors for second in seconds],
         relayed_bytes=[second.relayed_bytes for second in seconds],
-        tokens=[*(second.tokens for second in seconds[:num_told]), *untold],
-        moved_bytes=[*(second.moved_bytes for second in seconds[:num_told]), *untold],
+        tokens=[*(second.tokens for second in seconds[:num_reported]), *unreported],
+        moved_bytes=[*(second.moved_bytes for second in seconds[:num_reported]), *unreported],
         ttft_p50=[row[0] for row in quantiles],
         ttft_p99=[row[1] for row in quantiles],
         handover_p50=[row[2] for row in quantiles],
@@ -284,12 +284,12 @@ def _series(seconds: Sequence[Second], num_told: int) -> Series:
     )
 
 
-def _headline(signs: VitalSigns, minute: Sequence[Second], now: float) -> Headline:
-    def per_s(count_of: Callable[[Second], int]) -> float:
+def _headline(time_series: TimeSeries, minute: Sequence[SecondStats], now: float) -> Headline:
+    def per_s(count_of: Callable[[SecondStats], int]) -> float:
         return sum(map(count_of, minute)) / len(minute) if minute else 0.0
 
-    def over(histogram_of: Callable[[Second], LatencyHistogram]) -> tuple[float | None, float | None]:
-        histogram = signs.over_last(HEADLINE_S, now, histogram_of)
+    def over(histogram_of: Callable[[SecondStats], LatencyHistogram]) -> tuple[float | None, float | None]:
+        histogram = time_series.over_last(HEADLINE_S, now, histogram_of)
         return quantile(histogram, 0.5), quantile(histogram, 0.99)
 
     ttft, handover = over(lambda second: second.ttft), over(lambda second: second.handover)

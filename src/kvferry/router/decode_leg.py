@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.router.calls import UNAVAILABLE, Call, Calls, described, excerpt
-from kvferry.router.exchange import Answer, Exchange, Setback, passed_headers
+from kvferry.router.calls import UNAVAILABLE, InstanceClient, TrackedLeg, describe_error, excerpt
+from kvferry.router.exchange import HttpResponse, LegFailure, RequestContext, forwarded_headers
 from kvferry.router.failures import error_event
-from kvferry.router.http1.client import UpstreamAnswer
-from kvferry.router.http1.errors import BrokenOff, UpstreamError
+from kvferry.router.http1.client import UpstreamResponse
+from kvferry.router.http1.errors import UpstreamDisconnected, UpstreamError
 from kvferry.router.instances import Instance, Outcome
 from kvferry.router.legs import Handover
-from kvferry.router.release import Held
-from kvferry.router.timeline import Mark
-from kvferry.router.turn_keeper import TurnKeeper
-from kvferry.router.turns import EventFilter, take_from_answer
+from kvferry.router.release import PrefilledBlocks
+from kvferry.router.timeline import RequestEvent
+from kvferry.router.turn_keeper import TurnTracker
+from kvferry.router.turns import TurnParamsFilter, take_turn_params
 
 __all__ = ["DecodeLeg"]
 
@@ -36,130 +36,146 @@ _DONE, _TAIL_BYTES = b"data: [DONE]", 64
 
 @dataclass(slots=True)
 class DecodeLeg:
-    calls: Calls
-    turns: TurnKeeper
+    instance_client: InstanceClient
+    turns: TurnTracker
 
     async def run(
-        self, exchange: Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None = None
-    ) -> Setback | None:
+        self,
+        context: RequestContext,
+        held: PrefilledBlocks,
+        instance: Instance,
+        handover: Handover | None,
+        has_begun: asyncio.Event | None = None,
+    ) -> LegFailure | None:
         """None: the client has its answer, whatever it is. `has_begun` is set as soon as there is something for the client: P's leg may be
         under way too, and its objection is the answer until then."""
-        exchange.mark(Mark.DECODE_BEGAN, instance)
+        context.mark(RequestEvent.DECODE_BEGAN, instance)
         try:
-            result = await self._ask(exchange, held, instance, handover, has_begun)
+            result = await self._ask(context, held, instance, handover, has_begun)
         except (UpstreamError, RemoteProtocolError) as error:
-            if exchange.reply.is_started:
+            if context.reply.is_started:
                 raise
-            result = self.calls.failure(instance, error)
+            result = self.instance_client.failure(instance, error)
         if result is not None:
-            exchange.mark(Mark.DECODE_FAILED, result.sentence)
+            context.mark(RequestEvent.DECODE_FAILED, result.message)
         return result
 
     async def _ask(
-        self, exchange: Exchange, held: Held, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
-    ) -> Setback | None:
-        body = exchange.client.decode_body(handover, exchange.turn_word)
-        with self.calls.counted(instance, exchange.wish) as call, await self.calls.post(exchange, instance, body) as answer:
+        self, context: RequestContext, held: PrefilledBlocks, instance: Instance, handover: Handover | None, has_begun: asyncio.Event | None
+    ) -> LegFailure | None:
+        body = context.client.decode_body(handover, context.turn_id)
+        with (
+            self.instance_client.track_leg(instance, context.hints) as call,
+            await self.instance_client.post(context, instance, body) as answer,
+        ):
             if answer.status == UNAVAILABLE:
-                return await self.calls.refusal(answer, instance, call)
+                return await self.instance_client.refusal(answer, instance, call)
             if answer.status >= 500:
-                return await self.calls.fault(answer, instance, call)
+                return await self.instance_client.server_error(answer, instance, call)
             is_stream = (answer.headers.get("content-type") or "").startswith(_EVENTS)
-            whole = None if is_stream else await self.calls.read(answer)
+            whole = None if is_stream else await self.instance_client.read(answer)
             error = await self._error_at_start(answer) if is_stream else None
             if error is not None:
-                self.calls.metrics.failures.add(instance.role, instance.url)
-                said = Answer(answer.status, passed_headers(answer.headers), await self.calls.read_rest(answer) or error)
-                return Setback(instance, f"{instance} failed: {excerpt(said.body)}", said, needs_prefill=True)
+                self.instance_client.metrics.failures.add(instance.role, instance.url)
+                response = HttpResponse(
+                    answer.status, forwarded_headers(answer.headers), await self.instance_client.read_error_body(answer) or error
+                )
+                return LegFailure(instance, f"{instance} failed: {excerpt(response.body)}", response, needs_prefill=True)
             call.outcome = Outcome.ANSWERED
             if has_begun is not None:
                 has_begun.set()
             if answer.status == 200:
-                held.hand_over()
-            self._note_first(exchange, call)
-            headers = [*passed_headers(answer.headers), ("X-Request-Id", exchange.request_id), *exchange.cors]
+                held.mark_handed_over()
+            self._note_first(context, call)
+            headers = [*forwarded_headers(answer.headers), ("X-Request-Id", context.request_id), *context.cors]
             if whole is not None:
-                self._send(exchange, call, Answer(answer.status, headers, whole))
+                self._send(context, call, HttpResponse(answer.status, headers, whole))
             else:
-                await self._pass_on(exchange, held, instance, answer, headers, call)
+                await self._relay(context, held, instance, answer, headers, call)
         return None
 
-    async def _error_at_start(self, answer: UpstreamAnswer) -> bytes | None:
+    async def _error_at_start(self, answer: UpstreamResponse) -> bytes | None:
         """Waits for the first event: an engine may open its answer long before it has anything to say. Comments say nothing."""
-        start = await answer.peek(_says_something, self.calls.options.timeouts.idle)
+        start = await answer.peek(_has_first_event, self.instance_client.options.timeouts.idle)
         event = _EVENT.search(start)
         return start[: event.end()] + b"\n" if event is not None and event[1] is not None else None
 
-    def _note_first(self, exchange: Exchange, call: Call) -> None:
+    def _note_first(self, context: RequestContext, call: TrackedLeg) -> None:
         now = time.monotonic()
-        self.calls.fleet.note_answer(call.leg, now)
-        timeline = exchange.timeline
-        timeline.mark(Mark.FIRST_TOKEN, now)
-        metrics, signs = self.calls.metrics, self.calls.signs
+        self.instance_client.fleet.note_answer(call.leg, now)
+        timeline = context.timeline
+        timeline.mark(RequestEvent.FIRST_TOKEN, now)
+        metrics, time_series = self.instance_client.metrics, self.instance_client.time_series
         metrics.ttft.observe(now - timeline.arrived)
-        signs.note_ttft(now - timeline.arrived, now)
-        prefilled = timeline.time_of(Mark.PREFILL_ENDED)
+        time_series.note_ttft(now - timeline.arrived, now)
+        prefilled = timeline.time_of(RequestEvent.PREFILL_ENDED)
         if prefilled is not None:
             metrics.handover.observe(now - prefilled)
-            signs.note_handover(now - prefilled, now)
+            time_series.note_handover(now - prefilled, now)
 
-    def _send(self, exchange: Exchange, call: Call, answer: Answer) -> None:
+    def _send(self, context: RequestContext, call: TrackedLeg, answer: HttpResponse) -> None:
         """A whole answer, which holds D's word for the router where it was asked for one."""
         body = answer.body
-        if exchange.turn_word is not None and answer.status == 200:
-            params, body = take_from_answer(body)
-            self.turns.keep(exchange, call.leg, params)
-        exchange.reply.send(answer.status, answer.headers, body)
+        if context.turn_id is not None and answer.status == 200:
+            params, body = take_turn_params(body)
+            self.turns.retain(context, call.leg, params)
+        context.reply.send(answer.status, answer.headers, body)
 
-    async def _pass_on(
-        self, exchange: Exchange, held: Held, instance: Instance, answer: UpstreamAnswer, headers: list[tuple[str, str]], call: Call
+    async def _relay(
+        self,
+        context: RequestContext,
+        held: PrefilledBlocks,
+        instance: Instance,
+        answer: UpstreamResponse,
+        headers: list[tuple[str, str]],
+        call: TrackedLeg,
     ) -> None:
-        look = EventFilter() if exchange.turn_word is not None else None
-        passing = look.pass_on if look is not None else None
+        turn_filter = TurnParamsFilter() if context.turn_id is not None else None
+        body_filter = turn_filter.feed if turn_filter is not None else None
         if not answer.is_chunked and answer.headers.get("content-length") is None:
-            passing = _UpToDone(passing).pass_on
+            body_filter = _DoneChecker(body_filter).feed
         try:
             await answer.relay(
-                exchange.reply,
+                context.reply,
                 headers,
-                idle_timeout_s=self.calls.options.timeouts.idle,
-                filter=passing,
+                idle_timeout_s=self.instance_client.options.timeouts.idle,
+                filter=body_filter,
             )
         except UpstreamError as error:
             call.outcome = Outcome.FAILED
-            held.take_back()
-            await self._break_off(exchange, instance, described(error))
+            held.reclaim()
+            await self._interrupt(context, instance, describe_error(error))
             return
-        if look is not None:
-            self.turns.keep(exchange, call.leg, look.params)
+        if turn_filter is not None:
+            self.turns.retain(context, call.leg, turn_filter.params)
 
-    async def _break_off(self, exchange: Exchange, instance: Instance, what: str) -> None:
+    async def _interrupt(self, context: RequestContext, instance: Instance, what: str) -> None:
         """D is gone in the middle: say so where the format allows it, and never let the part look like a whole."""
-        self.calls.metrics.failures.add(instance.role, instance.url)
+        self.instance_client.metrics.failures.add(instance.role, instance.url)
         message = f"{instance} broke off its answer: {what}"
-        exchange.broken_off = message
-        _log.warning("stream broken request=%s: %s", exchange.request_id, message)
-        if not exchange.reply.can_write:
-            exchange.reply.abort()
+        context.stream_error = message
+        _log.warning("stream broken request=%s: %s", context.request_id, message)
+        if not context.reply.can_write:
+            context.reply.abort()
             return
-        await exchange.reply.write(error_event(502, message))
-        await exchange.reply.finish()
+        await context.reply.write(error_event(502, message))
+        await context.reply.finish()
 
 
-class _UpToDone:
+class _DoneChecker:
     """A body that ends with its connection also ends so when its instance dies: it is whole if its last event says so."""
 
     def __init__(self, then: Callable[[bytes], bytes] | None) -> None:
         self._then = then
         self._tail = b""
 
-    def pass_on(self, piece: bytes) -> bytes:
-        if piece:
-            self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+    def feed(self, segment: bytes) -> bytes:
+        if segment:
+            self._tail = (self._tail + segment)[-_TAIL_BYTES:]
         elif _DONE not in self._tail:
-            raise BrokenOff("it closed the connection in the middle of its answer", has_answered=True)
-        return piece if self._then is None else self._then(piece)
+            raise UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True)
+        return segment if self._then is None else self._then(segment)
 
 
-def _says_something(start: bytes) -> bool:
+def _has_first_event(start: bytes) -> bool:
     return _EVENT.search(start) is not None or len(start) > _MAX_START

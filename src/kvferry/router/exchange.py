@@ -4,21 +4,21 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.router.http1.messages import Headers, ServerRequest
-from kvferry.router.http1.server import Reply
+from kvferry.router.http1.server import ResponseWriter
 from kvferry.router.http1.wire import request_fields
 from kvferry.router.instances import Instance
 from kvferry.router.legs import ClientRequest
-from kvferry.router.members import Wish
-from kvferry.router.timeline import Mark, Timeline
+from kvferry.router.members import RoutingHints
+from kvferry.router.timeline import RequestEvent, Timeline
 
-__all__ = ["Answer", "Exchange", "Setback", "leg_fields", "passed_headers"]
+__all__ = ["HttpResponse", "LegFailure", "RequestContext", "forwarded_headers", "leg_headers"]
 
 _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 _TO_CLIENTS = ("content-type", "content-encoding", "cache-control", "retry-after", "www-authenticate")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """A whole answer that is to be the client's."""
 
     status: int
@@ -27,13 +27,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Setback:
+class LegFailure:
     """A leg that came to nothing while the client has got nothing: it may be tried elsewhere."""
 
     instance: Instance | None
     """None: there was nobody to ask."""
-    sentence: str
-    answer: Answer | None = None
+    message: str
+    answer: HttpResponse | None = None
     """What the instance said, if it said anything."""
     is_refusal: bool = False
     """It takes no requests now (503): it has done nothing, and another may."""
@@ -44,37 +44,37 @@ class Setback:
 
 
 @dataclass(slots=True)
-class Exchange:
+class RequestContext:
     http: ServerRequest
-    reply: Reply
+    reply: ResponseWriter
     client: ClientRequest
     request_id: str
     tenant: str
     timeline: Timeline
-    leg_fields: bytes
+    leg_headers: bytes
     """Headers of both legs, as they are sent."""
-    turn_word: str | None = None
+    turn_id: str | None = None
     """D is asked to keep this turn's blocks under this word."""
-    wish: Wish = field(default_factory=Wish)
+    hints: RoutingHints = field(default_factory=RoutingHints)
     retries_left: int = 0
     tried: list[Instance] = field(default_factory=list)
     """Of either role: they have refused or failed this request."""
     cors: list[tuple[str, str]] = field(default_factory=list)
     error: str = ""
     """Why it failed."""
-    broken_off: str = ""
+    stream_error: str = ""
     """Why the client's stream ended before its end."""
     prefiller: Instance | None = None
     """Whose blocks the decode leg is given."""
 
-    def mark(self, mark: Mark, about: object = None) -> None:
+    def mark(self, mark: RequestEvent, about: object = None) -> None:
         self.timeline.mark(mark, time.monotonic(), about)
 
-    def send(self, answer: Answer) -> None:
+    def send(self, answer: HttpResponse) -> None:
         self.reply.send(answer.status, [*answer.headers, ("X-Request-Id", self.request_id), *self.cors], answer.body)
 
 
-def leg_fields(headers: Headers, request_id: str, authorization: str | None) -> bytes:
+def leg_headers(headers: Headers, request_id: str, authorization: str | None) -> bytes:
     """What both legs of a client's request say beside their body. `authorization`: for instances."""
     fields = [("X-Request-Id", request_id), ("Content-Type", "application/json")]
     if authorization is not None:
@@ -86,7 +86,7 @@ def leg_fields(headers: Headers, request_id: str, authorization: str | None) -> 
     return request_fields(fields)
 
 
-def passed_headers(headers: Headers) -> list[tuple[str, str]]:
+def forwarded_headers(headers: Headers) -> list[tuple[str, str]]:
     """What of an instance's answer reaches the client."""
     passed = []
     for name in _TO_CLIENTS:

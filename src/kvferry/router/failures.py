@@ -6,17 +6,19 @@ They look like an engine's, because an engine's refusals are passed on as they a
 from collections.abc import Iterable
 
 from kvferry.errors import RequestRefused
-from kvferry.router.exchange import Answer
+from kvferry.router.exchange import HttpResponse
 from kvferry.web.errors import error_body
 
-__all__ = ["error_answer", "error_event"]
+__all__ = ["build_error_response", "error_event"]
 
 _JSON = ("Content-Type", "application/json; charset=utf-8")
 
 
-def error_answer(status: int, message: str, retry_after_s: int | None = None, headers: Iterable[tuple[str, str]] = ()) -> Answer:
+def build_error_response(
+    status: int, message: str, retry_after_s: int | None = None, headers: Iterable[tuple[str, str]] = ()
+) -> HttpResponse:
     retry = [] if retry_after_s is None else [("Retry-After", str(retry_after_s))]
-    return Answer(status, [_JSON, *retry, *headers], error_body(RequestRefused(message, status=status)))
+    return HttpResponse(status, [_JSON, *retry, *headers], error_body(RequestRefused(message, status=status)))
 
 
 def error_event(status: int, message: str) -> bytes:

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from math import floor, inf
 
 from kvferry.errors import LocalProtocolError
-from kvferry.router.health import Breaker, HealthOptions, Phase
+from kvferry.router.health import Breaker, BreakerPhase, HealthOptions
 from kvferry.router.instances import Instance, Outcome, Role
-from kvferry.router.members import Leg, Member, State, Wish, leg_weight
+from kvferry.router.members import Leg, Member, MemberState, RoutingHints, leg_weight
 from kvferry.router.policies import Policy, make_policy
 
-__all__ = ["Fleet", "FleetOptions", "Leg", "Member", "State", "Wish"]
+__all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHints"]
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
     policies: Mapping[Role, str] = field(default_factory=lambda: {Role.PREFILL: "prefix_affinity", Role.DECODE: "conversation_affinity"})
-    spare_roles: frozenset[Role] = frozenset()
+    optional_roles: frozenset[Role] = frozenset()
     """The router can do without them."""
     max_ejected_share: float = 1.0
     """Of a role that has to answer. Less than 1 for large fleets: rather bad answers than a few instances that carry it all."""
@@ -36,7 +36,7 @@ class FleetOptions:
 
 
 @dataclass(slots=True)
-class _Squad:
+class _RoleMembers:
     """The members of one role."""
 
     policy: Policy
@@ -49,9 +49,9 @@ class Fleet:
         """`draw`: numbers from 0 to below 1. ConfigError when a policy is not known."""
         self._options = options
         self._draw = draw
-        self._squads = {role: _Squad(make_policy(options.policies[role], role, draw)) for role in Role}
+        self._by_role = {role: _RoleMembers(make_policy(options.policies[role], role, draw)) for role in Role}
         self._members: dict[Instance, Member] = {}
-        self._turn = 0
+        self._num_chosen = 0
 
     # -- who there is ----------------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class Fleet:
         member = self._admit(instance, now)
         member.lease_until = inf
         member.is_draining = member.has_left = False
-        member.settle()
+        member.update_ready_at()
         return member
 
     def renew(self, instance: Instance, ttl_s: float, now: float) -> Member:
@@ -72,7 +72,7 @@ class Fleet:
             member.lease_until = now + ttl_s
         if member.has_left:
             member.is_draining = member.has_left = False
-            member.settle()
+            member.update_ready_at()
         return member
 
     def drain(self, instance: Instance) -> bool:
@@ -80,7 +80,7 @@ class Fleet:
         member = self._members.get(instance)
         if member is not None:
             member.is_draining, member.has_left = True, False
-            member.settle()
+            member.update_ready_at()
         return member is not None
 
     def leave(self, instance: Instance) -> bool:
@@ -100,7 +100,7 @@ class Fleet:
         """Legs under way are not touched by it. False when it is not here."""
         member = self._members.pop(instance, None)
         if member is not None:
-            self._squads[instance.role].members.remove(member)
+            self._by_role[instance.role].members.remove(member)
         return member is not None
 
     def expire(self, now: float) -> list[Instance]:
@@ -115,61 +115,61 @@ class Fleet:
         member = self._members.get(instance)
         if member is not None:
             member.breaker.restart()
-            member.settle()
-            member.life += 1
+            member.update_ready_at()
+            member.incarnation += 1
             member.probe_at = min(member.probe_at, now)
 
     def members(self, role: Role | None = None) -> list[Member]:
-        return list(self._members.values() if role is None else self._squads[role].members)
+        return list(self._members.values() if role is None else self._by_role[role].members)
 
     def get(self, instance: Instance) -> Member | None:
         return self._members.get(instance)
 
     def count(self, role: Role, outcome: Outcome) -> int:
         """How many members had this outcome last; those that have not been asked yet had none."""
-        return sum(member.record.last_outcome is outcome for member in self._squads[role].members)
+        return sum(member.record.last_outcome is outcome for member in self._by_role[role].members)
 
     # -- who is next -----------------------------------------------------------------------------------------------------
 
-    def choose(self, role: Role, wish: Wish, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+    def choose(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()) -> Instance | None:
         """Who to give a leg to, among those not tried yet; None when there is none. Its turn is taken: requests that come at once are
         spread though none of them has begun."""
-        chosen = self._find(role, wish, now, tried)
+        chosen = self._find(role, hints, now, tried)
         if chosen is None:
             return None
         member, reason = chosen
-        self._take_turn(member)
-        self._squads[role].reasons[reason] += 1
+        self._note_chosen(member)
+        self._by_role[role].reasons[reason] += 1
         return member.instance
 
-    def peek(self, role: Role, wish: Wish, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+    def peek(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()) -> Instance | None:
         """Who would be chosen, though nothing is taken."""
-        chosen = self._find(role, wish, now, tried)
+        chosen = self._find(role, hints, now, tried)
         return None if chosen is None else chosen[0].instance
 
-    def _find(self, role: Role, wish: Wish, now: float, tried: Collection[Instance]) -> tuple[Member, str] | None:
-        squad = self._squads[role]
-        left = [member for member in squad.members if member.instance not in tried] if tried else squad.members
+    def _find(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance]) -> tuple[Member, str] | None:
+        role_members = self._by_role[role]
+        left = [member for member in role_members.members if member.instance not in tried] if tried else role_members.members
         candidates = [member for member in left if member.ready_at <= now]
         tier = ""
         if len(candidates) < len(left):
             candidates, tier = self._fall_back(role, left, candidates, now)
         if not candidates:
             return None
-        member, reason = squad.policy.choose(candidates, wish)
+        member, reason = role_members.policy.choose(candidates, hints)
         return member, tier or reason
 
-    def _take_turn(self, member: Member) -> None:
-        self._turn += 1
-        member.turn = self._turn
+    def _note_chosen(self, member: Member) -> None:
+        self._num_chosen += 1
+        member.last_chosen = self._num_chosen
 
     def reasons(self, role: Role) -> Mapping[str, int]:
         """Why members were chosen, and how often."""
-        return self._squads[role].reasons
+        return self._by_role[role].reasons
 
     def _fall_back(self, role: Role, left: list[Member], usable: list[Member], now: float) -> tuple[list[Member], str]:
         """Somebody cannot be used: who can, and of which tier they are if not of the first."""
-        has_to_answer = role not in self._options.spare_roles
+        has_to_answer = role not in self._options.optional_roles
         if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
             return usable, ""
         active = [member for member in left if not member.is_draining]
@@ -178,29 +178,29 @@ class Fleet:
             return resting, "resting"
         return active, "last_resort"
 
-    def begin(self, instance: Instance, now: float, wish: Wish | None = None, weight: int | None = None) -> Leg:
+    def begin(self, instance: Instance, now: float, hints: RoutingHints | None = None, weight: int | None = None) -> Leg:
         """A leg goes to it now. Whoever begins one ends it, whatever happens."""
         member = self._members.get(instance)
         if member is None:
             raise LocalProtocolError(f"a leg was given to {instance}, which is not in the fleet")
         if weight is None:
-            weight = leg_weight(instance.role, 0 if wish is None else len(wish.prompt))
-        self._take_turn(member)
+            weight = leg_weight(instance.role, 0 if hints is None else len(hints.prompt))
+        self._note_chosen(member)
         member.load += weight
         member.num_running += 1
-        if wish is not None:
-            self._squads[instance.role].policy.note_begun(member, wish)
+        if hints is not None:
+            self._by_role[instance.role].policy.note_begun(member, hints)
         is_trial = member.breaker.begin(now)
         if is_trial:
-            member.settle()
-        return Leg(member, weight, is_trial, member.breaker.era, member.life)
+            member.update_ready_at()
+        return Leg(member, weight, is_trial, member.breaker.generation, member.incarnation)
 
     def note_answer(self, leg: Leg, now: float) -> None:
-        """A stream's first piece has come: it need not end for the instance to be well. Later calls for the same leg change nothing."""
+        """A stream's first segment has come: it need not end for the instance to be well. Later calls for the same leg change nothing."""
         if not leg.is_answered:
             leg.is_answered = True
-            leg.member.breaker.note_answer(leg.era, now)
-            leg.member.settle()
+            leg.member.breaker.note_answer(leg.generation, now)
+            leg.member.update_ready_at()
 
     def end(self, leg: Leg, outcome: Outcome, now: float, error: str = "") -> None:
         if leg.is_over:
@@ -214,29 +214,29 @@ class Fleet:
             self.note_answer(leg, now)
         elif outcome is Outcome.FAILED:
             member.record.note_error(error, now)
-            if breaker.note_failure(leg.era, now):
+            if breaker.note_failure(leg.generation, now):
                 self._eject(member, now)
         elif outcome is Outcome.REFUSED:
             breaker.note_refusal(now)
         if leg.is_trial:
-            breaker.end_trial(leg.era, now)
-        member.settle()
+            breaker.end_trial(leg.generation, now)
+        member.update_ready_at()
 
     def is_current(self, leg: Leg) -> bool:
         """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
-        return self._members.get(leg.instance) is leg.member and leg.life == leg.member.life
+        return self._members.get(leg.instance) is leg.member and leg.incarnation == leg.member.incarnation
 
     def _eject(self, member: Member, now: float, is_absent: bool = False) -> None:
         """One that is half open was ejected already, so that its role can spare it."""
-        if member.breaker.phase is Phase.HALF_OPEN or self._can_spare(member.instance.role):
+        if member.breaker.phase is BreakerPhase.HALF_OPEN or self._can_eject(member.instance.role):
             member.breaker.eject(now, is_absent)
             member.probe_at = now
 
-    def _can_spare(self, role: Role) -> bool:
-        active = [member for member in self._squads[role].members if not member.is_draining]
-        if role in self._options.spare_roles:
+    def _can_eject(self, role: Role) -> bool:
+        active = [member for member in self._by_role[role].members if not member.is_draining]
+        if role in self._options.optional_roles:
             return True
-        num_ejected = sum(member.breaker.phase is not Phase.CLOSED for member in active)
+        num_ejected = sum(member.breaker.phase is not BreakerPhase.CLOSED for member in active)
         return num_ejected < min(len(active) - 1, floor(self._options.max_ejected_share * len(active)))
 
     # -- probes ----------------------------------------------------------------------------------------------------------
@@ -250,21 +250,21 @@ class Fleet:
             member.probe_at = now + self._probe_interval(member)
         return [member.instance for member in due]
 
-    def note_probe_well(self, instance: Instance, now: float) -> None:
+    def note_probe_passed(self, instance: Instance, now: float) -> None:
         member = self._members.get(instance)
         if member is not None:
-            member.breaker.note_probe_well(now)
+            member.breaker.note_probe_passed(now)
             member.probe_at = now + self._probe_interval(member)
-            member.settle()
+            member.update_ready_at()
 
-    def note_probe_ill(self, instance: Instance, now: float, error: str = "") -> None:
+    def note_probe_failed(self, instance: Instance, now: float, error: str = "") -> None:
         member = self._members.get(instance)
         if member is not None:
             member.record.note_error(error, now)
-            if member.breaker.note_probe_ill():
+            if member.breaker.note_probe_failed():
                 self._eject(member, now, is_absent=True)
             member.probe_at = now + self._probe_interval(member)
-            member.settle()
+            member.update_ready_at()
 
     def next_deadline(self) -> float | None:
         """When to call `take_probes` and `expire` next."""
@@ -281,7 +281,7 @@ class Fleet:
         if member is None:
             member = Member(instance, Breaker(self._options.health, self._draw), probe_at=now)
             self._members[instance] = member
-            self._squads[instance.role].members.append(member)
+            self._by_role[instance.role].members.append(member)
         member.instance = instance
         return member
 

@@ -7,104 +7,104 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from kvferry.router.access import Gate
-from kvferry.router.admission import Admission, Refused, Why
-from kvferry.router.exchange import Answer, Exchange, leg_fields
-from kvferry.router.failures import error_answer, error_event
+from kvferry.router.access import AccessPolicy
+from kvferry.router.admission import AdmissionController, AdmissionRefused, RefusalReason
+from kvferry.router.exchange import HttpResponse, RequestContext, leg_headers
+from kvferry.router.failures import build_error_response, error_event
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Reply
-from kvferry.router.legs import Refusal, read_client_request
+from kvferry.router.http1.server import ResponseWriter
+from kvferry.router.legs import InvalidRequest, read_client_request
 from kvferry.router.options import RouterOptions
 from kvferry.router.request_ids import choose_request_id
-from kvferry.router.serving import Serving
+from kvferry.router.serving import Dispatcher
 from kvferry.router.time_limits import TimeLimits
-from kvferry.router.timeline import Ending, Mark, RecentRequests
-from kvferry.router.vital_signs import VitalSigns
+from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
+from kvferry.router.vital_signs import TimeSeries
 
-__all__ = ["Front"]
+__all__ = ["GenerateHandler"]
 
 _log = logging.getLogger(__name__)
 _access_log = logging.getLogger("kvferry.router.access")
 
 _SENTENCES = {
-    Why.TENANT: "you have as many requests under way as you may; try again later",
-    Why.FULL: "the router has as many requests waiting as it takes; try again later",
-    Why.LATE: "the request waited too long for its turn; try again later",
-    Why.CLOSING: "the router is stopping: send the request to another",
+    RefusalReason.TENANT: "you have as many requests under way as you may; try again later",
+    RefusalReason.FULL: "the router has as many requests waiting as it takes; try again later",
+    RefusalReason.LATE: "the request waited too long for its turn; try again later",
+    RefusalReason.CLOSING: "the router is stopping: send the request to another",
 }
 
 
 @dataclass(slots=True)
-class Front:
+class GenerateHandler:
     options: RouterOptions
-    gate: Gate
-    admission: Admission
-    serving: Serving
+    access_policy: AccessPolicy
+    admission: AdmissionController
+    serving: Dispatcher
     recent: RecentRequests
-    signs: VitalSigns
+    time_series: TimeSeries
     limits: TimeLimits = field(default_factory=TimeLimits)
 
-    async def generate(self, request: ServerRequest, reply: Reply) -> None:
+    async def generate(self, request: ServerRequest, reply: ResponseWriter) -> None:
         """Completions and chat."""
         headers = request.headers
         request_id = choose_request_id(headers.get("x-request-id"))
-        cors = self.gate.cors_headers(headers)
+        cors = self.access_policy.cors_headers(headers)
         client = read_client_request(request.body)
-        if isinstance(client, Refusal):
-            _answer(reply, error_answer(client.status, client.message), request_id, cors)
+        if isinstance(client, InvalidRequest):
+            _answer(reply, build_error_response(client.status, client.message), request_id, cors)
             return
-        fields = leg_fields(headers, request_id, self._authorization(request))
+        fields = leg_headers(headers, request_id, self._authorization(request))
         timeline = self.recent.begin(request_id, request.path, time.monotonic())
         timeline.conversation = client.conversation_id or ""
-        exchange = Exchange(request, reply, client, request_id, self.gate.tenant(headers) or "", timeline, fields, cors=cors)
-        ending = Ending.ABANDONED
+        context = RequestContext(request, reply, client, request_id, self.access_policy.tenant(headers) or "", timeline, fields, cors=cors)
+        outcome = RequestOutcome.ABANDONED
         try:
-            entry = await self.admission.enter(exchange.tenant, self.options.timeouts.queue)
-            if isinstance(entry, Refused):
-                exchange.error = _SENTENCES[entry.why]
-                exchange.send(error_answer(entry.status, _SENTENCES[entry.why], entry.retry_after_s))
+            entry = await self.admission.enter(context.tenant, self.options.timeouts.queue)
+            if isinstance(entry, AdmissionRefused):
+                context.error = _SENTENCES[entry.reason]
+                context.send(build_error_response(entry.status, _SENTENCES[entry.reason], entry.retry_after_s))
             else:
                 try:
-                    timeline.mark(Mark.ADMITTED, time.monotonic())
-                    await self._serve_in_time(exchange)
+                    timeline.mark(RequestEvent.ADMITTED, time.monotonic())
+                    await self._serve_in_time(context)
                 finally:
                     self.admission.leave(entry)
-            ending = _ending(exchange)
+            outcome = _ending(context)
         except ConnectionError:
             # The client is gone, or reads nothing.
             reply.abort()
         finally:
-            self._note_end(exchange, ending)
+            self._note_end(context, outcome)
 
-    async def _serve_in_time(self, exchange: Exchange) -> None:
+    async def _serve_in_time(self, context: RequestContext) -> None:
         limit = self.limits.begin(self.options.timeouts.request)
         try:
-            await self.serving.serve(exchange)
+            await self.serving.serve(context)
         except asyncio.CancelledError:
             if not limit.end():
                 raise
-            await self._out_of_time(exchange)
+            await self._out_of_time(context)
         except ConnectionError:
             raise
         except Exception:
-            _log.exception("request failed by a bug request=%s", exchange.request_id)
-            if exchange.reply.is_started:
-                exchange.broken_off = "the router failed"
-                exchange.reply.abort()
+            _log.exception("request failed by a bug request=%s", context.request_id)
+            if context.reply.is_started:
+                context.stream_error = "the router failed"
+                context.reply.abort()
             else:
-                exchange.send(error_answer(500, "the router failed to serve this request; its log says why"))
+                context.send(build_error_response(500, "the router failed to serve this request; its log says why"))
         finally:
             limit.end()
 
-    async def _out_of_time(self, exchange: Exchange) -> None:
+    async def _out_of_time(self, context: RequestContext) -> None:
         message = f"the request took longer than {self.options.timeouts.request:g} s"
-        reply = exchange.reply
+        reply = context.reply
         if not reply.is_started:
-            exchange.error = message
-            exchange.send(error_answer(504, message))
+            context.error = message
+            context.send(build_error_response(504, message))
             return
-        exchange.broken_off = message
-        if exchange.client.is_streamed and reply.can_write:
+        context.stream_error = message
+        if context.client.is_streamed and reply.can_write:
             await reply.write(error_event(504, message))
             await reply.finish()
         else:
@@ -114,50 +114,50 @@ class Front:
         """For instances: their own key, or the client's credentials where they are none of ours."""
         if self.options.access.instance_key:
             return f"Bearer {self.options.access.instance_key}"
-        return None if self.gate.keys else request.headers.get("authorization")
+        return None if self.access_policy.keys else request.headers.get("authorization")
 
-    def _note_end(self, exchange: Exchange, ending: Ending) -> None:
-        now, timeline, status = time.monotonic(), exchange.timeline, exchange.reply.status
-        timeline.relayed_bytes = exchange.reply.num_sent
-        self.recent.end(timeline, ending, status, now, exchange.broken_off or exchange.error)
-        self.signs.note_end(now, timeline.relayed_bytes, ending.is_error)
-        self.serving.calls.metrics.outcome(ending)
-        if ending is Ending.ABANDONED:
-            self.serving.calls.metrics.aborts.add()
+    def _note_end(self, context: RequestContext, outcome: RequestOutcome) -> None:
+        now, timeline, status = time.monotonic(), context.timeline, context.reply.status
+        timeline.relayed_bytes = context.reply.num_sent
+        self.recent.end(timeline, outcome, status, now, context.stream_error or context.error)
+        self.time_series.note_end(now, timeline.relayed_bytes, outcome.is_error)
+        self.serving.instance_client.metrics.outcome(outcome)
+        if outcome is RequestOutcome.ABANDONED:
+            self.serving.instance_client.metrics.aborts.add()
         if self.options.access_log:
             _access_log.info(
                 "request",
                 extra={
-                    "request": exchange.request_id,
-                    "trace": _trace_id(exchange),
-                    "tenant": exchange.tenant,
+                    "request": context.request_id,
+                    "trace": _trace_id(context),
+                    "tenant": context.tenant,
                     "route": timeline.route,
                     "status": status,
-                    "ending": str(ending),
+                    "ending": str(outcome),
                     "seconds": round(now - timeline.arrived, 6),
-                    "prefill": str(timeline.last_about(Mark.PREFILL_BEGAN) or ""),
-                    "decode": str(timeline.last_about(Mark.DECODE_BEGAN) or ""),
+                    "prefill": str(timeline.last_about(RequestEvent.PREFILL_BEGAN) or ""),
+                    "decode": str(timeline.last_about(RequestEvent.DECODE_BEGAN) or ""),
                     "retries": timeline.num_retries,
                 },
             )
 
 
-def _answer(reply: Reply, answer: Answer, request_id: str, cors: list[tuple[str, str]]) -> None:
+def _answer(reply: ResponseWriter, answer: HttpResponse, request_id: str, cors: list[tuple[str, str]]) -> None:
     reply.send(answer.status, [*answer.headers, ("X-Request-Id", request_id), *cors], answer.body)
 
 
-def _ending(exchange: Exchange) -> Ending:
-    status = exchange.reply.status
-    if exchange.broken_off:
-        return Ending.BROKEN_OFF
+def _ending(context: RequestContext) -> RequestOutcome:
+    status = context.reply.status
+    if context.stream_error:
+        return RequestOutcome.BROKEN_OFF
     if status in (429, 503):
-        return Ending.REFUSED
+        return RequestOutcome.REFUSED
     if status >= 500:
-        return Ending.FAILED
-    return Ending.OBJECTED if status >= 400 else Ending.ANSWERED
+        return RequestOutcome.FAILED
+    return RequestOutcome.OBJECTED if status >= 400 else RequestOutcome.ANSWERED
 
 
-def _trace_id(exchange: Exchange) -> str:
+def _trace_id(context: RequestContext) -> str:
     """The second part of a W3C `traceparent`."""
-    parts = (exchange.http.headers.get("traceparent") or "").split("-")
+    parts = (context.http.headers.get("traceparent") or "").split("-")
     return parts[1] if len(parts) >= 4 else ""

@@ -1,7 +1,7 @@
 """Whether one instance is given requests: a breaker that opens on failures, rests after refusals, and closes after one good trial.
 
 ```
-             failures in a row, or too large a share of them, or ill probes
+             failures in a row, or too large a share of them, or failed probes
   closed ────────────────────────────────────────────────────────────────▶ ejected, for a time that doubles up to a cap
     ▲  ▲                                                                      │  ▲
     │  └── a leg that it was given as a last resort is answered ──────────────┤  │ the trial fails, or a probe is ill
@@ -22,11 +22,19 @@ from enum import Enum, auto
 from math import inf
 
 from kvferry.errors import ConfigError
-from kvferry.router.instances import REST_S
+from kvferry.router.instances import COOLDOWN_S
 
-__all__ = ["Breaker", "HealthOptions", "Phase"]
+__all__ = ["Breaker", "BreakerPhase", "HealthOptions"]
 
-_POSITIVE = ("failures_in_a_row", "window_s", "window_legs", "first_ejection_s", "longest_ejection_s", "probe_ejected_s", "ill_probes")
+_POSITIVE = (
+    "failures_in_a_row",
+    "window_s",
+    "window_legs",
+    "first_ejection_s",
+    "longest_ejection_s",
+    "probe_ejected_s",
+    "max_failed_probes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +53,13 @@ class HealthOptions:
     """At most."""
     jitter: float = 0.2
     """An ejection is shorter by up to this share, so that instances that failed together do not come back together."""
-    forgive_s: float = 60.0
+    backoff_reset_s: float = 60.0
     """So long after its last ejection ended an instance starts again with the first one's time."""
     probe_interval_s: float = 5.0
     """0: no probes."""
     probe_ejected_s: float = 1.0
-    """Between two looks at an instance that is left out, was found ill, or has not been reached yet."""
-    ill_probes: int = 2
+    """Between two looks at an instance that is left out, was found unhealthy, or has not been reached yet."""
+    max_failed_probes: int = 2
     """As many in a row leave it out."""
 
     def __post_init__(self) -> None:
@@ -61,11 +69,11 @@ class HealthOptions:
         for name in ("failure_share", "jitter"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if self.probe_interval_s < 0 or self.forgive_s < 0:
-            raise ConfigError("probe_interval_s and forgive_s must not be negative")
+        if self.probe_interval_s < 0 or self.backoff_reset_s < 0:
+            raise ConfigError("probe_interval_s and backoff_reset_s must not be negative")
 
 
-class Phase(Enum):
+class BreakerPhase(Enum):
     CLOSED = auto()
     EJECTED = auto()
     HALF_OPEN = auto()
@@ -103,16 +111,16 @@ class Breaker:
 
     options: HealthOptions
     draw: Callable[[], float]
-    phase: Phase = Phase.CLOSED
+    phase: BreakerPhase = BreakerPhase.CLOSED
     not_before: float = -inf
-    rests_until: float = -inf
+    cooldown_until: float = -inf
     ejected_until: float = -inf
     """When the last ejection ended or is to end."""
     num_ejections: int = 0
-    era: int = 0
+    generation: int = 0
     """Grows with each ejection and restart: tells legs begun before from those begun after."""
     failures_in_a_row: int = 0
-    ill_probes_in_a_row: int = 0
+    failed_probes_in_a_row: int = 0
     is_reached: bool = False
     """A leg was answered, or a probe: it is more than a line in a configuration."""
     _is_absent: bool = False
@@ -126,60 +134,60 @@ class Breaker:
     @property
     def is_suspect(self) -> bool:
         """It would be ejected if its role could spare it."""
-        is_bad = self.failures_in_a_row >= self.options.failures_in_a_row or self.ill_probes_in_a_row >= self.options.ill_probes
-        return is_bad and self.phase is Phase.CLOSED
+        is_bad = self.failures_in_a_row >= self.options.failures_in_a_row or self.failed_probes_in_a_row >= self.options.max_failed_probes
+        return is_bad and self.phase is BreakerPhase.CLOSED
 
     @property
-    def is_there(self) -> bool:
+    def is_reachable(self) -> bool:
         """Somebody has reached it and nothing says that it has gone since. Where there are no probes, that is taken on trust."""
         if not self.options.probe_interval_s:
             return True
-        return self.is_reached and self.ill_probes_in_a_row < self.options.ill_probes
+        return self.is_reached and self.failed_probes_in_a_row < self.options.max_failed_probes
 
     @property
     def wants_probes(self) -> bool:
         """The next look at it may change what is thought of it."""
-        return self.phase is not Phase.CLOSED or not self.is_reached or self.ill_probes_in_a_row > 0
+        return self.phase is not BreakerPhase.CLOSED or not self.is_reached or self.failed_probes_in_a_row > 0
 
-    def phase_at(self, now: float) -> Phase:
+    def phase_at(self, now: float) -> BreakerPhase:
         """An ejection ends by itself; whoever looks sees it."""
-        return Phase.HALF_OPEN if self.phase is Phase.EJECTED and self.not_before <= now else self.phase
+        return BreakerPhase.HALF_OPEN if self.phase is BreakerPhase.EJECTED and self.not_before <= now else self.phase
 
     def begin(self, now: float) -> bool:
         """A leg is given to the instance; True when it is the trial."""
-        if self.phase is Phase.CLOSED or self.not_before > now:
+        if self.phase is BreakerPhase.CLOSED or self.not_before > now:
             return False
-        self.phase = Phase.HALF_OPEN
+        self.phase = BreakerPhase.HALF_OPEN
         self.not_before = inf
         return True
 
-    def note_answer(self, era: int, now: float) -> None:
-        """A leg begun in that era is being answered: a stream's first piece is as good as its last."""
-        if era != self.era:
+    def note_answer(self, generation: int, now: float) -> None:
+        """A leg begun in that era is being answered: a stream's first segment is as good as its last."""
+        if generation != self.generation:
             return
         self.failures_in_a_row = 0
-        self.ill_probes_in_a_row = 0
+        self.failed_probes_in_a_row = 0
         self.is_reached = True
-        if self.phase is Phase.CLOSED:
+        if self.phase is BreakerPhase.CLOSED:
             self._window.add(0, now)
         else:
             self._close()
 
     def note_refusal(self, now: float) -> None:
         """A later answer does not end the rest: an instance that drains still answers what it had taken before."""
-        self.rests_until = now + REST_S
+        self.cooldown_until = now + COOLDOWN_S
 
-    def end_trial(self, era: int, now: float) -> None:
+    def end_trial(self, generation: int, now: float) -> None:
         """Where it was neither answered nor failed, the next may try."""
-        if era == self.era and self.phase is Phase.HALF_OPEN:
+        if generation == self.generation and self.phase is BreakerPhase.HALF_OPEN:
             self.not_before = now
 
-    def note_failure(self, era: int, now: float) -> bool:
+    def note_failure(self, generation: int, now: float) -> bool:
         """Of a leg begun in that era; whether it is one too many."""
-        if era != self.era or self.phase is Phase.EJECTED:
+        if generation != self.generation or self.phase is BreakerPhase.EJECTED:
             return False
         self.failures_in_a_row += 1
-        if self.phase is Phase.HALF_OPEN:
+        if self.phase is BreakerPhase.HALF_OPEN:
             return True
         self._window.add(1, now)
         options = self.options
@@ -187,53 +195,53 @@ class Breaker:
 
     def eject(self, now: float, is_absent: bool = False) -> None:
         options = self.options
-        self._is_absent = not self.is_reached or (is_absent and self.phase is Phase.CLOSED and not self.failures_in_a_row)
-        if self.phase is Phase.CLOSED and now - self.ejected_until >= options.forgive_s:
+        self._is_absent = not self.is_reached or (is_absent and self.phase is BreakerPhase.CLOSED and not self.failures_in_a_row)
+        if self.phase is BreakerPhase.CLOSED and now - self.ejected_until >= options.backoff_reset_s:
             self._streak = 0
         whole = min(options.longest_ejection_s, options.first_ejection_s * 2.0 ** min(self._streak, 30))
         self._streak += 1
         self.num_ejections += 1
-        self.era += 1
-        self.phase = Phase.EJECTED
+        self.generation += 1
+        self.phase = BreakerPhase.EJECTED
         self.ejected_until = now + whole * (1 - options.jitter * self.draw())
         self.not_before = self._unprobed_end() if options.probe_interval_s else self.ejected_until
 
-    def note_probe_well(self, now: float) -> None:
-        was_down = self.ill_probes_in_a_row > 0
-        self.ill_probes_in_a_row = 0
+    def note_probe_passed(self, now: float) -> None:
+        was_down = self.failed_probes_in_a_row > 0
+        self.failed_probes_in_a_row = 0
         self.is_reached = True
-        if self.phase is Phase.CLOSED:
+        if self.phase is BreakerPhase.CLOSED:
             return
         if self._is_absent:
             self._close()
-        elif self.phase is Phase.EJECTED:
+        elif self.phase is BreakerPhase.EJECTED:
             self.ejected_until = now if was_down else self.ejected_until
             self.not_before = self.ejected_until
 
-    def note_probe_ill(self) -> bool:
+    def note_probe_failed(self) -> bool:
         """Whether it is to be ejected for that. A trial that is under way knows better."""
-        self.ill_probes_in_a_row += 1
-        if self.phase is Phase.EJECTED:
+        self.failed_probes_in_a_row += 1
+        if self.phase is BreakerPhase.EJECTED:
             self.not_before = self._unprobed_end()
             return False
-        if self.phase is Phase.HALF_OPEN:
+        if self.phase is BreakerPhase.HALF_OPEN:
             return self.not_before < inf
-        return self.ill_probes_in_a_row >= self.options.ill_probes
+        return self.failed_probes_in_a_row >= self.options.max_failed_probes
 
     def restart(self) -> None:
-        """Another life: nothing that is known holds any more. Legs of the last one say nothing about this one."""
-        self.era += 1
+        """Another incarnation: nothing that is known holds any more. Legs of the last one say nothing about this one."""
+        self.generation += 1
         self._streak = 0
         self.is_reached = True
-        self.ill_probes_in_a_row = 0
-        self.rests_until = -inf
+        self.failed_probes_in_a_row = 0
+        self.cooldown_until = -inf
         self._close()
 
     def _unprobed_end(self) -> float:
         return self.ejected_until + self.options.longest_ejection_s
 
     def _close(self) -> None:
-        self.phase = Phase.CLOSED
+        self.phase = BreakerPhase.CLOSED
         self.not_before = -inf
         self.failures_in_a_row = 0
         self._window.clear()

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["MAX_PAGE_BYTES", "Growth", "InstanceReading", "KvFigures", "LoadFigures", "MetricsWatch", "read_metrics"]
+__all__ = ["MAX_PAGE_BYTES", "InstanceReading", "KvMetrics", "LoadMetrics", "MetricsDelta", "MetricsWatcher", "read_metrics"]
 
 MAX_PAGE_BYTES = 4 * 1024 * 1024
 """A vLLM with every optional histogram says some 300 KB."""
@@ -20,7 +20,7 @@ _ESCAPED = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadFigures:
+class LoadMetrics:
     running: float | None = None
     waiting: float | None = None
     cache_usage: float | None = None
@@ -31,7 +31,7 @@ class LoadFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class KvFigures:
+class KvMetrics:
     leases: float | None = None
     """Held for peers."""
     held_blocks: float | None = None
@@ -48,15 +48,15 @@ class KvFigures:
 
 @dataclass(frozen=True, slots=True)
 class InstanceReading:
-    load: LoadFigures = LoadFigures()
-    kv: KvFigures = KvFigures()
+    load: LoadMetrics = LoadMetrics()
+    kv: KvMetrics = KvMetrics()
     mode: str = ""
     """`pull` or `push`; empty: it does not say."""
     side_channel: str = ""
     """host:port; empty: it does not say."""
     model: str = ""
     started_at: float | None = None
-    """When its process started, by its own clock: another value is another life."""
+    """When its process started, by its own clock: another value is another incarnation."""
 
     @property
     def is_push(self) -> bool:
@@ -71,13 +71,13 @@ _SUMMED: Mapping[bytes, str] = {
     b"vllm:num_preemptions_total": "preemptions",
     b"kvferry:num_leases": "leases",
     b"kvferry:num_held_blocks": "held_blocks",
-    b"kvferry:num_pulls": "pulls",
+    b"kvferry:num_transfers": "pulls",
     b"kvferry:transfers_total": "transfers",
     b"kvferry:transfer_bytes_total": "moved_bytes",
     b"kvferry:transfer_seconds_total": "moving_s",
     b"vllm:nixl_num_failed_transfers_total": "failures",
     b"vllm:nixl_num_kv_expired_reqs_total": "expired",
-    # Of a vLLM with its own connector, which has no planes.
+    # Of a vLLM with its own connector, which has no transports.
     b"vllm:nixl_xfer_time_seconds_count": "nixl transfers",
     b"vllm:nixl_bytes_transferred_sum": "nixl moved_bytes",
     b"vllm:nixl_xfer_time_seconds_sum": "nixl moving_s",
@@ -110,8 +110,8 @@ def read_metrics(page: bytes) -> InstanceReading:
                 words[name] = _label(labels, "model_name")
     get = sums.get
     return InstanceReading(
-        LoadFigures(get("running"), get("waiting"), usage, get("generated_tokens"), get("prompt_tokens"), get("preemptions")),
-        KvFigures(
+        LoadMetrics(get("running"), get("waiting"), usage, get("generated_tokens"), get("prompt_tokens"), get("preemptions")),
+        KvMetrics(
             get("leases"),
             get("held_blocks"),
             get("pulls"),
@@ -129,7 +129,7 @@ def read_metrics(page: bytes) -> InstanceReading:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class MetricsDelta:
     """Between two readings of one instance."""
 
     tokens: int = 0
@@ -138,7 +138,7 @@ class Growth:
 
 
 @dataclass(slots=True)
-class MetricsWatch:
+class MetricsWatcher:
     """The last reading of one instance, and how fast its counters grow."""
 
     reading: InstanceReading | None = None
@@ -147,14 +147,14 @@ class MetricsWatch:
     moved_bytes_per_s: float | None = None
     _before: tuple[float, InstanceReading] | None = field(default=None, init=False)
 
-    def note(self, reading: InstanceReading, now: float) -> Growth:
-        """What was added since the last one. Counters that went back are another life's: they have grown by nothing."""
+    def note(self, reading: InstanceReading, now: float) -> MetricsDelta:
+        """What was added since the last one. Counters that went back are another incarnation's: they have grown by nothing."""
         before, self._before = self._before, (now, reading)
         self.reading, self.read_at = reading, now
         if before is None:
-            return Growth()
+            return MetricsDelta()
         then, earlier = before
-        growth = Growth(
+        growth = MetricsDelta(
             _grown(earlier.load.generated_tokens, reading.load.generated_tokens),
             _grown(earlier.kv.moved_bytes, reading.kv.moved_bytes),
             now - then,
@@ -165,7 +165,7 @@ class MetricsWatch:
         return growth
 
     def forget(self) -> None:
-        """It does not answer: its last figures are not its present ones, and what comes back may be another life."""
+        """It does not answer: its last figures are not its present ones, and what comes back may be another incarnation."""
         self.reading = self.read_at = self.tokens_per_s = self.moved_bytes_per_s = self._before = None
 
 

@@ -12,7 +12,7 @@ from kvferry.types import Address
 
 __all__ = ["Instance", "Outcome", "Role", "pair_instances", "parse_instance"]
 
-REST_S = 1.0
+COOLDOWN_S = 1.0
 """What an engine that drains says in `Retry-After`. Short, because one that was only full is missed meanwhile."""
 
 

@@ -12,7 +12,15 @@ import msgspec
 from kvferry.errors import RemoteProtocolError
 from kvferry.types import Address
 
-__all__ = ["MAX_CONVERSATION_CHARS", "ClientRequest", "Handover", "PushSource", "Refusal", "read_client_request", "read_prefill_answer"]
+__all__ = [
+    "MAX_CONVERSATION_CHARS",
+    "ClientRequest",
+    "Handover",
+    "InvalidRequest",
+    "PushSource",
+    "read_client_request",
+    "read_prefill_answer",
+]
 
 MAX_CONVERSATION_CHARS = 256
 
@@ -35,7 +43,7 @@ _PREFILL_PARAMS = {
     "remote_port": None,
 }
 _PLAIN_PREFILL_PARAMS = msgspec.Raw(_encoder.encode(_PREFILL_PARAMS))
-_KEEP_NOTHING = b'"conversation":null'
+_NO_CONVERSATION = b'"conversation":null'
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 # vLLM takes this from among those, too.
 _EXTRA, _TRANSFER = "vllm_xargs", "kv_transfer_params"
@@ -60,7 +68,7 @@ _one_decoder = msgspec.json.Decoder(tuple[msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class InvalidRequest:
     """A request that goes to no engine, and the sentence the client gets."""
 
     status: int
@@ -76,7 +84,7 @@ class PushSource:
     side_channel: Address
     tp_size: int
 
-    def promise(self, push_ticket: str) -> "Handover":
+    def push_handover(self, push_ticket: str) -> "Handover":
         """What the decode leg carries while P has not computed anything yet."""
         params = {
             "do_remote_prefill": True,
@@ -132,14 +140,16 @@ class ClientRequest(msgspec.Struct, frozen=True):
             leg["max_completion_tokens"] = one
         return _encoder.encode(leg)
 
-    def decode_body(self, handover: Handover | None, turn_word: str | None = None) -> bytes:
+    def decode_body(self, handover: Handover | None, turn_id: str | None = None) -> bytes:
         """The client's request with P's blocks attached; without any, D computes the prompt itself.
 
-        `turn_word`: D is to keep the turn's blocks for the next one, under this word."""
-        word = _KEEP_NOTHING if turn_word is None else b'"conversation":"%s"' % turn_word.encode("ascii")
+        `turn_id`: D is to keep the turn's blocks for the next one, under this word."""
+        conversation_field = _NO_CONVERSATION if turn_id is None else b'"conversation":"%s"' % turn_id.encode("ascii")
         if handover is None:
-            return _encoder.encode(self.fields if turn_word is None else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % word)})
-        return _encoder.encode(self.fields | {"kv_transfer_params": _with_word(handover.params, word)})
+            return _encoder.encode(
+                self.fields if turn_id is None else self.fields | {"kv_transfer_params": msgspec.Raw(b"{%s}" % conversation_field)}
+            )
+        return _encoder.encode(self.fields | {"kv_transfer_params": _with_field(handover.params, conversation_field)})
 
 
 def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
@@ -153,36 +163,38 @@ def _prefill_params(push_ticket: str, last_turn: bytes | None) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(asked))
 
 
-def _with_word(params: msgspec.Raw, word: bytes) -> msgspec.Raw:
+def _with_field(params: msgspec.Raw, conversation_field: bytes) -> msgspec.Raw:
     """One key more in an object that is kept as the text it came in."""
     rest = bytes(params)[1:].lstrip()
-    return msgspec.Raw(b"{%s%s%s" % (word, b"" if rest.startswith(b"}") else b",", rest))
+    return msgspec.Raw(b"{%s%s%s" % (conversation_field, b"" if rest.startswith(b"}") else b",", rest))
 
 
-def read_client_request(body: bytes) -> ClientRequest | Refusal:
+def read_client_request(body: bytes) -> ClientRequest | InvalidRequest:
     if not body.strip():
-        return Refusal(400, "the request body is empty: send a JSON object")
+        return InvalidRequest(400, "the request body is empty: send a JSON object")
     if not body.isascii() and not _is_utf8(body):
-        return Refusal(400, "the request body is not valid JSON: it is not UTF-8")
+        return InvalidRequest(400, "the request body is not valid JSON: it is not UTF-8")
     try:
         if len(body) > _MAX_SMALL_BYTES and _small_bytes(body) > _MAX_SMALL_BYTES:
-            return Refusal(
+            return InvalidRequest(
                 413, f"fields other than {', '.join(_LargeFields.__struct_fields__[:-1])} take more than {_MAX_SMALL_BYTES} bytes"
             )
         fields = _decoder.decode(body)
         if _EXTRA in fields:
             fields[_EXTRA] = _without_transfer(fields[_EXTRA])
     except msgspec.ValidationError:
-        return Refusal(400, "the request body must be a JSON object")
+        return InvalidRequest(400, "the request body must be a JSON object")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return Refusal(400, f"the request body is not valid JSON: {error}")
+        return InvalidRequest(400, f"the request body is not valid JSON: {error}")
     except RecursionError:
-        return Refusal(400, "the request body is not valid JSON: it is nested too deeply")
+        return InvalidRequest(400, "the request body is not valid JSON: it is nested too deeply")
     if _has_several_prompts(fields.get("prompt")):
-        return Refusal(400, "prompt is a list of several prompts; the router takes one prompt per request, send one request for each")
+        return InvalidRequest(
+            400, "prompt is a list of several prompts; the router takes one prompt per request, send one request for each"
+        )
     conversation = _conversation(fields.get("conversation_id"))
     if conversation is not None and not 0 < len(conversation) <= MAX_CONVERSATION_CHARS:
-        return Refusal(400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters")
+        return InvalidRequest(400, f"conversation_id must be a string of 1 to {MAX_CONVERSATION_CHARS} characters")
     for key in _NEVER_FORWARDED:
         fields.pop(key, None)
     return ClientRequest(fields, conversation)

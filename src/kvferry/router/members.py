@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from kvferry.router.health import Breaker, Phase
+from kvferry.router.health import Breaker, BreakerPhase
 from kvferry.router.instances import Instance, Outcome, Role
 
-__all__ = ["Leg", "Member", "Record", "State", "Wish", "leg_weight"]
+__all__ = ["Leg", "LegHistory", "Member", "MemberState", "RoutingHints", "leg_weight"]
 
 _PREFILL_BASE = 1024
 """What a prefill costs however short it is, in bytes of prompt."""
 
 
-class State(StrEnum):
+class MemberState(StrEnum):
     NEW = "new"
     """Nobody has heard of it yet. It is given legs like a healthy one."""
     HEALTHY = "healthy"
@@ -30,14 +30,14 @@ class State(StrEnum):
 
 
 @dataclass(slots=True)
-class Wish:
+class RoutingHints:
     """What a policy may look at."""
 
     prompt: bytes | memoryview = b""
     """The raw JSON text of the prompt or of the messages."""
     conversation: Instance | None = None
     """Who served this conversation's last turn, in the role that is asked for."""
-    marks: list[int] | None = None
+    prefix_hashes: list[int] | None = None
     """Of the prompt's beginnings; kept here by the policy that needed them, so that they are made once."""
 
 
@@ -48,7 +48,7 @@ def leg_weight(role: Role, prompt_bytes: int) -> int:
 
 
 @dataclass(slots=True)
-class Record:
+class LegHistory:
     """How a member's legs have ended, for those who look at the fleet."""
 
     counts: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
@@ -75,38 +75,38 @@ class Member:
     has_left: bool = False
     """It drains by its own word, not an operator's: when it registers again, that is over."""
     ready_at: float = -inf
-    """When it may be given a leg, as things stand: `settle` after any of them changed. Every choice reads it for every member."""
+    """When it may be given a leg, as things stand: `update_ready_at` after any of them changed. Every choice reads it for every member."""
     load: int = 0
     num_running: int = 0
-    turn: int = 0
+    last_chosen: int = 0
     """When it was last chosen or given a leg, counted over the whole fleet."""
-    life: int = 0
+    incarnation: int = 0
     """Grows when it restarts: what it had cached is gone."""
     probe_at: float = -inf
-    record: Record = field(default_factory=Record)
+    record: LegHistory = field(default_factory=LegHistory)
 
     @property
     def is_static(self) -> bool:
         return self.lease_until == inf
 
-    def state(self, now: float) -> State:
+    def state(self, now: float) -> MemberState:
         if self.is_draining:
-            return State.DRAINING
+            return MemberState.DRAINING
         phase = self.breaker.phase_at(now)
-        if phase is not Phase.CLOSED:
-            return State.EJECTED if phase is Phase.EJECTED else State.HALF_OPEN
-        if now < self.breaker.rests_until:
-            return State.RESTING
+        if phase is not BreakerPhase.CLOSED:
+            return MemberState.EJECTED if phase is BreakerPhase.EJECTED else MemberState.HALF_OPEN
+        if now < self.breaker.cooldown_until:
+            return MemberState.RESTING
         if self.breaker.is_suspect:
-            return State.SUSPECT
-        return State.HEALTHY if self.breaker.is_reached else State.NEW
+            return MemberState.SUSPECT
+        return MemberState.HEALTHY if self.breaker.is_reached else MemberState.NEW
 
     def is_usable(self, now: float) -> bool:
         """A request that is sent to it now can be served, as far as anybody has seen."""
-        return self.state(now) not in (State.EJECTED, State.DRAINING) and self.breaker.is_there
+        return self.state(now) not in (MemberState.EJECTED, MemberState.DRAINING) and self.breaker.is_reachable
 
-    def settle(self) -> None:
-        self.ready_at = inf if self.is_draining else max(self.breaker.not_before, self.breaker.rests_until)
+    def update_ready_at(self) -> None:
+        self.ready_at = inf if self.is_draining else max(self.breaker.not_before, self.breaker.cooldown_until)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,9 +116,9 @@ class Leg:
     member: Member
     weight: int
     is_trial: bool
-    era: int
+    generation: int
     """Of the member's breaker, when the leg began."""
-    life: int
+    incarnation: int
     """Of the member, then."""
     is_answered: bool = False
     is_over: bool = False

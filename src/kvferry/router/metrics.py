@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from kvferry.router.instances import Instance, Outcome
-from kvferry.router.tallies import Tallies
+from kvferry.router.tallies import MetricsCollector
 
 __all__ = ["RouterMetrics"]
 
@@ -18,37 +18,37 @@ class RouterMetrics:
         self._policies = policies
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        tallies = Tallies(self._registry)
-        self.requests = tallies.count("kvferry:router_requests", "Requests answered, by route and HTTP status.", "route", "status")
-        self.outcomes = tallies.count(
+        collector = MetricsCollector(self._registry)
+        self.requests = collector.counter("kvferry:router_requests", "Requests answered, by route and HTTP status.", "route", "status")
+        self.outcomes = collector.counter(
             "kvferry:router_outcomes", "Generations, by how they ended and by the policies that chose.", "outcome", "policies"
         )
-        self.active = tallies.level("kvferry:router_active_requests", "Requests being served.")
-        self.queued = tallies.level("kvferry:router_queued_requests", "Requests that wait for their turn.")
-        self.failures = tallies.count("kvferry:router_instance_failures", "Legs that failed, by role and instance.", "role", "instance")
-        self.refusals = tallies.count(
+        self.active = collector.gauge("kvferry:router_active_requests", "Requests being served.")
+        self.queued = collector.gauge("kvferry:router_queued_requests", "Requests that wait for their turn.")
+        self.failures = collector.counter("kvferry:router_instance_failures", "Legs that failed, by role and instance.", "role", "instance")
+        self.refusals = collector.counter(
             "kvferry:router_instance_refusals", "Legs answered with 503, by role and instance.", "role", "instance"
         )
-        self.legs = tallies.count("kvferry:router_legs", "Legs that ended.", "role", "instance", "outcome")
-        self.retries = tallies.count("kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", "role")
-        self.fallbacks = tallies.count(
+        self.legs = collector.counter("kvferry:router_legs", "Legs that ended.", "role", "instance", "outcome")
+        self.retries = collector.counter("kvferry:router_retries", "Legs tried again elsewhere, by the role that failed.", "role")
+        self.fallbacks = collector.counter(
             "kvferry:router_fallbacks", "Prompts that a decode instance computed for want of a prefill instance."
         )
-        self.aborts = tallies.count("kvferry:router_client_aborts", "Requests whose client left early.")
-        self.releases = tallies.count("kvferry:router_releases", "Prefills whose blocks were given back unread.")
-        self.without_blocks = tallies.count(
+        self.aborts = collector.counter("kvferry:router_client_aborts", "Requests whose client left early.")
+        self.releases = collector.counter("kvferry:router_releases", "Prefills whose blocks were given back unread.")
+        self.without_blocks = collector.counter(
             "kvferry:router_prefills_without_blocks", "Prefill answers that offered no blocks, so that D computed."
         )
-        self.at_once = tallies.count("kvferry:router_legs_at_once", "Requests whose two legs were started together (push).")
-        self.turns = tallies.count(
+        self.in_parallel = collector.counter("kvferry:router_legs_at_once", "Requests whose two legs were started together (push).")
+        self.turns = collector.counter(
             "kvferry:router_turns", "Turns of conversations, by whether the last turn's blocks were offered to P.", "found"
         )
-        self.ttft = tallies.spread(
+        self.ttft = collector.histogram(
             "kvferry:router_time_to_first_token_seconds", "From a request's arrival to the first bytes of its answer.", _BOUNDS
         )
-        self.handover = tallies.spread("kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS)
-        self.instances = tallies.level("kvferry:router_instance", "1 for each instance and its state.", "role", "instance", "state")
-        self.running = tallies.level("kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance")
+        self.handover = collector.histogram("kvferry:router_handover_seconds", "From P's answer to the first bytes of D's.", _BOUNDS)
+        self.instances = collector.gauge("kvferry:router_instance", "1 for each instance and its state.", "role", "instance", "state")
+        self.running = collector.gauge("kvferry:router_instance_legs", "Legs that an instance works on.", "role", "instance")
         self._by_instance = (self.failures, self.refusals, self.legs)
         self._urls: dict[Instance, str] = {}
 
@@ -59,9 +59,9 @@ class RouterMetrics:
             url = self._urls[instance] = instance.url
         self.legs.add(instance.role, url, outcome)
 
-    def outcome(self, ending: str) -> None:
+    def outcome(self, outcome: str) -> None:
         """One generation has ended."""
-        self.outcomes.add(ending, self._policies)
+        self.outcomes.add(outcome, self._policies)
 
     def show_fleet(self, members: Iterable[tuple[Instance, str, int]]) -> None:
         """Instance, state and legs under way of everybody there is now."""
@@ -71,7 +71,7 @@ class RouterMetrics:
             self.instances.values[instance.role, instance.url, state] = 1.0
             self.running.values[instance.role, instance.url] = num_running
         # A leg may outlive its instance's membership, and is counted when it ends.
-        for gone in {labels[:2] for tally in self._by_instance for labels in tally.values} - self.running.values.keys():
+        for gone in {labels[:2] for metric in self._by_instance for labels in metric.values} - self.running.values.keys():
             self._forget(gone)
 
     def forget(self, instance: Instance) -> None:
@@ -80,9 +80,9 @@ class RouterMetrics:
         self._forget((instance.role, instance.url))
 
     def _forget(self, name: tuple[str, ...]) -> None:
-        for tally in self._by_instance:
-            for labels in [labels for labels in tally.values if labels[:2] == name]:
-                del tally.values[labels]
+        for metric in self._by_instance:
+            for labels in [labels for labels in metric.values if labels[:2] == name]:
+                del metric.values[labels]
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

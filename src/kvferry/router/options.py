@@ -9,7 +9,7 @@ from kvferry.router.health import HealthOptions
 from kvferry.router.instances import Instance
 from kvferry.types import FailurePolicy
 
-__all__ = ["Access", "ConversationOptions", "Limits", "RouterOptions", "Routing", "Timeouts"]
+__all__ = ["AccessOptions", "ConversationOptions", "RouterLimits", "RouterOptions", "RoutingOptions", "Timeouts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RouterLimits:
     max_body_bytes: int = 64 * 1024 * 1024
     """Of a request (beyond it: 413), and of an answer that is read whole."""
     max_connections: int = 10_000
@@ -47,13 +47,13 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class RoutingOptions:
     prefill_policy: str = "prefix_affinity"
     """How P is chosen."""
     decode_policy: str = "conversation_affinity"
     """How D is chosen."""
     without_prefill: FailurePolicy = FailurePolicy.RECOMPUTE
-    """When no prefill instance can be had: `recompute` lets a decode instance compute the prompt, `fail` answers with 503."""
+    """When no prefill instance is available: `recompute` lets a decode instance compute the prompt, `fail` answers with 503."""
     max_retries: int = 2
     """How often one request may be tried again elsewhere, while its client has got nothing."""
 
@@ -76,7 +76,7 @@ class ConversationOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class AccessOptions:
     """Who may do what. Empty: not asked for."""
 
     api_keys: tuple[tuple[str, str], ...] = ()
@@ -105,12 +105,12 @@ class RouterOptions:
     """0: any free one."""
     access_log: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
-    limits: Limits = field(default_factory=Limits)
+    limits: RouterLimits = field(default_factory=RouterLimits)
     admission: AdmissionOptions = field(default_factory=AdmissionOptions)
-    routing: Routing = field(default_factory=Routing)
+    routing: RoutingOptions = field(default_factory=RoutingOptions)
     health: HealthOptions = field(default_factory=HealthOptions)
     conversations: ConversationOptions = field(default_factory=ConversationOptions)
-    access: Access = field(default_factory=Access)
+    access: AccessOptions = field(default_factory=AccessOptions)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:

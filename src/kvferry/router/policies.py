@@ -11,8 +11,8 @@ from typing import Protocol
 
 from kvferry.errors import ConfigError
 from kvferry.router.instances import Role
-from kvferry.router.members import Member, Wish, leg_weight
-from kvferry.router.prefix_index import PrefixIndex, marks_of
+from kvferry.router.members import Member, RoutingHints, leg_weight
+from kvferry.router.prefix_index import PrefixIndex, hash_prefixes
 
 __all__ = [
     "POLICIES",
@@ -25,45 +25,45 @@ __all__ = [
     "make_policy",
 ]
 
-_by_turn = attrgetter("turn")
+_by_last_chosen = attrgetter("last_chosen")
 
 
 class Policy(Protocol):
-    def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
+    def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
         """One of the candidates, of which there is at least one, and why it. Changes nothing: who asks twice gets a like answer."""
         ...
 
-    def note_begun(self, member: Member, wish: Wish) -> None:
+    def note_begun(self, member: Member, hints: RoutingHints) -> None:
         """A leg was given to it."""
         ...
 
 
-class _Memoryless:
-    def note_begun(self, member: Member, wish: Wish) -> None:
+class _Stateless:
+    def note_begun(self, member: Member, hints: RoutingHints) -> None:
         pass
 
 
-class RoundRobin(_Memoryless):
+class RoundRobin(_Stateless):
     """Who was not given one for the longest time. Unlike an index that goes round, that stays fair when members come, go and rest."""
 
-    def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
-        return min(candidates, key=_by_turn), "turn"
+    def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
+        return min(candidates, key=_by_last_chosen), "turn"
 
 
-class LeastLoad(_Memoryless):
+class LeastLoad(_Stateless):
     """Equals take turns, else the first of an idle fleet would get everything."""
 
-    def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
+    def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
         return _least(candidates), "least_load"
 
 
 @dataclass(slots=True)
-class PowerOfTwo(_Memoryless):
+class PowerOfTwo(_Stateless):
     """The less loaded of two at random. Several routers that see only their own load do not all run to the same one."""
 
     draw: Callable[[], float]
 
-    def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
+    def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
         count = len(candidates)
         if count == 1:
             return candidates[0], "only"
@@ -78,18 +78,18 @@ class PrefixAffinity:
     must not make one instance work for all."""
 
     max_ratio: float = 1.5
-    spare_legs: int = 2
+    slack_legs: int = 2
     """So many legs like this one it may have more in any case."""
     index: PrefixIndex = field(default_factory=PrefixIndex)
 
-    def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
+    def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
         least = _least(candidates)
-        marks = _marks(wish)
-        if not marks:
+        prefix_hashes = _prefix_hashes_of(hints)
+        if not prefix_hashes:
             return least, "no_prefix"
-        limit = self.max_ratio * least.load + self.spare_legs * leg_weight(least.instance.role, len(wish.prompt))
+        limit = self.max_ratio * least.load + self.slack_legs * leg_weight(least.instance.role, len(hints.prompt))
         reason, among = "no_prefix", set(candidates)
-        for holders in self.index.holders(marks):
+        for holders in self.index.holders(prefix_hashes):
             usable = [member for member in holders if member in among]
             if not usable:
                 continue
@@ -99,8 +99,8 @@ class PrefixAffinity:
             reason = "prefix_overloaded"
         return least, reason
 
-    def note_begun(self, member: Member, wish: Wish) -> None:
-        self.index.add(_marks(wish), member)
+    def note_begun(self, member: Member, hints: RoutingHints) -> None:
+        self.index.add(_prefix_hashes_of(hints), member)
 
 
 @dataclass(slots=True)
@@ -109,37 +109,37 @@ class ConversationAffinity:
 
     fallback: Policy
 
-    def choose(self, candidates: Sequence[Member], wish: Wish) -> tuple[Member, str]:
-        if wish.conversation is not None:
-            last = _find(candidates, wish)
+    def choose(self, candidates: Sequence[Member], hints: RoutingHints) -> tuple[Member, str]:
+        if hints.conversation is not None:
+            last = _find(candidates, hints)
             if last is not None:
                 return last, "conversation"
-        return self.fallback.choose(candidates, wish)
+        return self.fallback.choose(candidates, hints)
 
-    def note_begun(self, member: Member, wish: Wish) -> None:
-        self.fallback.note_begun(member, wish)
+    def note_begun(self, member: Member, hints: RoutingHints) -> None:
+        self.fallback.note_begun(member, hints)
 
 
 def _least(candidates: Sequence[Member]) -> Member:
     """By load, then by turn. Half the time of `min` with a key."""
     least = candidates[0]
     for member in candidates:
-        if member.load < least.load or (member.load == least.load and member.turn < least.turn):
+        if member.load < least.load or (member.load == least.load and member.last_chosen < least.last_chosen):
             least = member
     return least
 
 
-def _find(candidates: Sequence[Member], wish: Wish) -> Member | None:
+def _find(candidates: Sequence[Member], hints: RoutingHints) -> Member | None:
     for member in candidates:
-        if member.instance is wish.conversation:
+        if member.instance is hints.conversation:
             return member
-    return next((member for member in candidates if member.instance == wish.conversation), None)
+    return next((member for member in candidates if member.instance == hints.conversation), None)
 
 
-def _marks(wish: Wish) -> list[int]:
-    if wish.marks is None:
-        wish.marks = marks_of(wish.prompt)
-    return wish.marks
+def _prefix_hashes_of(hints: RoutingHints) -> list[int]:
+    if hints.prefix_hashes is None:
+        hints.prefix_hashes = hash_prefixes(hints.prompt)
+    return hints.prefix_hashes
 
 
 def _conversation_affinity(role: Role, draw: Callable[[], float]) -> Policy:

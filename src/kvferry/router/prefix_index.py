@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvferry.router.members import Member
 
-__all__ = ["PrefixIndex", "marks_of"]
+__all__ = ["PrefixIndex", "hash_prefixes"]
 
 _STEP_BYTES = 512
 _DENSE_BYTES = 4 * 1024
@@ -25,7 +25,7 @@ _HOLDERS = 4
 _Holder = tuple[Member, int]
 
 
-def _lay_out_marks() -> Iterator[tuple[int, int]]:
+def _hashed_ranges() -> Iterator[tuple[int, int]]:
     """Where the text of each mark begins and ends."""
     start = 0
     while start < _LOOKED_AT_BYTES:
@@ -34,18 +34,18 @@ def _lay_out_marks() -> Iterator[tuple[int, int]]:
         start = end
 
 
-_SPANS = tuple(_lay_out_marks())
+_SPANS = tuple(_hashed_ranges())
 
 
-def marks_of(prompt: bytes | memoryview) -> list[int]:
+def hash_prefixes(prompt: bytes | memoryview) -> list[int]:
     """One per span that is full, shortest beginning first."""
-    size, mark, marks = len(prompt), 0, []
+    size, prefix_hash, prefix_hashes = len(prompt), 0, []
     for start, end in _SPANS:
         if end > size:
             break
-        mark = hash((mark, bytes(prompt[start:end])))
-        marks.append(mark)
-    return marks
+        prefix_hash = hash((prefix_hash, bytes(prompt[start:end])))
+        prefix_hashes.append(prefix_hash)
+    return prefix_hashes
 
 
 @dataclass(slots=True)
@@ -56,30 +56,30 @@ class PrefixIndex:
     is a coarser order than least recently used, at a fraction of the time.
     """
 
-    max_marks: int = 65536
+    max_hashes: int = 65536
     _young: dict[int, tuple[_Holder, ...]] = field(default_factory=dict, init=False)
     _old: dict[int, tuple[_Holder, ...]] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def holders(self, marks: list[int]) -> Iterator[list[Member]]:
+    def holders(self, prefix_hashes: list[int]) -> Iterator[list[Member]]:
         """Longest beginning first. A member that has restarted since holds nothing."""
         young, old = self._young, self._old
-        for mark in reversed(marks):
-            held = young.get(mark) or old.get(mark)
+        for prefix_hash in reversed(prefix_hashes):
+            held = young.get(prefix_hash) or old.get(prefix_hash)
             if held is not None:
-                yield [member for member, life in held if member.life == life]
+                yield [member for member, incarnation in held if member.incarnation == incarnation]
 
-    def add(self, marks: list[int], member: Member) -> None:
-        if len(self._young) + len(marks) > self.max_marks // 2:
+    def add(self, prefix_hashes: list[int], member: Member) -> None:
+        if len(self._young) + len(prefix_hashes) > self.max_hashes // 2:
             self._young, self._old = {}, self._young
-        holder = (member, member.life)
+        holder = (member, member.incarnation)
         young, old = self._young, self._old
-        for mark in marks[: self.max_marks // 2]:
-            held = young.get(mark)
+        for prefix_hash in prefix_hashes[: self.max_hashes // 2]:
+            held = young.get(prefix_hash)
             if held is None:
-                held = old.get(mark, ())
+                held = old.get(prefix_hash, ())
             elif held[0] == holder:
                 continue
-            young[mark] = (holder, *(other for other in held if other[0] is not member))[:_HOLDERS] if held else (holder,)
+            young[prefix_hash] = (holder, *(other for other in held if other[0] is not member))[:_HOLDERS] if held else (holder,)

@@ -1,7 +1,7 @@
 """Prefill instances that push, as their answers have shown them: what a push ticket for them says. Pure but for the random names.
 
 An instance is asked alone at first, as in pull; its answer says how it hands over and where its side channel is. From then on both legs
-start together. One that has failed may come back as another life, so it is asked alone again.
+start together. One that has failed may come back as another incarnation, so it is asked alone again.
 """
 
 from dataclasses import dataclass, field
@@ -30,11 +30,11 @@ class PushSources:
     def forget(self, instance: Instance) -> None:
         self._known.pop(instance, None)
 
-    def invite(self, instance: Instance) -> Handover | None:
+    def push_handover_for(self, instance: Instance) -> Handover | None:
         """What the decode leg carries when both start together; None: ask this instance first."""
         source = self._known.get(instance)
         if source is None or self.key is None:
             return None
         address = source.side_channel
         ticket = PushTicket(uuid4().hex, source.engine, source.epoch, address.host, address.port, source.tp_size)
-        return source.promise(self.key.sign(ticket))
+        return source.push_handover(self.key.sign(ticket))

@@ -14,18 +14,18 @@ from types import TracebackType
 from typing import Protocol
 
 from kvferry.errors import KVFerryError, RemoteProtocolError, TransportError
-from kvferry.ports.control import ControlPlane, Disconnected
+from kvferry.ports.control import ControlTransport, Disconnected
 from kvferry.protocol.codec import decode, encode
-from kvferry.protocol.messages import AskTurn, Message, Release, Turn
+from kvferry.protocol.messages import Message, Release, RetainedTurnReply, RetainedTurnRequest
 from kvferry.router.legs import Handover
 from kvferry.types import Address
 
-__all__ = ["Held", "NoReleases", "ReleaseSender", "Releases"]
+__all__ = ["BlockReleaser", "NullReleaser", "PrefilledBlocks", "SideChannelSender"]
 
 _log = logging.getLogger(__name__)
 
 # A connection that has carried nothing for this long is closed: tickets may name side channels of engines long gone.
-_LINGER_S = 30.0
+_IDLE_CLOSE_S = 30.0
 # Frames sent in the last moment need a connection that may still be in the making.
 _FLUSH_S = 0.25
 _JOIN_S = 5.0
@@ -33,25 +33,25 @@ _MAX_ASKED = 4096
 """Questions without an answer; the oldest is given up beyond that."""
 
 
-class Releases(Protocol):
+class BlockReleaser(Protocol):
     def release(self, handover: Handover) -> None:
         """Ask P to free the blocks. Never waits, never raises."""
 
 
-class NoReleases:
+class NullReleaser:
     """For clusters without a side channel: leases run out by themselves."""
 
     def release(self, handover: Handover) -> None:
         return None
 
 
-class Held:
+class PrefilledBlocks:
     """P's blocks on behalf of one request: released when the block ends before D has taken over.
 
-    `with Held(releases, handover) as held: …; held.hand_over()`
+    `with Held(releases, handover) as held: …; held.mark_handed_over()`
     """
 
-    def __init__(self, releases: Releases, handover: Handover | None) -> None:
+    def __init__(self, releases: BlockReleaser, handover: Handover | None) -> None:
         self._releases = releases
         self.handover = handover
         self._is_ours = handover is not None
@@ -65,15 +65,15 @@ class Held:
         if self._is_over:
             self._release()
 
-    def hand_over(self) -> None:
+    def mark_handed_over(self) -> None:
         """D has the ticket and answers; from now on it releases by itself, whatever happens to the request."""
         self._is_ours, self._is_handed_over = False, True
 
-    def take_back(self) -> None:
+    def reclaim(self) -> None:
         """D died after all."""
         self._is_ours, self._is_handed_over = self.handover is not None, False
 
-    def __enter__(self) -> "Held":
+    def __enter__(self) -> "PrefilledBlocks":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -86,10 +86,12 @@ class Held:
             self._releases.release(self.handover)
 
 
-class ReleaseSender:
-    """One thread that owns a control plane and speaks to side channels over it. `release` and `ask_turn` may be called from any thread."""
+class SideChannelSender:
+    """One thread that owns a control transport and speaks to side channels over it. `release` and `query_turn` may be called from any
+    thread.
+    """
 
-    def __init__(self, control: ControlPlane, capacity: int = 1024) -> None:
+    def __init__(self, control: ControlTransport, capacity: int = 1024) -> None:
         self._control = control
         self._inbox: queue.Queue[tuple[str, Message] | None] = queue.Queue(capacity)
         self._asked: dict[int, Future[str]] = {}
@@ -108,7 +110,7 @@ class ReleaseSender:
             return
         self._put(handover.side_channel, Release(ticket=handover.ticket))
 
-    def ask_turn(self, side_channel: Address, word: str) -> "Future[str]":
+    def query_turn(self, side_channel: Address, turn_id: str) -> "Future[str]":
         """What is kept of the turn of this word, as JSON; empty: nothing. There may be no answer: whoever asks has a deadline."""
         answer: Future[str] = Future()
         nonce = next(self._nonces)
@@ -116,7 +118,7 @@ class ReleaseSender:
         while len(self._asked) > _MAX_ASKED:
             self._asked.pop(next(iter(self._asked))).cancel()
         answer.add_done_callback(lambda _: self._asked.pop(nonce, None))
-        if not self._put(side_channel, AskTurn(nonce, word)):
+        if not self._put(side_channel, RetainedTurnRequest(nonce, turn_id)):
             answer.cancel()
         return answer
 
@@ -130,7 +132,7 @@ class ReleaseSender:
         return True
 
     def close(self) -> None:
-        """Send what is queued, stop the thread and close the plane. Idempotent."""
+        """Send what is queued, stop the thread and close the transport. Idempotent."""
         if not self._thread.is_alive():
             return
         try:
@@ -146,11 +148,11 @@ class ReleaseSender:
         try:
             while self._send_queued():
                 self._forget_idle(time.monotonic())
-                for event in self._control.poll(_LINGER_S if self._last_used else None):
+                for event in self._control.poll(_IDLE_CLOSE_S if self._last_used else None):
                     if isinstance(event, Disconnected):
                         self._last_used.pop(event.address, None)
                     else:
-                        self._hear(event.frame)
+                        self._receive(event.frame)
         except Exception:
             _log.exception("the release thread stops: blocks of aborted requests are freed by their leases from now on")
         finally:
@@ -169,13 +171,13 @@ class ReleaseSender:
                 return False
             self._send(*item)
 
-    def _hear(self, frame: bytes) -> None:
+    def _receive(self, frame: bytes) -> None:
         try:
             message = decode(frame)
         except RemoteProtocolError as error:
             _log.warning("a side channel's answer cannot be read: %s", error)
             return
-        if isinstance(message, Turn):
+        if isinstance(message, RetainedTurnReply):
             answer = self._asked.get(message.nonce)
             # Whoever asked may have given up in this moment.
             if answer is not None and answer.set_running_or_notify_cancel():
@@ -192,6 +194,6 @@ class ReleaseSender:
         self._last_used[address] = time.monotonic()
 
     def _forget_idle(self, now: float) -> None:
-        for address in [address for address, used in self._last_used.items() if now - used >= _LINGER_S]:
+        for address in [address for address, used in self._last_used.items() if now - used >= _IDLE_CLOSE_S]:
             self._control.forget(address)
             del self._last_used[address]

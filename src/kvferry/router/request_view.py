@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from kvferry.router.timeline import Ending, Mark, Timeline
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.router.timeline import RequestEvent, RequestOutcome, Timeline
+from kvferry.web.handover_records import TransferRecord
 
-__all__ = ["Phase", "RequestView", "state_of", "view_request"]
+__all__ = ["RequestDetail", "RequestPhase", "state_of", "view_request"]
 
 _SAME_MOMENT_S = 1.0
 """Records of the choices of one request are this close to each other; another request of the same name seldom is."""
 _UNSEEN_S = 0.0005
 """Less than a question and its answer take on one machine: a gap of this size may be none."""
-Shown = Callable[[object], str]
+FormatSubject = Callable[[object], str]
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPhase(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     began_s: float
     ended_s: float | None
@@ -30,7 +30,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     is_failed: bool = False
 
 
-class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+class RequestDetail(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     route: str
     age_s: float
@@ -44,34 +44,34 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     fallback: str
     conversation: str
     relayed_bytes: int
-    phases: list[Phase]
+    phases: list[RequestPhase]
     has_transfer: bool
     """Whether the decode instance told when KV was attached, read and confirmed."""
 
 
 def state_of(timeline: Timeline) -> str:
     """How it ended, or what it waits for."""
-    if timeline.ending is not None:
-        return timeline.ending
+    if timeline.outcome is not None:
+        return timeline.outcome
     state = "queued"
     for mark, _, _ in timeline.marks:
         match mark:
-            case Mark.PREFILL_BEGAN:
+            case RequestEvent.PREFILL_BEGAN:
                 state = "prefill"
-            case Mark.DECODE_BEGAN:
+            case RequestEvent.DECODE_BEGAN:
                 state = "decode"
-            case Mark.FIRST_TOKEN:
+            case RequestEvent.FIRST_TOKEN:
                 state = "streaming"
-            case Mark.ADMITTED | Mark.PREFILL_ENDED | Mark.PREFILL_FAILED | Mark.DECODE_FAILED:
+            case RequestEvent.ADMITTED | RequestEvent.PREFILL_ENDED | RequestEvent.PREFILL_FAILED | RequestEvent.DECODE_FAILED:
                 state = "routing" if state != "decode" else state
     return state
 
 
-def view_request(timeline: Timeline, records: Sequence[HandoverRecord], now: float, shown: Shown = str) -> RequestView:
+def view_request(timeline: Timeline, records: Sequence[TransferRecord], now: float, shown: FormatSubject = str) -> RequestDetail:
     """`records`: what the decode instance says under this request's name."""
-    record = _fitting(timeline, records, now)
+    record = _matching_record(timeline, records, now)
     phases = [*_queued(timeline), *_prefills(timeline, shown), *_decodes(timeline, record, now, shown)]
-    return RequestView(
+    return RequestDetail(
         id=timeline.request_id,
         route=timeline.route,
         age_s=now - timeline.arrived,
@@ -88,16 +88,18 @@ def view_request(timeline: Timeline, records: Sequence[HandoverRecord], now: flo
     )
 
 
-def _queued(timeline: Timeline) -> Iterator[Phase]:
+def _queued(timeline: Timeline) -> Iterator[RequestPhase]:
     first = timeline.marks[0][1] if timeline.marks else timeline.ended
-    yield Phase(name="queued", began_s=0.0, ended_s=None if first is None else first - timeline.arrived)
+    yield RequestPhase(name="queued", began_s=0.0, ended_s=None if first is None else first - timeline.arrived)
 
 
-def _prefills(timeline: Timeline, shown: Shown) -> Iterator[Phase]:
-    return _tries(timeline, "prefill", (Mark.PREFILL_BEGAN, Mark.PREFILL_ENDED, Mark.PREFILL_FAILED), shown)
+def _prefills(timeline: Timeline, shown: FormatSubject) -> Iterator[RequestPhase]:
+    return _tries(timeline, "prefill", (RequestEvent.PREFILL_BEGAN, RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED), shown)
 
 
-def _tries(timeline: Timeline, name: str, marks: tuple[Mark, Mark, Mark], shown: Shown) -> Iterator[Phase]:
+def _tries(
+    timeline: Timeline, name: str, marks: tuple[RequestEvent, RequestEvent, RequestEvent], shown: FormatSubject
+) -> Iterator[RequestPhase]:
     """Each try of one leg. `marks`: its beginning, its end, its failure; another beginning ends it too."""
     began, _, failed = marks
     made = [entry for entry in timeline.marks if entry[0] in marks]
@@ -105,7 +107,7 @@ def _tries(timeline: Timeline, name: str, marks: tuple[Mark, Mark, Mark], shown:
         if mark is not began:
             continue
         end, ended, about = made[index + 1] if index + 1 < len(made) else (None, timeline.ended, None)
-        yield Phase(
+        yield RequestPhase(
             name=name,
             began_s=at - timeline.arrived,
             ended_s=None if ended is None else ended - timeline.arrived,
@@ -115,24 +117,24 @@ def _tries(timeline: Timeline, name: str, marks: tuple[Mark, Mark, Mark], shown:
         )
 
 
-def _decodes(timeline: Timeline, record: HandoverRecord | None, now: float, shown: Shown) -> Iterator[Phase]:
-    tries = list(_tries(timeline, "decode", (Mark.DECODE_BEGAN, Mark.FIRST_TOKEN, Mark.DECODE_FAILED), shown))
+def _decodes(timeline: Timeline, record: TransferRecord | None, now: float, shown: FormatSubject) -> Iterator[RequestPhase]:
+    tries = list(_tries(timeline, "decode", (RequestEvent.DECODE_BEGAN, RequestEvent.FIRST_TOKEN, RequestEvent.DECODE_FAILED), shown))
     yield from tries[:-1]
     for last in tries[-1:]:
         yield from [last] if record is None or last.is_failed else _parts(last, record, now - timeline.arrived)
-    answered = timeline.time_of(Mark.FIRST_TOKEN)
+    answered = timeline.time_of(RequestEvent.FIRST_TOKEN)
     if answered is not None:
-        yield Phase(
+        yield RequestPhase(
             name="streaming",
             began_s=answered - timeline.arrived,
             ended_s=None if timeline.ended is None else timeline.ended - timeline.arrived,
             instance=tries[-1].instance if tries else "",
             detail=timeline.error,
-            is_failed=timeline.ending is Ending.BROKEN_OFF,
+            is_failed=timeline.outcome is RequestOutcome.BROKEN_OFF,
         )
 
 
-def _parts(leg: Phase, record: HandoverRecord, now_s: float) -> Iterator[Phase]:
+def _parts(leg: RequestPhase, record: TransferRecord, now_s: float) -> Iterator[RequestPhase]:
     """The wait for D's first token, as D saw it, put where it fits into ours."""
     began, limit = leg.began_s, now_s if leg.ended_s is None else leg.ended_s
     # When D's engine had it: D's words took a moment to get here, and what D did was over before we heard of it.
@@ -152,25 +154,25 @@ def _parts(leg: Phase, record: HandoverRecord, now_s: float) -> Iterator[Phase]:
             continue
         ended = min(received + after_s, limit)
         if ended >= began:
-            yield Phase(name=name, began_s=began, ended_s=ended, instance=leg.instance, detail=detail)
+            yield RequestPhase(name=name, began_s=began, ended_s=ended, instance=leg.instance, detail=detail)
             began = ended
     name = "failed" if record.failure else "first token"
     is_failed = bool(record.failure)
-    yield Phase(name=name, began_s=began, ended_s=leg.ended_s, instance=leg.instance, detail=record.failure, is_failed=is_failed)
+    yield RequestPhase(name=name, began_s=began, ended_s=leg.ended_s, instance=leg.instance, detail=record.failure, is_failed=is_failed)
 
 
-def _moved(record: HandoverRecord) -> str:
-    return f"{record.bytes:,} bytes in {record.pieces:,} pieces by {record.plane}" if record.plane else ""
+def _moved(record: TransferRecord) -> str:
+    return f"{record.bytes:,} bytes in {record.segments:,} segments by {record.transport}" if record.transport else ""
 
 
-def _fitting(timeline: Timeline, records: Sequence[HandoverRecord], now: float) -> HandoverRecord | None:
+def _matching_record(timeline: Timeline, records: Sequence[TransferRecord], now: float) -> TransferRecord | None:
     """Clients choose ids, and choose the same again: the record that is as old as our question. Of choices, one that was read for."""
-    asked = timeline.time_of(Mark.DECODE_BEGAN)
+    asked = timeline.time_of(RequestEvent.DECODE_BEGAN)
     if asked is None or not records:
         return None
 
-    def strangeness(record: HandoverRecord) -> tuple[bool, bool, float]:
+    def mismatch(record: TransferRecord) -> tuple[bool, bool, float]:
         apart_s = abs(record.age_s - (now - asked))
         return apart_s > _SAME_MOMENT_S, record.read_began_s is None, apart_s
 
-    return min(records, key=strangeness)
+    return min(records, key=mismatch)

@@ -68,27 +68,27 @@ async def _serve(
     tls: ssl.SSLContext | None,
     on_ready: Callable[[Address], None],
 ) -> None:
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop, force_stop = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, lambda: (force_stop if stop.is_set() else stop).set())
     app = make_app()
     server = make_server(app)
     await app.start()
     try:
         await server.start(sock, tls)
         on_ready(Address(options.host, sock.getsockname()[1]))
-        with _rare_collections():
+        with _rare_gc():
             await stop.wait()
             app.stop_admitting()
-            await _drain(server, hurry, options.timeouts.shutdown)
+            await _drain(server, force_stop, options.timeouts.shutdown)
     finally:
         await server.close()
         await app.close()
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def _rare_gc() -> Iterator[None]:
     """Requests leave hardly any cycles behind, and Python looks for them after every 700 objects more: up to 9 % of the router's time (one
     noisy run; under 1 % where large prompts come one by one). What was made until now lives for ever and is not looked at again."""
     before = gc.get_threshold()
@@ -102,10 +102,10 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _drain(server: HttpServer, hurry: asyncio.Event, timeout_s: float) -> None:
+async def _drain(server: HttpServer, force_stop: asyncio.Event, timeout_s: float) -> None:
     if server.num_connections:
         _log.info("stopping: %d connections may finish within %g s", server.num_connections, timeout_s)
-    waits = [asyncio.create_task(server.drain(timeout_s)), asyncio.create_task(hurry.wait())]
+    waits = [asyncio.create_task(server.drain(timeout_s)), asyncio.create_task(force_stop.wait())]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

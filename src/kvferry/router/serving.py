@@ -3,7 +3,7 @@ both known to push, at once.
 
 Runs on the event loop. While the client has got nothing, what one instance fails at is tried on another: a prefill has no side effect, and
 nobody has seen a token. A client that leaves cancels the handler, which leaves the leg under way; an engine aborts what its client has
-left. What P holds is given back unless D has taken over (`Held`), also when P's answer was on its way (`PrefillLeg`).
+left. What P holds is given back unless D has taken over (`PrefilledBlocks`), also when P's answer was on its way (`PrefillLeg`).
 """
 
 import asyncio
@@ -11,24 +11,24 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
-from kvferry.router.calls import Calls
-from kvferry.router.conversations import Turn
+from kvferry.router.calls import InstanceClient
+from kvferry.router.conversations import LastTurn
 from kvferry.router.decode_leg import DecodeLeg
-from kvferry.router.exchange import Answer, Exchange, Setback
-from kvferry.router.failures import error_answer
-from kvferry.router.fleet import Fleet, Wish
+from kvferry.router.exchange import HttpResponse, LegFailure, RequestContext
+from kvferry.router.failures import build_error_response
+from kvferry.router.fleet import Fleet, RoutingHints
 from kvferry.router.instances import Instance, Role
-from kvferry.router.last_look import LastLook
+from kvferry.router.last_look import LegFinisher
 from kvferry.router.legs import Handover
 from kvferry.router.prefill_leg import PrefillLeg
 from kvferry.router.push_sources import PushSources
-from kvferry.router.release import Held, Releases
-from kvferry.router.turn_keeper import TurnKeeper
-from kvferry.router.twins import run_twins
-from kvferry.router.watch import Watch
+from kvferry.router.release import BlockReleaser, PrefilledBlocks
+from kvferry.router.turn_keeper import TurnTracker
+from kvferry.router.twins import run_both_legs
+from kvferry.router.watch import InstanceWatcher
 from kvferry.types import FailurePolicy
 
-__all__ = ["Serving"]
+__all__ = ["Dispatcher"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class _Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
-class _Twins:
+class _ParallelLegs:
     """What two legs that run at once know of each other."""
 
-    promise: Handover
-    held: Held
+    push_handover: Handover
+    held: PrefilledBlocks
     is_computed: asyncio.Event = field(default_factory=asyncio.Event)
     """P has answered."""
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,208 +53,212 @@ class _Twins:
 
 
 @dataclass(slots=True)
-class Serving:
-    calls: Calls
-    releases: Releases
+class Dispatcher:
+    instance_client: InstanceClient
+    releases: BlockReleaser
     push_sources: PushSources
-    watch: Watch
-    turns: TurnKeeper
-    last_look: LastLook
+    watcher: InstanceWatcher
+    turns: TurnTracker
+    leg_finisher: LegFinisher
     prefill: PrefillLeg = field(init=False)
     decode: DecodeLeg = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prefill = PrefillLeg(self.calls, self.push_sources)
-        self.decode = DecodeLeg(self.calls, self.turns)
+        self.prefill = PrefillLeg(self.instance_client, self.push_sources)
+        self.decode = DecodeLeg(self.instance_client, self.turns)
 
     @property
     def fleet(self) -> Fleet:
-        return self.calls.fleet
+        return self.instance_client.fleet
 
-    async def serve(self, exchange: Exchange) -> None:
+    async def serve(self, context: RequestContext) -> None:
         """The client has its answer when this returns."""
-        last_turn = await self.turns.take(exchange)
-        exchange.retries_left = self.calls.options.routing.max_retries
+        last_turn = await self.turns.take(context)
+        context.retries_left = self.instance_client.options.routing.max_retries
         while True:
-            setback = await self._attempt(exchange, last_turn)
-            if setback is None:
+            failure = await self._attempt(context, last_turn)
+            if failure is None:
                 return
-            if exchange.reply.is_started or not setback.needs_prefill or not self._may_retry(exchange, setback):
+            if context.reply.is_started or not failure.needs_prefill or not self._may_retry(context, failure):
                 break
-            # Another pair if there is one; else the same again: P may be another life of itself by now.
+            # Another pair if there is one; else the same again: P may be another incarnation of itself by now.
             last_turn = None
-        exchange.error = setback.sentence
-        exchange.send(_last_word(setback))
+        context.error = failure.message
+        context.send(_final_response(failure))
 
-    def _may_retry(self, exchange: Exchange, setback: Setback) -> bool:
+    def _may_retry(self, context: RequestContext, failure: LegFailure) -> bool:
         # What was not sent, or was refused, costs no try, as long as it finds others: it ends with the fleet.
-        if not (setback.is_unsent or setback.is_refusal) or (setback.instance is not None and exchange.tried.count(setback.instance) > 1):
-            if exchange.retries_left <= 0:
+        if not (failure.is_unsent or failure.is_refusal) or (failure.instance is not None and context.tried.count(failure.instance) > 1):
+            if context.retries_left <= 0:
                 return False
-            exchange.retries_left -= 1
-        if setback.instance is not None:
-            self.calls.metrics.retries.add(setback.instance.role)
-        _log.info("tried again request=%s: %s", exchange.request_id, setback.sentence)
+            context.retries_left -= 1
+        if failure.instance is not None:
+            self.instance_client.metrics.retries.add(failure.instance.role)
+        _log.info("tried again request=%s: %s", context.request_id, failure.message)
         return True
 
-    async def _attempt(self, exchange: Exchange, last_turn: Turn | None) -> Setback | None:
+    async def _attempt(self, context: RequestContext, last_turn: LastTurn | None) -> LegFailure | None:
         """One P and one D, and others in the place of those that refuse or cannot be reached."""
-        exchange.wish = wish = Wish(exchange.client.prompt, last_turn.prefiller if last_turn is not None else None)
-        prefiller = self._choose(Role.PREFILL, exchange, wish)
+        context.hints = hints = RoutingHints(context.client.prompt, last_turn.prefiller if last_turn is not None else None)
+        prefiller = self._choose(Role.PREFILL, context, hints)
         if prefiller is not None:
-            promise = self.push_sources.invite(prefiller)
-            if promise is not None:
-                decoder = await self._choose_pushing(exchange, _where_d_was(exchange, last_turn))
+            push_handover = self.push_sources.push_handover_for(prefiller)
+            if push_handover is not None:
+                decoder = await self._choose_pushing(context, _decode_hints(context, last_turn))
                 if decoder is not None:
-                    return await self._serve_at_once(exchange, (prefiller, decoder), promise, last_turn)
-        prefilled = await self._prefill_somewhere(exchange, prefiller, wish, last_turn)
-        if isinstance(prefilled, Setback):
+                    return await self._serve_in_parallel(context, (prefiller, decoder), push_handover, last_turn)
+        prefilled = await self._prefill_somewhere(context, prefiller, hints, last_turn)
+        if isinstance(prefilled, LegFailure):
             return prefilled
-        if isinstance(prefilled, Answer):
-            exchange.send(prefilled)
+        if isinstance(prefilled, HttpResponse):
+            context.send(prefilled)
             return None
-        exchange.prefiller = prefilled.instance
-        with Held(self.releases, prefilled.handover) as held:
-            return await self._decode_somewhere(exchange, held, prefilled.handover, last_turn)
+        context.prefiller = prefilled.instance
+        with PrefilledBlocks(self.releases, prefilled.handover) as held:
+            return await self._decode_somewhere(context, held, prefilled.handover, last_turn)
 
     # -- one after the other -------------------------------------------------------------------------------------------
 
     async def _prefill_somewhere(
-        self, exchange: Exchange, instance: Instance | None, wish: Wish, last_turn: Turn | None
-    ) -> _Prefilled | Answer | Setback:
-        refusal: Setback | None = None
-        failure: Setback | None = None
+        self, context: RequestContext, instance: Instance | None, hints: RoutingHints, last_turn: LastTurn | None
+    ) -> _Prefilled | HttpResponse | LegFailure:
+        refusal: LegFailure | None = None
+        failure: LegFailure | None = None
         while instance is not None:
             params = last_turn.params or None if last_turn is not None else None
-            result = await self.prefill.run(exchange, instance, self.releases.release, last_turn=params)
-            if isinstance(result, Answer):
+            result = await self.prefill.run(context, instance, self.releases.release, last_turn=params)
+            if isinstance(result, HttpResponse):
                 return result
-            if not isinstance(result, Setback):
+            if not isinstance(result, LegFailure):
                 return _Prefilled(instance, result)
-            exchange.tried.append(instance)
+            context.tried.append(instance)
             if result.is_refusal:
                 refusal = result
             else:
                 failure, last_turn = result, None
-                if not self._may_retry(exchange, result):
+                if not self._may_retry(context, result):
                     break
-            instance = self.fleet.choose(Role.PREFILL, wish, time.monotonic(), exchange.tried)
+            instance = self.fleet.choose(Role.PREFILL, hints, time.monotonic(), context.tried)
         if refusal is not None:
             # They are full or leaving: what they cannot take now is not D's to take.
             return refusal
-        if self.calls.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
-            exchange.timeline.fallback = failure.sentence if failure is not None else "no prefill instance can be had"
-            self.calls.metrics.fallbacks.add()
+        if self.instance_client.options.routing.without_prefill is FailurePolicy.RECOMPUTE:
+            context.timeline.fallback = failure.message if failure is not None else "no prefill instance is available"
+            self.instance_client.metrics.fallbacks.add()
             return _Prefilled(None, None)
-        return failure or _nobody(Role.PREFILL)
+        return failure or _no_instance(Role.PREFILL)
 
-    async def _decode_somewhere(self, exchange: Exchange, held: Held, handover: Handover | None, last_turn: Turn | None) -> Setback | None:
-        wish = _where_d_was(exchange, last_turn)
-        setback: Setback | None = None
+    async def _decode_somewhere(
+        self, context: RequestContext, held: PrefilledBlocks, handover: Handover | None, last_turn: LastTurn | None
+    ) -> LegFailure | None:
+        hints = _decode_hints(context, last_turn)
+        failure: LegFailure | None = None
         asked: list[Instance] = []
-        while (instance := self._next_decoder(exchange, wish, asked)) is not None:
-            setback = await self.decode.run(exchange, held, instance, handover)
-            if setback is None or exchange.reply.is_started:
-                return setback
-            exchange.tried.append(instance)
+        while (instance := self._next_decoder(context, hints, asked)) is not None:
+            failure = await self.decode.run(context, held, instance, handover)
+            if failure is None or context.reply.is_started:
+                return failure
+            context.tried.append(instance)
             asked.append(instance)
-            if setback.needs_prefill or not (setback.is_refusal or self._may_retry(exchange, setback)):
-                return setback
-        return setback or _nobody(Role.DECODE)
+            if failure.needs_prefill or not (failure.is_refusal or self._may_retry(context, failure)):
+                return failure
+        return failure or _no_instance(Role.DECODE)
 
     # -- at once -------------------------------------------------------------------------------------------------------
 
-    async def _serve_at_once(
-        self, exchange: Exchange, pair: tuple[Instance, Instance], promise: Handover, last_turn: Turn | None
-    ) -> Setback | None:
+    async def _serve_in_parallel(
+        self, context: RequestContext, pair: tuple[Instance, Instance], push_handover: Handover, last_turn: LastTurn | None
+    ) -> LegFailure | None:
         prefiller, decoder = pair
-        self.calls.metrics.at_once.add()
-        exchange.prefiller = prefiller
-        with Held(self.releases, None) as held:
-            twins = _Twins(promise, held)
-            result: Answer | Setback | None = await run_twins(
-                self._prefill_alongside(exchange, prefiller, twins, last_turn),
-                self._decode_alongside(exchange, twins, decoder, last_turn),
-                twins.has_begun.is_set,
-                self.last_look.look_after,
+        self.instance_client.metrics.in_parallel.add()
+        context.prefiller = prefiller
+        with PrefilledBlocks(self.releases, None) as held:
+            parallel = _ParallelLegs(push_handover, held)
+            result: HttpResponse | LegFailure | None = await run_both_legs(
+                self._prefill_alongside(context, prefiller, parallel, last_turn),
+                self._decode_alongside(context, parallel, decoder, last_turn),
+                parallel.has_begun.is_set,
+                self.leg_finisher.finish_leg,
             )
-        if isinstance(result, Answer):
-            exchange.send(result)
+        if isinstance(result, HttpResponse):
+            context.send(result)
             return None
         if result is not None:
-            # D could not get P's KV. If P is another life by now, its next answer shows it.
+            # D could not get P's KV. If P is another incarnation by now, its next answer shows it.
             self.push_sources.forget(prefiller)
         return result
 
     async def _prefill_alongside(
-        self, exchange: Exchange, prefiller: Instance, twins: _Twins, last_turn: Turn | None
-    ) -> Answer | Setback | None:
+        self, context: RequestContext, prefiller: Instance, parallel: _ParallelLegs, last_turn: LastTurn | None
+    ) -> HttpResponse | LegFailure | None:
         """P's objection, if it has one."""
         params = last_turn.params or None if last_turn is not None else None
-        result = await self.prefill.run(exchange, prefiller, twins.held.receive, twins.promise.push_ticket, params)
-        if isinstance(result, Answer):
+        result = await self.prefill.run(context, prefiller, parallel.held.receive, parallel.push_handover.push_ticket, params)
+        if isinstance(result, HttpResponse):
             return result
-        if isinstance(result, Setback):
-            exchange.tried.append(prefiller)
+        if isinstance(result, LegFailure):
+            context.tried.append(prefiller)
             return replace(result, needs_prefill=True)
         if result is not None:
-            twins.held.receive(result)
-        twins.is_computed.set()
+            parallel.held.receive(result)
+        parallel.is_computed.set()
         return None
 
-    async def _decode_alongside(self, exchange: Exchange, twins: _Twins, decoder: Instance, last_turn: Turn | None) -> Setback | None:
+    async def _decode_alongside(
+        self, context: RequestContext, parallel: _ParallelLegs, decoder: Instance, last_turn: LastTurn | None
+    ) -> LegFailure | None:
         """One that pushes is asked at once. Where it has refused, the next may pull: that one waits for P's own ticket."""
-        wish = _where_d_was(exchange, last_turn)
-        setback: Setback | None = None
+        hints = _decode_hints(context, last_turn)
+        failure: LegFailure | None = None
         asked: list[Instance] = []
         instance: Instance | None = decoder
         while instance is not None:
-            is_push = await self.watch.pushes(instance)
+            is_push = await self.watcher.supports_push(instance)
             if not is_push:
-                await twins.is_computed.wait()
-            handover = twins.promise if is_push else twins.held.handover
-            setback = await self.decode.run(exchange, twins.held, instance, handover, twins.has_begun)
-            if setback is None or exchange.reply.is_started:
-                return setback
-            exchange.tried.append(instance)
+                await parallel.is_computed.wait()
+            handover = parallel.push_handover if is_push else parallel.held.handover
+            failure = await self.decode.run(context, parallel.held, instance, handover, parallel.has_begun)
+            if failure is None or context.reply.is_started:
+                return failure
+            context.tried.append(instance)
             asked.append(instance)
-            self.watch.forget(instance)
-            if not setback.is_refusal:
-                return replace(setback, needs_prefill=True)
-            instance = self._next_decoder(exchange, wish, asked)
-        return setback or _nobody(Role.DECODE)
+            self.watcher.forget(instance)
+            if not failure.is_refusal:
+                return replace(failure, needs_prefill=True)
+            instance = self._next_decoder(context, hints, asked)
+        return failure or _no_instance(Role.DECODE)
 
     # -- whom ----------------------------------------------------------------------------------------------------------
 
-    async def _choose_pushing(self, exchange: Exchange, wish: Wish) -> Instance | None:
+    async def _choose_pushing(self, context: RequestContext, hints: RoutingHints) -> Instance | None:
         """The next D if it pushes. One that does not keeps its turn, for when P is through."""
         now = time.monotonic()
-        next_up = self.fleet.peek(Role.DECODE, wish, now, exchange.tried) or self.fleet.peek(Role.DECODE, wish, now)
-        if next_up is None or not await self.watch.pushes(next_up):
+        next_up = self.fleet.peek(Role.DECODE, hints, now, context.tried) or self.fleet.peek(Role.DECODE, hints, now)
+        if next_up is None or not await self.watcher.supports_push(next_up):
             return None
-        return self._choose(Role.DECODE, exchange, wish)
+        return self._choose(Role.DECODE, context, hints)
 
-    def _choose(self, role: Role, exchange: Exchange, wish: Wish) -> Instance | None:
+    def _choose(self, role: Role, context: RequestContext, hints: RoutingHints) -> Instance | None:
         """One that has not failed this request, or, if all have, one of them again: only a new attempt asks for it."""
         now = time.monotonic()
-        chosen = self.fleet.choose(role, wish, now, exchange.tried)
-        return chosen if chosen is not None or not exchange.tried else self.fleet.choose(role, wish, now)
+        chosen = self.fleet.choose(role, hints, now, context.tried)
+        return chosen if chosen is not None or not context.tried else self.fleet.choose(role, hints, now)
 
-    def _next_decoder(self, exchange: Exchange, wish: Wish, asked: list[Instance]) -> Instance | None:
+    def _next_decoder(self, context: RequestContext, hints: RoutingHints, asked: list[Instance]) -> Instance | None:
         """One that has not failed this request, or one that has failed it with other blocks than these: that may have been P's fault."""
         now = time.monotonic()
-        chosen = self.fleet.choose(Role.DECODE, wish, now, exchange.tried)
-        return chosen if chosen is not None or not exchange.tried else self.fleet.choose(Role.DECODE, wish, now, asked)
+        chosen = self.fleet.choose(Role.DECODE, hints, now, context.tried)
+        return chosen if chosen is not None or not context.tried else self.fleet.choose(Role.DECODE, hints, now, asked)
 
 
-def _where_d_was(exchange: Exchange, last_turn: Turn | None) -> Wish:
-    return Wish(exchange.client.prompt, last_turn.decoder if last_turn is not None else None)
+def _decode_hints(context: RequestContext, last_turn: LastTurn | None) -> RoutingHints:
+    return RoutingHints(context.client.prompt, last_turn.decoder if last_turn is not None else None)
 
 
-def _nobody(role: Role) -> Setback:
-    return Setback(None, f"no {role} instance can be had now", error_answer(503, f"no {role} instance can be had now; try again", 1))
+def _no_instance(role: Role) -> LegFailure:
+    return LegFailure(None, f"no {role} instance is available", build_error_response(503, f"no {role} instance is available; try again", 1))
 
 
-def _last_word(setback: Setback) -> Answer:
+def _final_response(failure: LegFailure) -> HttpResponse:
     """What the instance said if it said something a client can use, else that it failed."""
-    return setback.answer if setback.answer is not None else error_answer(502, setback.sentence)
+    return failure.answer if failure.answer is not None else build_error_response(502, failure.message)

@@ -10,17 +10,17 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-__all__ = ["Count", "Level", "Spread", "Tallies"]
+__all__ = ["FastCounter", "FastGauge", "FastHistogram", "MetricsCollector"]
 
 
-class Tally(Protocol):
+class ExportedMetric(Protocol):
     def family(self) -> Metric: ...
 
 
-T = TypeVar("T", bound=Tally)
+T = TypeVar("T", bound=ExportedMetric)
 
 
-class Count:
+class FastCounter:
     """Only grows. `add` with the values of its labels."""
 
     __slots__ = ("_help", "_labels", "_name", "values")
@@ -39,7 +39,7 @@ class Count:
         return family
 
 
-class Level:
+class FastGauge:
     """Goes up and down."""
 
     __slots__ = ("_help", "_labels", "_name", "value", "values")
@@ -57,7 +57,7 @@ class Level:
         return family
 
 
-class Spread:
+class FastHistogram:
     """How many fell into each bucket; `bounds` are their upper ends."""
 
     __slots__ = ("_bounds", "_counts", "_help", "_name", "_sum")
@@ -74,33 +74,33 @@ class Spread:
 
     def family(self) -> Metric:
         total, buckets = 0, []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
+        for bound, counter in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+            total += counter
             buckets.append((bound, total))
         family = HistogramMetricFamily(self._name, self._help)
         family.add_metric([], buckets, self._sum)
         return family
 
 
-class Tallies:
+class MetricsCollector:
     """Shows what it was given, in that order. A collector, as prometheus_client calls it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._tallies: list[Tally] = []
+        self._metrics: list[ExportedMetric] = []
         registry.register(self)
 
-    def count(self, name: str, help_text: str, *labels: str) -> Count:
-        return self._keep(Count(name, help_text, labels))
+    def counter(self, name: str, help_text: str, *labels: str) -> FastCounter:
+        return self._register(FastCounter(name, help_text, labels))
 
-    def level(self, name: str, help_text: str, *labels: str) -> Level:
-        return self._keep(Level(name, help_text, labels))
+    def gauge(self, name: str, help_text: str, *labels: str) -> FastGauge:
+        return self._register(FastGauge(name, help_text, labels))
 
-    def spread(self, name: str, help_text: str, bounds: Sequence[float]) -> Spread:
-        return self._keep(Spread(name, help_text, bounds))
+    def histogram(self, name: str, help_text: str, bounds: Sequence[float]) -> FastHistogram:
+        return self._register(FastHistogram(name, help_text, bounds))
 
     def collect(self) -> Iterator[Metric]:
-        return (tally.family() for tally in self._tallies)
+        return (metric.family() for metric in self._metrics)
 
-    def _keep(self, tally: T) -> T:
-        self._tallies.append(tally)
-        return tally
+    def _register(self, metric: T) -> T:
+        self._metrics.append(metric)
+        return metric

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 
-__all__ = ["Ending", "ErrorLog", "ErrorTally", "Mark", "RecentRequests", "Timeline"]
+__all__ = ["ErrorCount", "ErrorLog", "RecentRequests", "RequestEvent", "RequestOutcome", "Timeline"]
 
 MAX_MARKS = 64
 """Of one request. Retries are bounded elsewhere; this bounds what a bug there costs."""
@@ -20,7 +20,7 @@ KEPT_FAILURES = 128
 KEPT_ERRORS = 64
 
 
-class Mark(StrEnum):
+class RequestEvent(StrEnum):
     ADMITTED = "admitted"
     """It left the queue."""
     PREFILL_BEGAN = "prefill began"
@@ -33,14 +33,14 @@ class Mark(StrEnum):
     """The first bytes of D's answer."""
 
 
-class Ending(StrEnum):
+class RequestOutcome(StrEnum):
     ANSWERED = "answered"
     OBJECTED = "objected"
     """Our answer or the engine's: the request is at fault (4xx)."""
     REFUSED = "refused"
     """Too much to do (429, 503)."""
     FAILED = "failed"
-    BROKEN_OFF = "broken off"
+    BROKEN_OFF = "aborted"
     """In the middle of a stream."""
     ABANDONED = "abandoned"
     """By its client."""
@@ -50,7 +50,7 @@ class Ending(StrEnum):
         return self in _ERRORS
 
 
-_ERRORS = frozenset((Ending.REFUSED, Ending.FAILED, Ending.BROKEN_OFF))
+_ERRORS = frozenset((RequestOutcome.REFUSED, RequestOutcome.FAILED, RequestOutcome.BROKEN_OFF))
 
 
 @dataclass(slots=True, eq=False)
@@ -60,38 +60,38 @@ class Timeline:
     request_id: str
     route: str
     arrived: float
-    marks: list[tuple[Mark, float, object]] = field(default_factory=list)
+    marks: list[tuple[RequestEvent, float, object]] = field(default_factory=list)
     """With what it is about: the instance, or why it failed."""
     conversation: str = ""
     fallback: str = ""
     """Why D computed the prompt itself; empty: it did not have to."""
     relayed_bytes: int = 0
     ended: float | None = None
-    ending: Ending | None = None
+    outcome: RequestOutcome | None = None
     status: int = 0
     error: str = ""
 
-    def mark(self, mark: Mark, now: float, about: object = None) -> None:
+    def mark(self, mark: RequestEvent, now: float, about: object = None) -> None:
         if len(self.marks) < MAX_MARKS:
             self.marks.append((mark, now, about))
 
-    def time_of(self, mark: Mark) -> float | None:
+    def time_of(self, mark: RequestEvent) -> float | None:
         """The last of its kind."""
         for made, at, _ in reversed(self.marks):
             if made is mark:
                 return at
         return None
 
-    def last_about(self, mark: Mark) -> object:
+    def last_about(self, mark: RequestEvent) -> object:
         return next((about for made, _, about in reversed(self.marks) if made is mark), None)
 
     @property
     def num_retries(self) -> int:
-        return sum(made in (Mark.PREFILL_FAILED, Mark.DECODE_FAILED) for made, _, _ in self.marks)
+        return sum(made in (RequestEvent.PREFILL_FAILED, RequestEvent.DECODE_FAILED) for made, _, _ in self.marks)
 
 
 @dataclass(slots=True)
-class ErrorTally:
+class ErrorCount:
     """One kind of error, however often it happened."""
 
     status: int
@@ -108,23 +108,23 @@ class ErrorLog:
     """The kinds of errors that happened last. Equal ones are counted, so that a flood of one does not hide the others."""
 
     kept: int = KEPT_ERRORS
-    _tallies: OrderedDict[tuple[int, str], ErrorTally] = field(default_factory=OrderedDict, init=False)
+    _counts: OrderedDict[tuple[int, str], ErrorCount] = field(default_factory=OrderedDict, init=False)
 
     def note(self, status: int, text: str, now: float, request_id: str = "") -> None:
         text = text[:MAX_TEXT_CHARS]
-        tally = self._tallies.get((status, text))
-        if tally is None:
-            self._tallies[status, text] = ErrorTally(status, text, 1, now, now, request_id)
-            if len(self._tallies) > self.kept:
-                self._tallies.popitem(last=False)
+        entry = self._counts.get((status, text))
+        if entry is None:
+            self._counts[status, text] = ErrorCount(status, text, 1, now, now, request_id)
+            if len(self._counts) > self.kept:
+                self._counts.popitem(last=False)
             return
-        tally.count += 1
-        tally.last_at = now
-        tally.request_id = request_id
-        self._tallies.move_to_end((status, text))
+        entry.count += 1
+        entry.last_at = now
+        entry.request_id = request_id
+        self._counts.move_to_end((status, text))
 
-    def newest_first(self) -> Iterator[ErrorTally]:
-        return reversed(self._tallies.values())
+    def newest_first(self) -> Iterator[ErrorCount]:
+        return reversed(self._counts.values())
 
 
 class RecentRequests:
@@ -145,13 +145,13 @@ class RecentRequests:
         self._live[timeline] = None
         return timeline
 
-    def end(self, timeline: Timeline, ending: Ending, status: int, now: float, error: str = "") -> None:
+    def end(self, timeline: Timeline, outcome: RequestOutcome, status: int, now: float, error: str = "") -> None:
         """Its answer is over. A second end changes nothing."""
         if self._live.pop(timeline, False) is not None:
             return
-        timeline.ended, timeline.ending, timeline.status = now, ending, status
+        timeline.ended, timeline.outcome, timeline.status = now, outcome, status
         self._ended.append(timeline)
-        if ending.is_error:
+        if outcome.is_error:
             timeline.error = error[:MAX_TEXT_CHARS]
             self._failed.append(timeline)
             self.errors.note(status, error, now, timeline.request_id)

@@ -12,88 +12,88 @@ from uuid import uuid4
 
 import msgspec
 
-from kvferry.router.conversations import Conversations, Turn
-from kvferry.router.exchange import Exchange
+from kvferry.router.conversations import Conversations, LastTurn
+from kvferry.router.exchange import RequestContext
 from kvferry.router.fleet import Fleet, Leg
 from kvferry.router.instances import Instance
 from kvferry.router.metrics import RouterMetrics
 
-__all__ = ["TurnKeeper"]
+__all__ = ["TurnTracker"]
 
-PATIENCE_S = 0.5
+QUERY_WAIT_S = 0.5
 """For an answer of D's side channel that the next turn waits for."""
 
-AskTurn = Callable[[Instance, str], Awaitable[bytes | None]]
+TurnQuery = Callable[[Instance, str], Awaitable[bytes | None]]
 """D's params for the turn of this word; None: it does not say. Takes a bounded time."""
 
 
-class _Said(msgspec.Struct):
+class _TurnParams(msgspec.Struct):
     ttl_s: float | None = None
     ticket: str | None = None
 
 
 @dataclass(slots=True)
-class TurnKeeper:
+class TurnTracker:
     conversations: Conversations
     fleet: Fleet
     metrics: RouterMetrics
     ttl_s: float
     """At most."""
-    ask: AskTurn | None = None
-    _asking: dict[tuple[str, str], "asyncio.Task[None]"] = field(default_factory=dict)
+    ask: TurnQuery | None = None
+    _queries: dict[tuple[str, str], "asyncio.Task[None]"] = field(default_factory=dict)
 
-    async def take(self, exchange: Exchange) -> Turn | None:
+    async def take(self, context: RequestContext) -> LastTurn | None:
         """The conversation's last turn; from now on it is this request's."""
-        name = exchange.client.conversation_id
+        name = context.client.conversation_id
         if name is None:
             return None
-        exchange.turn_word = uuid4().hex
-        asking = self._asking.get((exchange.tenant, name))
-        if asking is not None:
-            await asyncio.wait([asking], timeout=PATIENCE_S)
-        turn = self.conversations.take(exchange.tenant, name, time.monotonic())
+        context.turn_id = uuid4().hex
+        query = self._queries.get((context.tenant, name))
+        if query is not None:
+            await asyncio.wait([query], timeout=QUERY_WAIT_S)
+        turn = self.conversations.take(context.tenant, name, time.monotonic())
         self.metrics.turns.add("yes" if turn is not None and turn.params else "no")
         return turn
 
-    def keep(self, exchange: Exchange, leg: Leg, params: bytes | None) -> None:
+    def retain(self, context: RequestContext, leg: Leg, params: bytes | None) -> None:
         """The turn is over. `leg`: D's. `params`: what its answer said of its blocks."""
-        name, word = exchange.client.conversation_id, exchange.turn_word
-        if name is None or word is None:
+        name, turn_id = context.client.conversation_id, context.turn_id
+        if name is None or turn_id is None:
             return
-        key = (exchange.tenant, name)
-        earlier = self._asking.get(key)
+        key = (context.tenant, name)
+        earlier = self._queries.get(key)
         if earlier is not None:
             earlier.cancel()  # of a turn before this one: its answer would take the place of ours
-        if params is not None or self.ask is None or not exchange.client.is_streamed:
-            self._put(key, leg, params, exchange.prefiller)
+        if params is not None or self.ask is None or not context.client.is_streamed:
+            self._put(key, leg, params, context.prefiller)
             return
-        task = asyncio.create_task(self._ask(key, leg, word, exchange.prefiller))
-        self._asking[key] = task
-        task.add_done_callback(lambda done: self._asking.pop(key) if self._asking.get(key) is done else None)
+        task = asyncio.create_task(self._ask(key, leg, turn_id, context.prefiller))
+        self._queries[key] = task
+        task.add_done_callback(lambda done: self._queries.pop(key) if self._queries.get(key) is done else None)
 
     async def close(self) -> None:
-        asking = list(self._asking.values())
-        for task in asking:
+        query = list(self._queries.values())
+        for task in query:
             task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.gather(*query, return_exceptions=True)
 
-    async def _ask(self, key: tuple[str, str], leg: Leg, word: str, prefiller: Instance | None) -> None:
+    async def _ask(self, key: tuple[str, str], leg: Leg, turn_id: str, prefiller: Instance | None) -> None:
         assert self.ask is not None
-        self._put(key, leg, await self.ask(leg.instance, word), prefiller)
+        self._put(key, leg, await self.ask(leg.instance, turn_id), prefiller)
 
     def _put(self, key: tuple[str, str], leg: Leg, params: bytes | None, prefiller: Instance | None) -> None:
         """Also where D keeps nothing: whom the conversation was with is worth knowing."""
-        ttl_s, said = self.ttl_s, _read(params) if params else None
-        if said is None or said.ticket is None:
+        ttl_s, params_read = self.ttl_s, _read(params) if params else None
+        if params_read is None or params_read.ticket is None:
             params = b""
-        elif said.ttl_s is not None:
-            ttl_s = min(ttl_s, said.ttl_s)
+        elif params_read.ttl_s is not None:
+            ttl_s = min(ttl_s, params_read.ttl_s)
         if self.fleet.is_current(leg):
-            self.conversations.put(*key, Turn(params or b"", leg.instance, prefiller), ttl_s, time.monotonic())
+            self.conversations.put(*key, LastTurn(params or b"", leg.instance, prefiller), ttl_s, time.monotonic())
 
 
-def _read(params: bytes) -> _Said | None:
+def _read(params: bytes) -> _TurnParams | None:
     try:
-        return msgspec.json.decode(params, type=_Said)
+        return msgspec.json.decode(params, type=_TurnParams)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 
 from kvferry.router.instances import Instance
-from kvferry.router.watch import Watch
+from kvferry.router.watch import InstanceWatcher
 from kvferry.types import Address
 
-__all__ = ["ask_by"]
+__all__ = ["make_turn_query_by"]
 
 ASK_TIMEOUT_S = 2.0
 ASK_AGAIN_S = 0.05
@@ -16,15 +16,17 @@ ASK_AGAIN_S = 0.05
 MAX_ASKED = 3
 
 
-def ask_by(ask_turn: Callable[[Address, str], "Future[str]"], watch: Watch) -> Callable[[Instance, str], Awaitable[bytes | None]]:
-    async def ask(instance: Instance, word: str) -> bytes | None:
-        side_channel = watch.side_channel(instance)
+def make_turn_query_by(
+    query_turn: Callable[[Address, str], "Future[str]"], watcher: InstanceWatcher
+) -> Callable[[Instance, str], Awaitable[bytes | None]]:
+    async def ask(instance: Instance, turn_id: str) -> bytes | None:
+        side_channel = watcher.side_channel(instance)
         if side_channel is None:
             return None
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 for _ in range(MAX_ASKED):
-                    params = await asyncio.wrap_future(ask_turn(side_channel, word))
+                    params = await asyncio.wrap_future(query_turn(side_channel, turn_id))
                     if params:
                         return params.encode()
                     await asyncio.sleep(ASK_AGAIN_S)

@@ -7,10 +7,10 @@ import re
 
 import msgspec
 
-__all__ = ["EventFilter", "take_from_answer"]
+__all__ = ["TurnParamsFilter", "take_turn_params"]
 
-MAX_HELD_BYTES = 4 * 1024 * 1024
-"""An event longer than this is none of ours and is passed on in pieces."""
+MAX_BUFFERED_BYTES = 4 * 1024 * 1024
+"""An event longer than this is none of ours and is passed on in segments."""
 
 _Fields = dict[str, msgspec.Raw]
 _decoder: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
@@ -21,8 +21,8 @@ _MARK_SPACED = b'"kv_transfer_params" :'
 _EVENT_END = re.compile(rb"(\r?\n\r?\n)")
 
 
-class EventFilter:
-    """Between D's stream and the client: `pass_on` each piece, b"" at the end. `params` is what was found."""
+class TurnParamsFilter:
+    """Between D's stream and the client: `feed` each segment, b"" at the end. `params` is what was found."""
 
     __slots__ = ("_rest", "params")
 
@@ -30,19 +30,19 @@ class EventFilter:
         self._rest = b""
         self.params: bytes | None = None
 
-    def pass_on(self, piece: bytes) -> bytes:
+    def feed(self, segment: bytes) -> bytes:
         """What the client gets now. Only an event that has not come whole is kept back."""
-        if not piece:
+        if not segment:
             rest, self._rest = self._rest, b""
-            return self._look(rest)
-        text = self._rest + piece
+            return self._strip_events(rest)
+        text = self._rest + segment
         end = max(_after_last(text, b"\n\n"), _after_last(text, b"\r\n\r\n"))
-        if not end and len(text) > MAX_HELD_BYTES:
+        if not end and len(text) > MAX_BUFFERED_BYTES:
             end = len(text)
         whole, self._rest = text[:end], text[end:]
-        return self._look(whole)
+        return self._strip_events(whole)
 
-    def _look(self, events: bytes) -> bytes:
+    def _strip_events(self, events: bytes) -> bytes:
         if _MARK not in events and _MARK_SPACED not in events:
             return events
         parts = _EVENT_END.split(events)
@@ -65,7 +65,7 @@ def _after_last(text: bytes, mark: bytes) -> int:
     return found + len(mark) if found >= 0 else 0
 
 
-def take_from_answer(body: bytes) -> tuple[bytes | None, bytes]:
+def take_turn_params(body: bytes) -> tuple[bytes | None, bytes]:
     """The params in a whole answer, and the answer without them. One that cannot be read is passed on as it is."""
     found = _take(body)
     return (None, body) if found is None else (found[0], msgspec.json.encode(found[1]))

@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["run_twins"]
+__all__ = ["run_both_legs"]
 
 D = TypeVar("D")
 P = TypeVar("P")
 
 
-async def run_twins(
+async def run_both_legs(
     prefill: Coroutine[Any, Any, P | None],
     decode: Coroutine[Any, Any, D],
     has_begun: Callable[[], bool],
-    look_after: Callable[["asyncio.Task[Any]"], None],
+    finish_leg: Callable[["asyncio.Task[Any]"], None],
 ) -> D | P:
     """D's answer; or P's objection, if it has one and the client has got nothing of D's answer.
 
-    D's leg does not outlive this call. P's is handed to `look_after`, however it stands: its answer may be on its way. It is cancelled with
+    D's leg does not outlive this call. P's is handed to `finish_leg`, however it stands: its answer may be on its way. It is cancelled with
     this call."""
     first, second = asyncio.create_task(prefill), asyncio.create_task(decode)
     try:
@@ -32,6 +32,6 @@ async def run_twins(
         first.cancel()
         raise
     finally:
-        look_after(first)
+        finish_leg(first)
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-__all__ = ["LatencyHistogram", "Second", "VitalSigns", "quantile"]
+__all__ = ["LatencyHistogram", "SecondStats", "TimeSeries", "quantile"]
 
 KEPT_S = 300
 MAX_SPREAD_S = 30
@@ -27,7 +27,7 @@ LatencyHistogram = dict[int, int]
 
 
 @dataclass(slots=True)
-class Second:
+class SecondStats:
     """What happened in one second. `index`: seconds since the clock's zero."""
 
     index: int
@@ -45,12 +45,12 @@ class Second:
     """p50 and p99 of ttft and of handover; None: not over yet."""
 
 
-class VitalSigns:
+class TimeSeries:
     def __init__(self, kept_s: int = KEPT_S) -> None:
         self._kept_s = kept_s
-        self._over: deque[Second] = deque(maxlen=kept_s)
-        self._current: Second | None = None
-        self._told_after_s = 0
+        self._over: deque[SecondStats] = deque(maxlen=kept_s)
+        self._current: SecondStats | None = None
+        self._report_lag_s = 0
 
     def note_end(self, now: float, relayed_bytes: int, is_error: object = False) -> None:
         """A request ended."""
@@ -70,7 +70,7 @@ class VitalSigns:
         counts, bucket = self._at(now).handover, _bucket(seconds)
         counts[bucket] = counts.get(bucket, 0) + 1
 
-    def note_engines(self, tokens: int, moved_bytes: int, now: float, over_s: float = 1.0) -> None:
+    def note_instances(self, tokens: int, moved_bytes: int, now: float, over_s: float = 1.0) -> None:
         """What an instance did since it was last asked, so long ago: spread over that time, because it did not happen all at once."""
         current = self._at(now)
         length = min(max(1, math.ceil(over_s)), 1 + len(self._over), MAX_SPREAD_S)
@@ -78,22 +78,22 @@ class VitalSigns:
         for place, second in enumerate(seconds):
             second.tokens += _share(tokens, place, length)
             second.moved_bytes += _share(moved_bytes, place, length)
-        self._told_after_s = length
+        self._report_lag_s = length
 
-    def num_told(self, seconds: list[Second]) -> int:
+    def num_reported(self, seconds: list[SecondStats]) -> int:
         """How many of these all instances have spoken of; the last few await their next word."""
-        return max(0, len(seconds) - self._told_after_s)
+        return max(0, len(seconds) - self._report_lag_s)
 
-    def seconds(self, now: float) -> list[Second]:
+    def seconds(self, now: float) -> list[SecondStats]:
         """Those that are over, oldest first; without gaps, and as many as are kept once there are that many."""
         self._at(now)
         return list(self._over)
 
-    def over_last(self, num_seconds: int, now: float, histogram_of: Callable[[Second], LatencyHistogram]) -> LatencyHistogram:
+    def over_last(self, num_seconds: int, now: float, histogram_of: Callable[[SecondStats], LatencyHistogram]) -> LatencyHistogram:
         """One histogram of several seconds."""
         return _merged(histogram_of(second) for second in self.seconds(now)[-num_seconds:])
 
-    def _at(self, now: float) -> Second:
+    def _at(self, now: float) -> SecondStats:
         current = self._current
         index = int(now)
         if current is not None and index <= current.index:
@@ -103,8 +103,8 @@ class VitalSigns:
             self._over.append(current)
             # Idle seconds are seconds too; more of them than are kept need not be made.
             for missed in range(max(current.index + 1, index - self._kept_s), index):
-                self._over.append(Second(missed, quantiles=(None, None, None, None)))
-        self._current = Second(index)
+                self._over.append(SecondStats(missed, quantiles=(None, None, None, None)))
+        self._current = SecondStats(index)
         return self._current
 
 
@@ -129,7 +129,7 @@ def _bucket(seconds: float) -> int:
     return min(MAX_BUCKET, math.ceil(math.log(seconds / SMALLEST_S) * _PER_BUCKET)) if seconds < math.inf else MAX_BUCKET
 
 
-def _quantiles(second: Second) -> tuple[float | None, float | None, float | None, float | None]:
+def _quantiles(second: SecondStats) -> tuple[float | None, float | None, float | None, float | None]:
     ttft, handover = second.ttft, second.handover
     return quantile(ttft, 0.5), quantile(ttft, 0.99), quantile(handover, 0.5), quantile(handover, 0.99)
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvferry.errors import ConfigError
 from kvferry.sizing.keys import MAX_HEADS, MAX_LAYERS, list_for_layers, section, short, switch, whole_number, whole_numbers
 from kvferry.sizing.layers import layer_views
-from kvferry.sizing.shape import CacheShape, LayerGroup, LayerKind, canonical_dtype
+from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
 
 __all__ = ["auto_dtype", "shape_of_config", "text_config"]
 
@@ -43,7 +43,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**_FAMILY_DEFAULTS.get(str(config.get("model_type")), {}), **{k: v for k, v in config.items() if v is not None}}
 
 
-def shape_of_config(config: Mapping[str, Any], dtype: str) -> CacheShape:
+def shape_of_config(config: Mapping[str, Any], dtype: str) -> ModelCacheShape:
     """ConfigError, one sentence with the fix, for what is missing or impossible."""
     found = text_config(config)
     if switch(config, "is_encoder_decoder"):
@@ -52,16 +52,16 @@ def shape_of_config(config: Mapping[str, Any], dtype: str) -> CacheShape:
     if layers is None:
         raise ConfigError(f"config.json does not say how many layers there are (num_hidden_layers); {_FIX}")
     if whole_number(found, "kv_lora_rank") is not None:
-        return CacheShape(_latent_groups(found, layers), dtype)
+        return ModelCacheShape(_latent_groups(found, layers), dtype)
     heads = _kv_heads_of_layers(found, layers)
     width = _width(found)
-    alike: Counter[tuple[LayerKind, int, int | None]] = Counter()
+    alike: Counter[tuple[LayerCacheKind, int, int | None]] = Counter()
     for view, kv_heads in zip(layer_views(found, layers), heads, strict=False):
         if view is not None and kv_heads:
             alike[view[0], kv_heads, view[1]] += 1
     if len(alike) > MAX_GROUPS:
         raise ConfigError(f"config.json has layers of {len(alike):,} different sizes, {MAX_GROUPS} are the most that are planned; {_FIX}")
-    return CacheShape(tuple(LayerGroup(kind, count, kv, width, window) for (kind, kv, window), count in alike.items()), dtype)
+    return ModelCacheShape(tuple(LayerGroup(kind, count, kv, width, window) for (kind, kv, window), count in alike.items()), dtype)
 
 
 def auto_dtype(config: Mapping[str, Any]) -> str | None:
@@ -82,11 +82,11 @@ def _latent_groups(config: Mapping[str, Any], layers: int) -> tuple[LayerGroup, 
     attending = sum(view is not None for view in layer_views(config, layers))
     if not attending:
         return ()
-    groups = [LayerGroup(LayerKind.LATENT, attending, 1, rank + rotary, rotary=rotary)]
+    groups = [LayerGroup(LayerCacheKind.LATENT, attending, 1, rank + rotary, rotary=rotary)]
     index = whole_number(config, "index_head_dim")
     if index is not None:
         # Sparse attention finds its tokens by keys of their own: one byte a number and a scale of four for each 128.
-        groups.append(LayerGroup(LayerKind.LATENT, attending, 1, index, fixed_bytes=index + 4 * -(-index // 128)))
+        groups.append(LayerGroup(LayerCacheKind.LATENT, attending, 1, index, fixed_bytes=index + 4 * -(-index // 128)))
     return tuple(groups)
 
 

@@ -11,10 +11,10 @@ __all__ = ["MAX_HEADS", "MAX_LAYERS", "list_for_layers", "section", "short", "sw
 MAX_LAYERS = 10_000
 MAX_HEADS = 4_096
 """Far above any model; a number beyond is a slip, and would only keep the planner busy."""
-_MOST = 10**9
+_MAX_NUMBER = 10**9
 
 
-def whole_number(config: Mapping[str, Any], key: str, least: int = 1, most: int = _MOST) -> int | None:
+def whole_number(config: Mapping[str, Any], key: str, least: int = 1, most: int = _MAX_NUMBER) -> int | None:
     """None where the key is missing or null. ConfigError when it is no whole number of that size."""
     value = config.get(key)
     if value is None:

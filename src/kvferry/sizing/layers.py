@@ -8,26 +8,26 @@ from typing import Any
 
 from kvferry.errors import ConfigError
 from kvferry.sizing.keys import list_for_layers, section, short, switch, whole_number, whole_numbers
-from kvferry.sizing.shape import LayerKind
+from kvferry.sizing.shape import LayerCacheKind
 
 __all__ = ["LayerView", "layer_views"]
 
-LayerView = tuple[LayerKind, int | None] | None
+LayerView = tuple[LayerCacheKind, int | None] | None
 """What a layer looks at, and the most tokens it holds; None: it caches nothing that grows with the prompt."""
 
-FULL: LayerView = (LayerKind.FULL, None)
+FULL: LayerView = (LayerCacheKind.FULL, None)
 _TYPES = {
-    "full_attention": LayerKind.FULL,
-    "attention": LayerKind.FULL,
-    "full": LayerKind.FULL,
-    "global": LayerKind.FULL,
-    "global_attention": LayerKind.FULL,
-    "hybrid": LayerKind.FULL,
-    "sliding_attention": LayerKind.SLIDING,
-    "sliding_window_attention": LayerKind.SLIDING,
-    "local_attention": LayerKind.SLIDING,
-    "local": LayerKind.SLIDING,
-    "chunked_attention": LayerKind.CHUNKED,
+    "full_attention": LayerCacheKind.FULL,
+    "attention": LayerCacheKind.FULL,
+    "full": LayerCacheKind.FULL,
+    "global": LayerCacheKind.FULL,
+    "global_attention": LayerCacheKind.FULL,
+    "hybrid": LayerCacheKind.FULL,
+    "sliding_attention": LayerCacheKind.SLIDING,
+    "sliding_window_attention": LayerCacheKind.SLIDING,
+    "local_attention": LayerCacheKind.SLIDING,
+    "local": LayerCacheKind.SLIDING,
+    "chunked_attention": LayerCacheKind.CHUNKED,
 }
 _WITHOUT_CACHE = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp"}
 _ALTERNATING = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
@@ -85,12 +85,12 @@ def _view_of_type(kind: object, config: Mapping[str, Any], key: str) -> LayerVie
         return None
     found = _TYPES.get(kind)
     match found:
-        case LayerKind.FULL:
+        case LayerCacheKind.FULL:
             return FULL
-        case LayerKind.SLIDING:
-            return LayerKind.SLIDING, _needed(config, "sliding_window")
-        case LayerKind.CHUNKED:
-            return LayerKind.CHUNKED, _needed(config, "attention_chunk_size")
+        case LayerCacheKind.SLIDING:
+            return LayerCacheKind.SLIDING, _needed(config, "sliding_window")
+        case LayerCacheKind.CHUNKED:
+            return LayerCacheKind.CHUNKED, _needed(config, "attention_chunk_size")
     raise ConfigError(
         f"config.json lists a layer of type {kind!a:.40} in {key}, which is not known here; give --layers, --kv-heads and --head-dim"
     )
@@ -103,7 +103,7 @@ def _chunked_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
     rotary = [int((layer + 1) % every != 0) for layer in range(layers)]
     if list_for_layers(config, "no_rope_layers", layers) is not None:
         rotary = whole_numbers(config, "no_rope_layers", 0, 1) or rotary
-    return [(LayerKind.CHUNKED, chunk) if has_rotary else FULL for has_rotary in rotary]
+    return [(LayerCacheKind.CHUNKED, chunk) if has_rotary else FULL for has_rotary in rotary]
 
 
 def _window_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
@@ -112,7 +112,7 @@ def _window_views(config: Mapping[str, Any], layers: int) -> list[LayerView]:
     is_switched = switch(config, "use_sliding_window")
     if window is None or is_switched is False:
         return [FULL] * layers
-    sliding: LayerView = (LayerKind.SLIDING, window)
+    sliding: LayerView = (LayerCacheKind.SLIDING, window)
     if family.startswith(_SWITCHED):
         if not is_switched:
             return [FULL] * layers

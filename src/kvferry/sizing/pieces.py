@@ -1,9 +1,9 @@
-"""Into how many pieces a transfer falls, by layout and by what differs between the two sides: planned as a real one is. Pure.
+"""Into how many segments a transfer falls, by layout and by what differs between the two sides: planned as a real one is. Pure.
 
-Adjacent blocks that are adjacent on both sides become one piece; what is counted here is the most there can be.
+Adjacent blocks that are adjacent on both sides become one segment; what is counted here is the most there can be.
 
-Grains (as many tokens as the smaller block holds) fall into pieces alike, one period of them (as many as the larger block holds) after the
-other, and so do the layers of a block. So only a few of each are planned, and the others follow from how much one more adds.
+Grains (as many tokens as the smaller block holds) fall into segments alike, one period of them (as many as the larger block holds) after
+the other, and so do the layers of a block. So only a few of each are planned, and the others follow from how much one more adds.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from kvferry.errors import ConfigError
 from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.planning import plan_read
-from kvferry.protocol.ranks import heads_of, visits
-from kvferry.sizing.shape import CacheShape, LayerGroup, LayerKind
+from kvferry.protocol.ranks import heads_of, rank_mappings
+from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape
 from kvferry.types import AxisKind, KVLayout, Region
 
-__all__ = ["CROSS_LAYER", "LAYOUTS", "PieceCount", "Sides", "count_pieces", "planned_pieces"]
+__all__ = ["CROSS_LAYER", "LAYOUTS", "SegmentCount", "Sides", "count_segments", "planned_segments"]
 
 HND, NHD, CROSS_LAYER = "HND", "NHD", "cross-layer"
 LAYOUTS = (HND, NHD, CROSS_LAYER)
@@ -41,16 +41,16 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceCount:
+class SegmentCount:
     layout: str
     sides: Sides
-    pieces: int
+    segments: int
     """Into one of the consumer's ranks, from all it reads from."""
-    piece_bytes: int
+    segment_bytes: int
     """Of the smallest."""
 
 
-def count_pieces(shape: CacheShape, layout: str, sides: Sides, tokens: int) -> PieceCount:
+def count_segments(shape: ModelCacheShape, layout: str, sides: Sides, tokens: int) -> SegmentCount:
     """As planning all of it would, at the cost of planning a few blocks. ConfigError for blocks too large even for that."""
     heads, block = max(_heads(group) for group in shape.groups), max(sides.p_block, sides.d_block)
     if heads * block > MAX_BLOCK_ITEMS:
@@ -58,51 +58,53 @@ def count_pieces(shape: CacheShape, layout: str, sides: Sides, tokens: int) -> P
             f"blocks of {block:,} tokens and {heads:,} KV heads are too large to plan, "
             f"{MAX_BLOCK_ITEMS:,} is the most of tokens times heads; use smaller blocks"
         )
-    grain = min(sides.p_block, sides.d_block)
-    counts = [_over_layers(group, group.head_bytes(shape.dtype), layout, sides, group.held_blocks(tokens, grain)) for group in shape.groups]
-    return PieceCount(layout, sides, sum(pieces for pieces, _ in counts), min(size for _, size in counts))
+    granularity = min(sides.p_block, sides.d_block)
+    counts = [
+        _over_layers(group, group.head_bytes(shape.dtype), layout, sides, group.held_blocks(tokens, granularity)) for group in shape.groups
+    ]
+    return SegmentCount(layout, sides, sum(segments for segments, _ in counts), min(size for _, size in counts))
 
 
-def planned_pieces(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, grains: int) -> tuple[int, int]:
+def planned_segments(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int) -> tuple[int, int]:
     """How many, and of how many bytes the smallest: so many grains, of blocks that hold so many layers, planned one by one."""
-    end = grains * min(sides.p_block, sides.d_block)
+    end = chunks * min(sides.p_block, sides.d_block)
     ours = _geometry(0, sides.d_tp, sides.d_block, heads, layers, item_bytes, layout, end)
-    pieces, smallest = 0, 0
-    for visit in visits(0, sides.d_tp, sides.p_tp, heads):
-        theirs = _geometry(visit.rank, sides.p_tp, sides.p_block, heads, layers, item_bytes, layout, end)
-        for part in plan_read(ours, theirs, visit.heads, [range(ours.num_blocks)], [range(theirs.num_blocks)], range(end)):
-            pieces += len(part.local_offsets)
-            smallest = min(smallest or part.piece_bytes, part.piece_bytes)
-    return pieces, smallest
+    segments, smallest = 0, 0
+    for rank_mapping in rank_mappings(0, sides.d_tp, sides.p_tp, heads):
+        theirs = _geometry(rank_mapping.rank, sides.p_tp, sides.p_block, heads, layers, item_bytes, layout, end)
+        for part in plan_read(ours, theirs, rank_mapping.heads, [range(ours.num_blocks)], [range(theirs.num_blocks)], range(end)):
+            segments += len(part.local_offsets)
+            smallest = min(smallest or part.segment_bytes, part.segment_bytes)
+    return segments, smallest
 
 
-def _over_layers(group: LayerGroup, item_bytes: int, layout: str, sides: Sides, grains: int) -> tuple[int, int]:
+def _over_layers(group: LayerGroup, item_bytes: int, layout: str, sides: Sides, chunks: int) -> tuple[int, int]:
     if layout != CROSS_LAYER:
-        pieces, smallest = _over_grains(_heads(group), 1, item_bytes, layout, sides, grains)
-        return pieces * group.layers, smallest
+        segments, smallest = _over_small_blocks(_heads(group), 1, item_bytes, layout, sides, chunks)
+        return segments * group.layers, smallest
     if group.layers <= 3:
-        return _over_grains(_heads(group), group.layers, item_bytes, layout, sides, grains)
+        return _over_small_blocks(_heads(group), group.layers, item_bytes, layout, sides, chunks)
     # One layer has no axis of layers, so two and three are the first that are alike.
-    two, smallest = _over_grains(_heads(group), 2, item_bytes, layout, sides, grains)
-    three, _ = _over_grains(_heads(group), 3, item_bytes, layout, sides, grains)
+    two, smallest = _over_small_blocks(_heads(group), 2, item_bytes, layout, sides, chunks)
+    three, _ = _over_small_blocks(_heads(group), 3, item_bytes, layout, sides, chunks)
     if two == three:
-        # One more layer makes no piece more: all layers of a block lie in one.
+        # One more layer makes no segment more: all layers of a block lie in one.
         return two, smallest // 2 * group.layers
     return two + (three - two) * (group.layers - 2), smallest
 
 
-def _over_grains(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, grains: int) -> tuple[int, int]:
+def _over_small_blocks(heads: int, layers: int, item_bytes: int, layout: str, sides: Sides, chunks: int) -> tuple[int, int]:
     period = max(sides.p_block, sides.d_block) // min(sides.p_block, sides.d_block)
-    periods, rest = divmod(grains, period)
+    periods, rest = divmod(chunks, period)
     if periods < 3:
-        return planned_pieces(heads, layers, item_bytes, layout, sides, grains)
-    short, smallest = planned_pieces(heads, layers, item_bytes, layout, sides, period + rest)
-    longer, _ = planned_pieces(heads, layers, item_bytes, layout, sides, 2 * period + rest)
+        return planned_segments(heads, layers, item_bytes, layout, sides, chunks)
+    short, smallest = planned_segments(heads, layers, item_bytes, layout, sides, period + rest)
+    longer, _ = planned_segments(heads, layers, item_bytes, layout, sides, 2 * period + rest)
     return short + (longer - short) * (periods - 1), smallest
 
 
 def _heads(group: LayerGroup) -> int:
-    return 1 if group.kind is LayerKind.LATENT else group.kv_heads
+    return 1 if group.kind is LayerCacheKind.LATENT else group.kv_heads
 
 
 def _geometry(rank: int, tp: int, block: int, total: int, layers: int, item_bytes: int, layout: str, tokens: int) -> Geometry:

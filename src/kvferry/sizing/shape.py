@@ -11,7 +11,7 @@ from enum import StrEnum
 from kvferry.errors import ConfigError
 from kvferry.protocol.ranks import can_divide
 
-__all__ = ["DTYPE_BYTES", "LATENT_DTYPE", "CacheShape", "LayerGroup", "LayerKind", "canonical_dtype"]
+__all__ = ["DTYPE_BYTES", "LATENT_DTYPE", "LayerCacheKind", "LayerGroup", "ModelCacheShape", "canonical_dtype"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 LATENT_DTYPE = "fp8_ds_mla"
@@ -32,7 +32,7 @@ _SYNONYMS = {
 _SCALED_TOGETHER = 128
 
 
-class LayerKind(StrEnum):
+class LayerCacheKind(StrEnum):
     FULL = "full"
     SLIDING = "sliding"
     CHUNKED = "chunked"
@@ -43,7 +43,7 @@ class LayerKind(StrEnum):
 class LayerGroup:
     """So many layers that cache alike."""
 
-    kind: LayerKind
+    kind: LayerCacheKind
     layers: int
     kv_heads: int
     """1 for latent layers."""
@@ -64,7 +64,7 @@ class LayerGroup:
         return -(-tokens // block_size) - (tokens - self.held_tokens(tokens)) // block_size
 
     def heads_per_rank(self, tp: int) -> int:
-        return 1 if self.kind is LayerKind.LATENT else max(1, self.kv_heads // tp)
+        return 1 if self.kind is LayerCacheKind.LATENT else max(1, self.kv_heads // tp)
 
     def head_bytes(self, dtype: str) -> int:
         """Of one token and head in one layer."""
@@ -77,14 +77,14 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class ModelCacheShape:
     groups: tuple[LayerGroup, ...]
     dtype: str
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise ConfigError("none of its layers has a KV cache; nothing moves between engines")
-        if self.dtype == LATENT_DTYPE and any(group.kind is not LayerKind.LATENT for group in self.groups):
+        if self.dtype == LATENT_DTYPE and any(group.kind is not LayerCacheKind.LATENT for group in self.groups):
             raise ConfigError(f"--dtype {LATENT_DTYPE} is for models with latent attention only; use fp8")
 
     @property
@@ -109,7 +109,7 @@ class CacheShape:
     def check_tp(self, tp: int, flag: str = "--tp") -> None:
         """ConfigError when the heads cannot be dealt out evenly."""
         for group in self.groups:
-            if group.kind is not LayerKind.LATENT and not can_divide(group.kv_heads, tp):
+            if group.kind is not LayerCacheKind.LATENT and not can_divide(group.kv_heads, tp):
                 raise ConfigError(f"{flag} {tp} does not fit {group.kv_heads} KV heads; use a divisor or a multiple of {group.kv_heads}")
 
 

@@ -8,9 +8,9 @@ longer.
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.sizing.shape import CacheShape
+from kvferry.sizing.shape import ModelCacheShape
 
-__all__ = ["DEFAULT_LINKS", "DEFAULT_TOKENS", "Link", "PromptRow", "Units", "prompt_row", "show_ms", "show_size", "show_tokens"]
+__all__ = ["DEFAULT_LINKS", "DEFAULT_TOKENS", "NetworkLink", "PromptRow", "Units", "prompt_row", "show_ms", "show_size", "show_tokens"]
 
 
 class Units(Enum):
@@ -21,7 +21,7 @@ class Units(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkLink:
     name: str
     gbit: float
 
@@ -34,7 +34,7 @@ class Link:
         return f"{self.name} ({self.gbit:g} Gbps, ~{self.gigabytes_per_s:g} GB/s)"
 
 
-DEFAULT_LINKS = (Link("IB HDR × 1", 200),)
+DEFAULT_LINKS = (NetworkLink("IB HDR × 1", 200),)
 DEFAULT_TOKENS = (1_000, 4_000, 8_000, 32_000, 128_000)
 
 
@@ -53,7 +53,7 @@ class PromptRow:
     """For each link, all bytes over one."""
 
 
-def prompt_row(shape: CacheShape, tokens: int, links: tuple[Link, ...], tp: int, units: Units) -> PromptRow:
+def prompt_row(shape: ModelCacheShape, tokens: int, links: tuple[NetworkLink, ...], tp: int, units: Units) -> PromptRow:
     size = shape.prompt_bytes(tokens)
     gigabytes = size / units.value
     return PromptRow(

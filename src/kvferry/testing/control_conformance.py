@@ -1,7 +1,7 @@
-"""What every control plane must do: the contract of `kvferry.ports.control`, as cases that any implementation can run.
+"""What every control transport must do: the contract of `kvferry.ports.control`, as cases that any implementation can run.
 
 for case in CONTROL_CASES:
-    case(make_plane)      # make_plane(port) opens a plane of one and the same cluster; port 0 is any free one
+    case(make_transport)      # make_transport(port) opens a transport of one and the same cluster; port 0 is any free one
 """
 
 import threading
@@ -10,30 +10,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, ControlPlane, Disconnected, Received, Route
+from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, ControlTransport, Disconnected, Received, Route
 
-__all__ = ["CONTROL_CASES", "PlaneMaker", "gather"]
+__all__ = ["CONTROL_CASES", "TransportMaker", "gather"]
 
-PlaneMaker = Callable[[int], ControlPlane]
+TransportMaker = Callable[[int], ControlTransport]
 
 DEADLINE_S = 20.0
-TURN_S = 0.02
+POLL_S = 0.02
 MANY = 200
 
 
-def gather(plane: ControlPlane, count: int, *others: ControlPlane) -> list[ControlEvent]:
+def gather(transport: ControlTransport, count: int, *others: ControlTransport) -> list[ControlEvent]:
     """Poll until `count` events have come. The others are polled too; their events are thrown away."""
     events: list[ControlEvent] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(events) < count:
         assert time.monotonic() < deadline, f"only {len(events)} of {count} events came within {DEADLINE_S:g} s: {events[-3:]}"
-        events += plane.poll(TURN_S)
+        events += transport.poll(POLL_S)
         for other in others:
             other.poll(0.0)
     return events
 
 
-def frames_arrive_whole_and_in_order_and_are_answered(make: PlaneMaker) -> None:
+def frames_arrive_whole_and_in_order_and_get_replies(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         sent = [f"{number}".encode() * (number + 1) for number in range(MANY)]
         for frame in sent:
@@ -50,16 +50,16 @@ def frames_arrive_whole_and_in_order_and_are_answered(make: PlaneMaker) -> None:
         assert _received(gather(far, 1, near))[0].frame == b"and back"
 
 
-def addresses_can_be_dialled_and_are_not_wildcards(make: PlaneMaker) -> None:
+def addresses_can_be_dialled_and_are_not_wildcards(make: TransportMaker) -> None:
     with _two(make) as (near, far):
-        for plane in (near, far):
-            assert plane.address.startswith("tcp://")
-            assert "*" not in plane.address
-            assert "0.0.0.0" not in plane.address
+        for transport in (near, far):
+            assert transport.address.startswith("tcp://")
+            assert "*" not in transport.address
+            assert "0.0.0.0" not in transport.address
         assert near.address != far.address
 
 
-def frames_wait_for_a_peer_that_is_not_there_yet(make: PlaneMaker) -> None:
+def frames_wait_for_a_peer_that_is_not_there_yet(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         address, port = far.address, int(far.address.rpartition(":")[2])
         far.close()
@@ -71,7 +71,7 @@ def frames_wait_for_a_peer_that_is_not_there_yet(make: PlaneMaker) -> None:
             late.close()
 
 
-def a_queue_that_is_full_refuses(make: PlaneMaker) -> None:
+def a_queue_that_is_full_refuses(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         address = far.address
         far.close()
@@ -83,7 +83,7 @@ def a_queue_that_is_full_refuses(make: PlaneMaker) -> None:
     raise AssertionError("frames for a peer that is not there are queued without end")
 
 
-def a_dialled_peer_that_goes_is_told_once_and_can_be_dialled_anew(make: PlaneMaker) -> None:
+def a_lost_peer_is_reported_once_and_can_be_dialled_again(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         address, port = far.address, int(far.address.rpartition(":")[2])
         near.send(address, b"one")
@@ -99,7 +99,7 @@ def a_dialled_peer_that_goes_is_told_once_and_can_be_dialled_anew(make: PlaneMak
             again.close()
 
 
-def a_forgotten_peer_is_not_told_and_can_be_dialled_anew(make: PlaneMaker) -> None:
+def a_forgotten_peer_is_not_reported_and_can_be_dialled_again(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         near.send(far.address, b"one")
         gather(far, 1, near)
@@ -110,7 +110,7 @@ def a_forgotten_peer_is_not_told_and_can_be_dialled_anew(make: PlaneMaker) -> No
         assert _received(gather(far, 1, near))[0].frame == b"two"
 
 
-def answers_to_those_who_have_gone_are_ignored(make: PlaneMaker) -> None:
+def replies_to_disconnected_peers_are_ignored(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         near.send(far.address, b"one")
         route = _received(gather(far, 1, near))[0].route
@@ -122,7 +122,7 @@ def answers_to_those_who_have_gone_are_ignored(make: PlaneMaker) -> None:
         assert far.poll(0.05) == []
 
 
-def the_longest_frame_arrives_and_a_longer_one_is_dropped(make: PlaneMaker) -> None:
+def the_longest_frame_arrives_and_a_longer_one_is_dropped(make: TransportMaker) -> None:
     with _two(make) as (near, far):
         near.send(far.address, b"y" * (MAX_FRAME_BYTES + 1))
         near.send(far.address, b"z" * MAX_FRAME_BYTES)
@@ -130,74 +130,74 @@ def the_longest_frame_arrives_and_a_longer_one_is_dropped(make: PlaneMaker) -> N
         assert [len(event.frame) for event in arrived] == [MAX_FRAME_BYTES]
 
 
-def waking_ends_a_poll(make: PlaneMaker) -> None:
-    plane = make(0)
-    waker = threading.Timer(0.05, plane.wake)
+def waking_ends_a_poll(make: TransportMaker) -> None:
+    transport = make(0)
+    waker = threading.Timer(0.05, transport.wake)
     waker.start()
     try:
         began = time.monotonic()
-        assert plane.poll(DEADLINE_S) == []
+        assert transport.poll(DEADLINE_S) == []
         assert time.monotonic() - began < DEADLINE_S / 2, "wake did not end a poll"
-        plane.wake()
-        assert plane.poll(None) == [], "a wake before the poll was lost"
+        transport.wake()
+        assert transport.poll(None) == [], "a wake before the poll was lost"
     finally:
         waker.join()
-        plane.close()
+        transport.close()
 
 
-def a_taken_port_is_a_mistake_of_the_operator(make: PlaneMaker) -> None:
-    plane = make(0)
-    port = plane.address.rpartition(":")[2]
+def a_port_in_use_is_a_config_error(make: TransportMaker) -> None:
+    transport = make(0)
+    port = transport.address.rpartition(":")[2]
     refusal = ""
     try:
         make(int(port)).close()
     except ConfigError as error:
         refusal = str(error)
     finally:
-        plane.close()
-    assert port in refusal, "two planes were bound to one port, or the refusal does not name it"
+        transport.close()
+    assert port in refusal, "two transports were bound to one port, or the refusal does not name it"
 
 
-def nonsense_addresses_are_refused(make: PlaneMaker) -> None:
-    plane = make(0)
+def nonsense_addresses_are_refused(make: TransportMaker) -> None:
+    transport = make(0)
     try:
         for address in ("", "nonsense", "ipc:///etc/passwd", "inproc://x"):
             try:
-                plane.send(address, b"x")
+                transport.send(address, b"x")
             except TransportError:
                 continue
             raise AssertionError(f"{address!r} was dialled")
     finally:
-        plane.close()
+        transport.close()
 
 
-def closing_twice_is_closing_once(make: PlaneMaker) -> None:
-    plane = make(0)
-    plane.close()
-    plane.close()
-    plane.wake()
-    plane.forget("tcp://nobody:1")
-    assert plane.poll(0.0) == []
+def closing_twice_is_closing_once(make: TransportMaker) -> None:
+    transport = make(0)
+    transport.close()
+    transport.close()
+    transport.wake()
+    transport.forget("tcp://nobody:1")
+    assert transport.poll(0.0) == []
 
 
-CONTROL_CASES: tuple[Callable[[PlaneMaker], None], ...] = (
-    frames_arrive_whole_and_in_order_and_are_answered,
+CONTROL_CASES: tuple[Callable[[TransportMaker], None], ...] = (
+    frames_arrive_whole_and_in_order_and_get_replies,
     addresses_can_be_dialled_and_are_not_wildcards,
     frames_wait_for_a_peer_that_is_not_there_yet,
     a_queue_that_is_full_refuses,
-    a_dialled_peer_that_goes_is_told_once_and_can_be_dialled_anew,
-    a_forgotten_peer_is_not_told_and_can_be_dialled_anew,
-    answers_to_those_who_have_gone_are_ignored,
+    a_lost_peer_is_reported_once_and_can_be_dialled_again,
+    a_forgotten_peer_is_not_reported_and_can_be_dialled_again,
+    replies_to_disconnected_peers_are_ignored,
     the_longest_frame_arrives_and_a_longer_one_is_dropped,
     waking_ends_a_poll,
-    a_taken_port_is_a_mistake_of_the_operator,
+    a_port_in_use_is_a_config_error,
     nonsense_addresses_are_refused,
     closing_twice_is_closing_once,
 )
 
 
 @contextmanager
-def _two(make: PlaneMaker) -> Iterator[tuple[ControlPlane, ControlPlane]]:
+def _two(make: TransportMaker) -> Iterator[tuple[ControlTransport, ControlTransport]]:
     near, far = make(0), make(0)
     try:
         yield near, far

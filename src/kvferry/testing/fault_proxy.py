@@ -17,29 +17,29 @@ from typing import Self
 
 from kvferry.types import Address
 
-__all__ = ["BOTH", "Direction", "FaultProxy", "Side"]
+__all__ = ["BOTH", "FaultProxy", "ProxyDirection", "ProxySide"]
 
 _CALL_S = 10.0
 _CHUNK_BYTES = 65536
 _QUEUED_CHUNKS = 64
-_NO_LINGER = struct.pack("ii", 1, 0)
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
-class Direction(Enum):
+class ProxyDirection(Enum):
     TO_SERVER = "to the server"
     TO_CLIENT = "to the client"
 
 
-class Side(Enum):
+class ProxySide(Enum):
     CLIENT = "client"
     SERVER = "server"
 
 
-BOTH = (Direction.TO_SERVER, Direction.TO_CLIENT)
+BOTH = (ProxyDirection.TO_SERVER, ProxyDirection.TO_CLIENT)
 
 
 @dataclass(slots=True)
-class _Way:
+class _DirectionState:
     """What happens to bytes in one direction."""
 
     delay_s: float = 0.0
@@ -69,8 +69,8 @@ class FaultProxy:
         self._listen = listen
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-proxy")
-        self._ways = {direction: _Way() for direction in Direction}
-        self._connections: set[_Connection] = set()
+        self._ways = {direction: _DirectionState() for direction in ProxyDirection}
+        self._connections: set[_ProxiedConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._num_accepted = 0
@@ -107,7 +107,7 @@ class FaultProxy:
         """Connections so far."""
         return self._num_accepted
 
-    def carried_bytes(self, direction: Direction) -> int:
+    def carried_bytes(self, direction: ProxyDirection) -> int:
         return self._ways[direction].carried_bytes
 
     # -- what can be done to connections ---------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class FaultProxy:
         """Undo `delay`, `stall` and `cut_after`. What was held back goes on its way."""
         self._call(self._flow)
 
-    def delay(self, seconds: float, *directions: Direction) -> None:
+    def delay(self, seconds: float, *directions: ProxyDirection) -> None:
         """Bytes that come from now on are passed on that much later."""
 
         def act() -> None:
@@ -125,7 +125,7 @@ class FaultProxy:
 
         self._call(act)
 
-    def stall(self, *directions: Direction) -> None:
+    def stall(self, *directions: ProxyDirection) -> None:
         """Connections are accepted and stay open, and nothing moves."""
 
         def act() -> None:
@@ -134,7 +134,7 @@ class FaultProxy:
 
         self._call(act)
 
-    def cut_after(self, size_bytes: int, direction: Direction) -> None:
+    def cut_after(self, size_bytes: int, direction: ProxyDirection) -> None:
         """So many more bytes go in this direction, then every connection that wants to send more is reset."""
 
         def act() -> None:
@@ -146,7 +146,7 @@ class FaultProxy:
         """Both sides of every connection get a reset, at once."""
         self._call(self._reset_all)
 
-    def vanish(self, side: Side) -> None:
+    def vanish(self, side: ProxySide) -> None:
         """One side of every connection is gone; the other is not told, and speaks to nobody."""
 
         def act() -> None:
@@ -213,19 +213,19 @@ class FaultProxy:
         except OSError:
             _abort(writer)
             return
-        connection = _Connection(writer, upstream_writer)
+        connection = _ProxiedConnection(writer, upstream_writer)
         self._connections.add(connection)
         try:
             await asyncio.gather(
-                self._pump(reader, upstream_writer, Direction.TO_SERVER, connection),
-                self._pump(upstream_reader, writer, Direction.TO_CLIENT, connection),
+                self._pump(reader, upstream_writer, ProxyDirection.TO_SERVER, connection),
+                self._pump(upstream_reader, writer, ProxyDirection.TO_CLIENT, connection),
             )
         finally:
             self._connections.discard(connection)
             connection.reset()
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction, connection: "_Connection"
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: ProxyDirection, connection: "_ProxiedConnection"
     ) -> None:
         """Until the sender ends. Reading and writing are apart, so that a delay does not become a limit on the rate."""
         way = self._ways[direction]
@@ -245,7 +245,11 @@ class FaultProxy:
             await asyncio.gather(writing, return_exceptions=True)
 
     async def _write(
-        self, queue: "asyncio.Queue[tuple[float, bytes]]", writer: asyncio.StreamWriter, way: _Way, connection: "_Connection"
+        self,
+        queue: "asyncio.Queue[tuple[float, bytes]]",
+        writer: asyncio.StreamWriter,
+        way: _DirectionState,
+        connection: "_ProxiedConnection",
     ) -> None:
         with contextlib.suppress(OSError):
             while True:
@@ -265,18 +269,18 @@ class FaultProxy:
                     return
 
 
-class _Connection:
+class _ProxiedConnection:
     """The two sockets of one connection."""
 
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
-        self._writers = {Side.CLIENT: client, Side.SERVER: server}
+        self._writers = {ProxySide.CLIENT: client, ProxySide.SERVER: server}
         self.is_half_open = False
 
     def reset(self) -> None:
         for writer in self._writers.values():
             _abort(writer)
 
-    def vanish(self, side: Side) -> None:
+    def vanish(self, side: ProxySide) -> None:
         self.is_half_open = True
         _abort(self._writers[side])
 
@@ -285,5 +289,5 @@ def _abort(writer: asyncio.StreamWriter) -> None:
     """Close with a reset, without sending what is left."""
     raw = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):  # closed already
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     writer.transport.abort()

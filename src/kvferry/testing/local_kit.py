@@ -1,4 +1,4 @@
-"""A plane kit for engines that move nothing: plain memory, no planes. For tests, benchmarks and single engines."""
+"""A transport kit for engines that move nothing: plain memory, no transports. For tests, benchmarks and single engines."""
 
 import ctypes
 import mmap
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 from kvferry.ports.block_store import BlockStore
-from kvferry.ports.control import ControlPlane
-from kvferry.ports.data import DataPlane
+from kvferry.ports.control import ControlTransport
+from kvferry.ports.data import DataTransport
 from kvferry.ports.memory import CacheMemory
-from kvferry.ports.order import EngineOrder, HostOrder
+from kvferry.ports.order import EngineStream, HostStream
 from kvferry.types import Region
 
-__all__ = ["LocalKit", "LocalMemory"]
+__all__ = ["LocalMemory", "LocalTransportKit"]
 
 
 class LocalMemory:
@@ -42,24 +42,24 @@ class LocalMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalKit:
+class LocalTransportKit:
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return LocalMemory(size_bytes)
 
-    def data_planes(self, memory: CacheMemory | None) -> Sequence[DataPlane]:
+    def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
         return []
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
-        raise ConfigError("this engine was started without planes, so no blocks arrive here; start it with a full plane kit")
+        raise ConfigError("this engine was started without transports, so no blocks arrive here; start it with a full transport kit")
 
-    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
-        return self.block_store(mirror)
+    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        return self.block_store(host_buffer)
 
-    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
-        return HostOrder()
+    def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
+        return HostStream()
 
-    def control_plane(self) -> ControlPlane:
-        raise ConfigError("this engine was started without planes and cannot talk to others; start it with a full plane kit")
+    def control_transport(self) -> ControlTransport:
+        raise ConfigError("this engine was started without transports and cannot talk to others; start it with a full transport kit")
 
-    def side_channel(self) -> ControlPlane:
-        raise ConfigError("this engine was started without planes and cannot serve a side channel; start it with a full plane kit")
+    def side_channel(self) -> ControlTransport:
+        raise ConfigError("this engine was started without transports and cannot serve a side channel; start it with a full transport kit")

@@ -1,8 +1,8 @@
-"""What every data plane must do: the contract of `kvferry.ports.data`, as cases that any implementation can run.
+"""What every data transport must do: the contract of `kvferry.ports.data`, as cases that any implementation can run.
 
-source = PairSource(make_side, SpawnedFar)
+source = TransportPairSource(make_side, SpawnedFarSide)
 for case in CASES:
-    case.run(source)      # AssertionError when the plane breaks its contract
+    case.run(source)      # AssertionError when the transport breaks its contract
 source.close()
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvferry.errors import KVFerryError, LocalProtocolError, TransportError
-from kvferry.ports.data import Completion, Handle, Pieces, PlaneOffer
+from kvferry.ports.data import Completion, Handle, Segments, TransportOffer
 from kvferry.testing.plane_sides import (
     DEADLINE_S,
     LARGE_BLOCK_BYTES,
@@ -25,26 +25,26 @@ from kvferry.testing.plane_sides import (
     SMALL_BLOCKS,
     SMALL_REGIONS,
     Bytes,
-    LocalFar,
-    Pair,
-    PairSource,
-    Side,
-    SideMaker,
-    SpawnedFar,
+    InProcessFarSide,
+    SpawnedFarSide,
+    TransportPair,
+    TransportPairSource,
+    TransportSide,
+    TransportSideMaker,
     digest,
     pattern,
 )
 from kvferry.types import EngineId, MemoryKind, PeerId
 
-__all__ = ["CASES", "Case", "LocalFar", "PairSource", "Side", "SideMaker", "SpawnedFar"]
+__all__ = ["CASES", "Case", "InProcessFarSide", "SpawnedFarSide", "TransportPairSource", "TransportSide", "TransportSideMaker"]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One promise. `run` raises AssertionError when it is broken."""
 
-    run: Callable[[PairSource], None]
-    needs_death: bool = False
+    run: Callable[[TransportPairSource], None]
+    needs_peer_death: bool = False
     """Only for sources whose far side can be seen to die."""
 
     @property
@@ -52,41 +52,41 @@ class Case:
         return self.run.__name__
 
 
-def scattered_reads_bring_exactly_the_named_bytes(source: PairSource) -> None:
+def scattered_reads_bring_exactly_the_named_bytes(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        for piece_bytes in (512, SMALL_BLOCK_BYTES):
-            _read_and_compare(pair, [_scattered(region, (region + 5) % SMALL_REGIONS, piece_bytes, seed=region) for region in range(3)])
+        for segment_bytes in (512, SMALL_BLOCK_BYTES):
+            _read_and_compare(pair, [_scattered(region, (region + 5) % SMALL_REGIONS, segment_bytes, seed=region) for region in range(3)])
 
 
-def reads_of_neighbours_are_joined_and_equal(source: PairSource) -> None:
+def reads_of_neighbours_are_joined_and_equal(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         blocks = np.arange(10, 50, dtype=np.int64) * SMALL_BLOCK_BYTES
-        pieces = Pieces(2, 1, SMALL_BLOCK_BYTES, blocks[::-1].copy(), (blocks - 4 * SMALL_BLOCK_BYTES)[::-1].copy())
-        assert _read_and_compare(pair, [pieces]).pieces == 1
+        segments = Segments(2, 1, SMALL_BLOCK_BYTES, blocks[::-1].copy(), (blocks - 4 * SMALL_BLOCK_BYTES)[::-1].copy())
+        assert _read_and_compare(pair, [segments]).segments == 1
 
 
-def pieces_at_odd_offsets_are_read(source: PairSource) -> None:
+def segments_at_odd_offsets_are_read(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         local = np.array([1, 3001, 7777], np.int64)
-        _read_and_compare(pair, [Pieces(0, 1, 999, local, np.array([13, 7, 250_001], np.int64))])
+        _read_and_compare(pair, [Segments(0, 1, 999, local, np.array([13, 7, 250_001], np.int64))])
 
 
-def a_scattered_source_fills_a_contiguous_target(source: PairSource) -> None:
+def a_scattered_source_fills_a_contiguous_target(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         blocks = np.random.default_rng(5).permutation(SMALL_BLOCKS).astype(np.int64) * SMALL_BLOCK_BYTES
-        _read_and_compare(pair, [Pieces(4, 7, SMALL_BLOCK_BYTES, np.sort(blocks), blocks)])
+        _read_and_compare(pair, [Segments(4, 7, SMALL_BLOCK_BYTES, np.sort(blocks), blocks)])
 
 
-def scattered_writes_bring_exactly_the_named_bytes(source: PairSource) -> None:
+def scattered_writes_bring_exactly_the_named_bytes(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         parts = [_scattered(region, (region + 5) % SMALL_REGIONS, SMALL_BLOCK_BYTES, seed=region) for region in range(3)]
         before = digest(pair.near.memory)
-        handle = pair.near.plane.write(pair.peer, parts, pair.lend_all())
+        handle = pair.near.transport.write(pair.peer, parts, pair.grant_all())
         completion = pair.wait(handle)[handle]
         assert completion.ok, completion.error
         assert completion.total_bytes == sum(part.total_bytes for part in parts)
@@ -94,55 +94,55 @@ def scattered_writes_bring_exactly_the_named_bytes(source: PairSource) -> None:
         for part in parts:
             for local, remote in zip(part.local_offsets, part.remote_offsets, strict=True):
                 at, origin = pair.place(part.remote_region, int(remote)), pair.place(part.local_region, int(local))
-                expected[at : at + part.piece_bytes] = pair.near.memory[origin : origin + part.piece_bytes]
+                expected[at : at + part.segment_bytes] = pair.near.memory[origin : origin + part.segment_bytes]
         assert pair.far.digest() == digest(expected), "other bytes than the named ones were written"
         assert pair.far.digest() != digest(pattern(pair.far_seed)), "nothing was written"
         assert digest(pair.near.memory) == before, "a write changed the side it came from"
 
 
-def planes_that_fence_nothing_lend_nothing(source: PairSource) -> None:
+def transports_without_fencing_grant_no_writes(source: TransportPairSource) -> None:
     with source.pair() as pair:
-        if pair.near.plane.fences_writes:
+        if pair.near.transport.supports_write_grants:
             return
         with _raises(LocalProtocolError):
-            pair.near.plane.lend(1, [[0]])
+            pair.near.transport.grant_writes(1, [[0]])
         with _raises(LocalProtocolError):
-            pair.near.plane.take_back(1)
+            pair.near.transport.revoke_writes(1)
 
 
-def empty_transfers_complete_with_nothing(source: PairSource) -> None:
+def empty_transfers_complete_with_nothing(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         empty = np.empty(0, np.int64)
         before = digest(pair.near.memory)
-        handles = [pair.near.plane.read(pair.peer, []), pair.near.plane.write(pair.peer, [Pieces(0, 0, 64, empty, empty)])]
+        handles = [pair.near.transport.read(pair.peer, []), pair.near.transport.write(pair.peer, [Segments(0, 0, 64, empty, empty)])]
         for completion in pair.wait(*handles).values():
             assert completion.ok, completion.error
-            assert (completion.total_bytes, completion.pieces) == (0, 0)
+            assert (completion.total_bytes, completion.segments) == (0, 0)
         assert digest(pair.near.memory) == before
-        assert pair.near.plane.poll() == []
+        assert pair.near.transport.poll() == []
 
 
-def many_regions_move_in_one_transfer(source: PairSource) -> None:
+def many_regions_move_in_one_transfer(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         _read_and_compare(pair, [_scattered(region, SMALL_REGIONS - 1 - region, 1024, seed=region) for region in range(SMALL_REGIONS)])
 
 
-def a_large_transfer_spans_many_slices(source: PairSource) -> None:
+def a_large_transfer_spans_many_slices(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         _read_and_compare(pair, [_large(seed=3)])
 
 
-def large_pieces_of_a_large_region_are_joined(source: PairSource) -> None:
+def large_segments_of_a_large_region_are_joined(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         offsets = np.arange(LARGE_BLOCKS, dtype=np.int64) * LARGE_BLOCK_BYTES
-        _read_and_compare(pair, [Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)])
+        _read_and_compare(pair, [Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, offsets, offsets)])
 
 
-def impossible_offsets_are_refused_before_anything_moves(source: PairSource) -> None:
+def impossible_offsets_are_refused_before_anything_moves(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         before = digest(pair.near.memory)
@@ -150,64 +150,66 @@ def impossible_offsets_are_refused_before_anything_moves(source: PairSource) -> 
         end = SMALL_BLOCKS * SMALL_BLOCK_BYTES
         for bad in (-1, end - size + 1, end, 2**62):
             wrong = np.array([bad], np.int64)
-            _refused(pair, Pieces(0, 0, size, wrong, good), LocalProtocolError)
-            _refused(pair, Pieces(0, 0, size, good, wrong), TransportError)
+            _refused(pair, Segments(0, 0, size, wrong, good), LocalProtocolError)
+            _refused(pair, Segments(0, 0, size, good, wrong), TransportError)
         for region in (-1, LARGE_REGION + 1):
-            _refused(pair, Pieces(region, 0, size, good, good), LocalProtocolError)
-            _refused(pair, Pieces(0, region, size, good, good), TransportError)
-        _refused(pair, Pieces(0, 0, 0, good, good), LocalProtocolError)
-        _refused(pair, Pieces(0, 0, size, good, np.array([0, size], np.int64)), LocalProtocolError)
-        assert pair.turn() == []
+            _refused(pair, Segments(region, 0, size, good, good), LocalProtocolError)
+            _refused(pair, Segments(0, region, size, good, good), TransportError)
+        _refused(pair, Segments(0, 0, 0, good, good), LocalProtocolError)
+        _refused(pair, Segments(0, 0, size, good, np.array([0, size], np.int64)), LocalProtocolError)
+        assert pair.tick() == []
         assert digest(pair.near.memory) == before
         _read_and_compare(pair, [_scattered(0, 1, size, seed=1)])
 
 
-def a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards(source: PairSource) -> None:
+def a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        at_once = pair.near.plane.read(pair.peer, [_large(seed=1)])
-        pair.near.plane.cancel(at_once)
+        at_once = pair.near.transport.read(pair.peer, [_large(seed=1)])
+        pair.near.transport.cancel(at_once)
         completion = pair.wait(at_once)[at_once]
         assert completion.error is not None
         assert "cancelled" in completion.error
         under_way = _begin(pair, pair.peer, seed=2)
-        pair.near.plane.cancel(under_way)
+        pair.near.transport.cancel(under_way)
         assert not pair.wait(under_way)[under_way].ok
         pair.near.memory[:] = 77
         for _ in range(20):
-            assert pair.turn() == []
+            assert pair.tick() == []
         assert np.all(pair.near.memory == 77), "a cancelled read wrote after it had ended"
-        pair.near.plane.cancel(under_way)
-        pair.near.plane.cancel(Handle(2**40))
-        assert pair.turn() == []
+        pair.near.transport.cancel(under_way)
+        pair.near.transport.cancel(Handle(2**40))
+        assert pair.tick() == []
 
 
-def unknown_peers_are_refused_or_ignored(source: PairSource) -> None:
+def unknown_peers_are_refused_or_ignored(source: TransportPairSource) -> None:
     with source.pair() as pair:
-        for start in (pair.near.plane.read, pair.near.plane.write):
+        for start in (pair.near.transport.read, pair.near.transport.write):
             with _raises(TransportError):
                 start(pair.peer, [_scattered(0, 0, 512, seed=1)])
-        pair.near.plane.disconnect(pair.peer)
+        pair.near.transport.disconnect(pair.peer)
         for blob in (b"", b"garbage", pair.far.offer.blob[:-3]):
             with _raises(TransportError):
-                pair.near.plane.connect(pair.peer, PlaneOffer(pair.far.offer.plane, pair.far.offer.reach, blob), pair.far.regions)
+                pair.near.transport.connect(
+                    pair.peer, TransportOffer(pair.far.offer.transport, pair.far.offer.reach, blob), pair.far.regions
+                )
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
 
 
-def a_disconnect_fails_what_is_under_way(source: PairSource) -> None:
+def a_disconnect_fails_transfers_in_flight(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         handle = _begin(pair, pair.peer, seed=4)
-        pair.near.plane.disconnect(pair.peer)
+        pair.near.transport.disconnect(pair.peer)
         assert not pair.wait(handle)[handle].ok
         with _raises(TransportError):
-            pair.near.plane.read(pair.peer, [_scattered(0, 0, 512, seed=1)])
+            pair.near.transport.read(pair.peer, [_scattered(0, 0, 512, seed=1)])
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
 
 
-def connecting_twice_replaces_the_first_connection(source: PairSource) -> None:
+def connecting_twice_replaces_the_first_connection(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 3, 512, seed=1)])
@@ -215,12 +217,12 @@ def connecting_twice_replaces_the_first_connection(source: PairSource) -> None:
         _read_and_compare(pair, [_scattered(1, 2, 512, seed=2)])
 
 
-def two_transfers_at_once_both_arrive(source: PairSource) -> None:
+def two_transfers_at_once_both_arrive(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         parts = [_large(seed=6), _scattered(0, 1, 512, seed=7)]
         expected = pair.near.memory.copy()
-        handles = [pair.near.plane.read(pair.peer, [part]) for part in parts]
+        handles = [pair.near.transport.read(pair.peer, [part]) for part in parts]
         assert len(set(handles)) == len(parts)
         for completion in pair.wait(*handles).values():
             assert completion.ok, completion.error
@@ -228,38 +230,38 @@ def two_transfers_at_once_both_arrive(source: PairSource) -> None:
         _same(pair.near.memory, expected)
 
 
-def a_finished_read_tells_bytes_pieces_and_times(source: PairSource) -> None:
+def a_finished_read_reports_bytes_segments_and_times(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         parts = [_scattered(0, 1, SMALL_BLOCK_BYTES, seed=1), _scattered(1, 2, 512, seed=2)]
-        handle = pair.near.plane.read(pair.peer, parts)
-        assert pair.near.plane.poll_interval_s() is not None, "a plane with work to do does not ask to be polled"
+        handle = pair.near.transport.read(pair.peer, parts)
+        assert pair.near.transport.poll_interval_s() is not None, "a transport with work to do does not ask to be polled"
         completion = pair.wait(handle)[handle]
         assert completion.ok, completion.error
         assert completion.total_bytes == sum(part.total_bytes for part in parts)
-        assert 1 <= completion.pieces <= sum(len(part.local_offsets) for part in parts)
+        assert 1 <= completion.segments <= sum(len(part.local_offsets) for part in parts)
         assert completion.post_s >= 0.0
         assert completion.transfer_s > 0.0
 
 
-def a_dead_peer_fails_its_transfers_and_no_others(source: PairSource) -> None:
-    with source.pair() as pair, source.doomed_far() as doomed:
+def a_dead_peer_fails_its_transfers_and_no_others(source: TransportPairSource) -> None:
+    with source.pair() as pair, source.disposable_far_side() as doomed:
         pair.connect()
         gone = replace(pair.peer, engine=EngineId("doomed"))
-        pair.near.plane.connect(gone, doomed.offer, doomed.regions)
+        pair.near.transport.connect(gone, doomed.offer, doomed.regions)
         lost = _begin(pair, gone, seed=8)
         doomed.die()
         assert not pair.wait(lost)[lost].ok, "a read from a dead peer succeeded"
         with _raises(TransportError):
-            pair.near.plane.read(gone, [_scattered(0, 0, 512, seed=1)])
+            pair.near.transport.read(gone, [_scattered(0, 0, 512, seed=1)])
         with contextlib.suppress(TransportError):  # some transports can tell at once that nobody is there, others when they try
-            pair.near.plane.connect(gone, doomed.offer, doomed.regions)
-            lost = pair.near.plane.read(gone, [_scattered(0, 0, 512, seed=1)])
+            pair.near.transport.connect(gone, doomed.offer, doomed.regions)
+            lost = pair.near.transport.read(gone, [_scattered(0, 0, 512, seed=1)])
             assert not pair.wait(lost)[lost].ok, "a dead peer came back"
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
 
 
-def close_is_complete_and_idempotent(source: PairSource) -> None:
+def close_is_complete_and_idempotent(source: TransportPairSource) -> None:
     with source.pair() as pair:  # libraries that keep things for the whole process have loaded them after this
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
@@ -267,43 +269,43 @@ def close_is_complete_and_idempotent(source: PairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         _read_and_compare(pair, [_scattered(0, 0, 512, seed=1)])
-        pair.near.plane.read(pair.peer, [_large(seed=9)])
-        pair.turn()
-        pair.near.plane.close()
-        pair.near.plane.close()
-        assert pair.near.plane.poll() == []
+        pair.near.transport.read(pair.peer, [_large(seed=9)])
+        pair.tick()
+        pair.near.transport.close()
+        pair.near.transport.close()
+        assert pair.near.transport.poll() == []
     deadline = time.monotonic() + DEADLINE_S  # the kernel lists a thread a moment longer than it can be joined
     while any(now > then for now, then in zip(_held(), before, strict=True)):
         assert time.monotonic() < deadline, f"(files, threads, shared mappings) were {before} before and are {_held()}"
-        source.let_far_turn()
+        source.let_far_side_poll()
 
 
 CASES = (
     Case(scattered_reads_bring_exactly_the_named_bytes),
     Case(reads_of_neighbours_are_joined_and_equal),
-    Case(pieces_at_odd_offsets_are_read),
+    Case(segments_at_odd_offsets_are_read),
     Case(a_scattered_source_fills_a_contiguous_target),
     Case(scattered_writes_bring_exactly_the_named_bytes),
-    Case(planes_that_fence_nothing_lend_nothing),
+    Case(transports_without_fencing_grant_no_writes),
     Case(empty_transfers_complete_with_nothing),
     Case(many_regions_move_in_one_transfer),
     Case(a_large_transfer_spans_many_slices),
-    Case(large_pieces_of_a_large_region_are_joined),
+    Case(large_segments_of_a_large_region_are_joined),
     Case(impossible_offsets_are_refused_before_anything_moves),
     Case(a_cancelled_transfer_ends_as_cancelled_and_touches_nothing_afterwards),
     Case(unknown_peers_are_refused_or_ignored),
-    Case(a_disconnect_fails_what_is_under_way),
+    Case(a_disconnect_fails_transfers_in_flight),
     Case(connecting_twice_replaces_the_first_connection),
     Case(two_transfers_at_once_both_arrive),
-    Case(a_finished_read_tells_bytes_pieces_and_times),
-    Case(a_dead_peer_fails_its_transfers_and_no_others, needs_death=True),
+    Case(a_finished_read_reports_bytes_segments_and_times),
+    Case(a_dead_peer_fails_its_transfers_and_no_others, needs_peer_death=True),
     Case(close_is_complete_and_idempotent),
 )
 
 
-def _read_and_compare(pair: Pair, parts: Sequence[Pieces]) -> Completion:
+def _read_and_compare(pair: TransportPair, parts: Sequence[Segments]) -> Completion:
     expected = pair.near.memory.copy()
-    handle = pair.near.plane.read(pair.peer, parts)
+    handle = pair.near.transport.read(pair.peer, parts)
     completion = pair.wait(handle)[handle]
     assert completion.ok, completion.error
     assert completion.total_bytes == sum(part.total_bytes for part in parts)
@@ -312,46 +314,46 @@ def _read_and_compare(pair: Pair, parts: Sequence[Pieces]) -> Completion:
     return completion
 
 
-def _apply(pair: Pair, parts: Sequence[Pieces], memory: Bytes) -> None:
+def _apply(pair: TransportPair, parts: Sequence[Segments], memory: Bytes) -> None:
     """Do to a copy of our memory what a right read does."""
     for part in parts:
         for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
             at = pair.place(part.local_region, local)
-            memory[at : at + part.piece_bytes] = pair.far_bytes(part.remote_region, remote, part.piece_bytes)
+            memory[at : at + part.segment_bytes] = pair.far_bytes(part.remote_region, remote, part.segment_bytes)
 
 
 def _same(memory: Bytes, expected: Bytes) -> None:
     assert np.array_equal(memory, expected), f"{np.count_nonzero(memory != expected)} bytes are not what they should be"
 
 
-def _scattered(local_region: int, remote_region: int, piece_bytes: int, seed: int) -> Pieces:
-    """A third of the pieces of a small region, in any order, to any place."""
-    slots = SMALL_BLOCKS * SMALL_BLOCK_BYTES // piece_bytes
+def _scattered(local_region: int, remote_region: int, segment_bytes: int, seed: int) -> Segments:
+    """A third of the segments of a small region, in any order, to any place."""
+    slots = SMALL_BLOCKS * SMALL_BLOCK_BYTES // segment_bytes
     random = np.random.default_rng(seed)
-    local, remote = (random.permutation(slots)[: slots // 3].astype(np.int64) * piece_bytes for _ in range(2))
-    return Pieces(local_region, remote_region, piece_bytes, local, remote)
+    local, remote = (random.permutation(slots)[: slots // 3].astype(np.int64) * segment_bytes for _ in range(2))
+    return Segments(local_region, remote_region, segment_bytes, local, remote)
 
 
-def _large(seed: int) -> Pieces:
+def _large(seed: int) -> Segments:
     """All of the large region, shuffled."""
     random = np.random.default_rng(seed)
     local, remote = (random.permutation(LARGE_BLOCKS).astype(np.int64) * LARGE_BLOCK_BYTES for _ in range(2))
-    return Pieces(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, local, remote)
+    return Segments(LARGE_REGION, LARGE_REGION, LARGE_BLOCK_BYTES, local, remote)
 
 
-def _begin(pair: Pair, peer: PeerId, seed: int) -> Handle:
+def _begin(pair: TransportPair, peer: PeerId, seed: int) -> Handle:
     """A large read that has begun and is not over. A device may need no more than one turn for it: then this is another one, without."""
-    handle = pair.near.plane.read(peer, [_large(seed)])
-    ended = pair.turn()
+    handle = pair.near.transport.read(peer, [_large(seed)])
+    ended = pair.tick()
     if not ended:
         return handle
     assert pair.far.regions[0].memory is MemoryKind.VRAM, "a large transfer was not done in slices"
     assert [(completion.handle, completion.ok) for completion in ended] == [(handle, True)]
-    return pair.near.plane.read(peer, [_large(seed)])
+    return pair.near.transport.read(peer, [_large(seed)])
 
 
-def _refused(pair: Pair, part: Pieces, error: type[KVFerryError]) -> None:
-    for start in (pair.near.plane.read, pair.near.plane.write):
+def _refused(pair: TransportPair, part: Segments, error: type[KVFerryError]) -> None:
+    for start in (pair.near.transport.read, pair.near.transport.write):
         with _raises(error):
             start(pair.peer, [_scattered(0, 0, 512, seed=1), part])
 

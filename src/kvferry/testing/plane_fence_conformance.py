@@ -1,4 +1,4 @@
-"""What a data plane that fences writes must do besides: `FENCE_CASES`, run like those of `plane_conformance`.
+"""What a data transport that supports write grants must do besides: `FENCE_CASES`, run like those of `transport_conformance`.
 
 The far side lends, and is written to by ours.
 """
@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from kvferry.ports.data import Completion, Pieces
+from kvferry.ports.data import Completion, Segments
 from kvferry.testing.plane_conformance import Case
 from kvferry.testing.plane_sides import (
     DEADLINE_S,
@@ -18,8 +18,8 @@ from kvferry.testing.plane_sides import (
     MEMORY_BYTES,
     SMALL_BLOCK_BYTES,
     SMALL_BLOCKS,
-    Pair,
-    PairSource,
+    TransportPair,
+    TransportPairSource,
     digest,
     pattern,
 )
@@ -33,177 +33,177 @@ UNKNOWN = 1 << 63
 ALL_SMALL, ALL_LARGE = range(SMALL_BLOCKS), range(LARGE_BLOCKS)
 
 
-def a_write_under_no_lent_number_is_refused_and_nothing_lands(source: PairSource) -> None:
+def a_write_without_a_grant_is_refused_and_nothing_lands(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
         for number in (0, UNKNOWN, 2 * UNKNOWN - 1):
             _refused(pair, _blocks(2, 3), number, f"number {number} is not lent")
-        number = pair.lend(ALL_SMALL, ALL_LARGE)
+        number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
         assert _write(pair, _blocks(2, 3), number).ok, "refusals cost the writer its peer"
         _far_is(pair, _blocks(2, 3))
 
 
-def a_write_that_leaves_the_lent_blocks_is_refused_and_nothing_lands(source: PairSource) -> None:
+def a_write_outside_the_granted_blocks_is_refused_and_nothing_lands(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.lend([3, 4, 9], [5])
+        number = pair.grant_writes([3, 4, 9], [5])
         size = SMALL_BLOCK_BYTES
         for part in (
             _blocks(0, 5),
             _blocks(1, 3, 4, 5),
             _blocks(LARGE_REGION, 3),
             _blocks(LARGE_REGION, 5, 6),
-            _piece(0, 3 * size - 1, size),
-            _piece(0, 4 * size + 1, size),
-            _piece(0, 5 * size, 1),
-            _piece(0, 9 * size - 1, 1),
-            _piece(0, 3 * size, 7 * size),
+            _segment(0, 3 * size - 1, size),
+            _segment(0, 4 * size + 1, size),
+            _segment(0, 5 * size, 1),
+            _segment(0, 9 * size - 1, 1),
+            _segment(0, 3 * size, 7 * size),
         ):
             _refused(pair, part, number, "leaves the blocks")
-        _refused(pair, _blocks(0, 3), pair.lend([], [5]), "leaves the blocks")
-        _refused(pair, _blocks(0, 3), pair.lend(), "leaves the blocks")
+        _refused(pair, _blocks(0, 3), pair.grant_writes([], [5]), "leaves the blocks")
+        _refused(pair, _blocks(0, 3), pair.grant_writes(), "leaves the blocks")
         assert _write(pair, _blocks(7, 3, 9), number).ok
         _far_is(pair, _blocks(7, 3, 9))
 
 
-def a_write_within_the_lent_blocks_brings_exactly_the_named_bytes(source: PairSource) -> None:
+def a_write_within_the_granted_blocks_brings_exactly_the_named_bytes(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.lend([9, 3, 4], [5, 639])
-        parts = (_blocks(7, 3, 9), _blocks(LARGE_REGION, 639, 5), _piece(1, 4 * SMALL_BLOCK_BYTES - 100, 200))
+        number = pair.grant_writes([9, 3, 4], [5, 639])
+        parts = (_blocks(7, 3, 9), _blocks(LARGE_REGION, 639, 5), _segment(1, 4 * SMALL_BLOCK_BYTES - 100, 200))
         for part in parts:
             assert _write(pair, part, number).ok
         _far_is(pair, *parts)
 
 
-def a_number_that_was_taken_back_before_admits_nothing(source: PairSource) -> None:
+def a_grant_revoked_before_a_write_admits_nothing(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number, other = pair.lend(ALL_SMALL, ALL_LARGE), pair.lend(ALL_SMALL, ALL_LARGE)
-        assert pair.far.take_back(number) == 1, "nothing was being received"
+        number, other = pair.grant_writes(ALL_SMALL, ALL_LARGE), pair.grant_writes(ALL_SMALL, ALL_LARGE)
+        assert pair.far.revoke_writes(number) == 1, "nothing was being received"
         _refused(pair, _blocks(2, 3), number, "not lent")
         assert _write(pair, _blocks(2, 4), other).ok
         _far_is(pair, _blocks(2, 4))
 
 
-def a_number_that_was_taken_back_after_a_write_admits_no_more(source: PairSource) -> None:
+def a_grant_revoked_after_a_write_admits_no_more(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.lend(ALL_SMALL, ALL_LARGE)
+        number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
         assert _write(pair, _blocks(2, 3), number).ok
-        assert pair.far.take_back(number) == 1, "nothing was being received"
-        pair.far.paint(CANARY)
+        assert pair.far.revoke_writes(number) == 1, "nothing was being received"
+        pair.far.fill_with(CANARY)
         assert not _write(pair, _blocks(2, 3), number).ok
         _canary_stays(pair)
 
 
-def a_number_taken_back_amid_a_write_lets_no_byte_land_afterwards(source: PairSource) -> None:
+def a_grant_revoked_during_a_write_lets_no_byte_land_afterwards(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        number = pair.lend(ALL_SMALL, ALL_LARGE)
-        handle = pair.near.plane.write(pair.peer, _endless(), number)
+        number = pair.grant_writes(ALL_SMALL, ALL_LARGE)
+        handle = pair.near.transport.write(pair.peer, _endless(), number)
         for _ in range(2):  # the second time as a control: a canary in blocks that are still lent dies
-            pair.far.paint(CANARY)
+            pair.far.fill_with(CANARY)
             _until_bytes_land(pair)
-        pair.far.take_back(number)
-        pair.far.paint(CANARY)
+        pair.far.revoke_writes(number)
+        pair.far.fill_with(CANARY)
         error = pair.wait(handle)[handle].error
         assert error is not None
         assert "not lent" in error, error
         for _ in range(20):
-            assert pair.turn() == []
+            assert pair.tick() == []
         _canary_stays(pair)
-        assert _write(pair, _blocks(2, 3), pair.lend([3])).ok, "a fence cost the writer its peer"
+        assert _write(pair, _blocks(2, 3), pair.grant_writes([3])).ok, "a fence cost the writer its peer"
 
 
-def a_number_taken_back_leaves_the_writes_under_others_alone(source: PairSource) -> None:
+def revoking_a_grant_leaves_writes_under_other_grants_alone(source: TransportPairSource) -> None:
     with source.pair() as pair:
         pair.connect()
-        lost, kept = pair.lend([], ALL_LARGE), pair.lend(ALL_SMALL)
+        lost, kept = pair.grant_writes([], ALL_LARGE), pair.grant_writes(ALL_SMALL)
         parts = [_blocks(region, *ALL_SMALL) for region in range(LARGE_REGION)]
-        doomed = pair.near.plane.write(pair.peer, _endless(), lost)
-        pair.far.paint(CANARY)
+        doomed = pair.near.transport.write(pair.peer, _endless(), lost)
+        pair.far.fill_with(CANARY)
         _until_bytes_land(pair)
-        others = [pair.near.plane.write(pair.peer, parts, kept) for _ in range(6)]
-        pair.far.take_back(lost)
+        others = [pair.near.transport.write(pair.peer, parts, kept) for _ in range(6)]
+        pair.far.revoke_writes(lost)
         ended = pair.wait(doomed, *others)
         assert not ended[doomed].ok
         for other in others:
             assert ended[other].ok, ended[other].error
-        pair.far.paint(0)
+        pair.far.fill_with(0)
         assert _write(pair, parts[0], kept).ok
         expected = np.zeros(MEMORY_BYTES, np.uint8)
         _apply(pair, parts[0], expected)
         assert pair.far.digest() == digest(expected)
 
 
-def numbers_that_are_not_known_are_taken_back_too(source: PairSource) -> None:
+def unknown_grants_can_be_revoked_too(source: TransportPairSource) -> None:
     with source.pair() as pair:
         for number in (UNKNOWN, UNKNOWN, 0):
-            assert pair.far.take_back(number) == 1
-        handles = [pair.near.plane.take_back(number) for number in (5, 5, 6)]
-        assert pair.near.plane.poll_interval_s() is not None
-        assert [each.handle for each in pair.near.plane.poll()] == handles
-        assert pair.near.plane.poll_interval_s() is None
+            assert pair.far.revoke_writes(number) == 1
+        handles = [pair.near.transport.revoke_writes(number) for number in (5, 5, 6)]
+        assert pair.near.transport.poll_interval_s() is not None
+        assert [each.handle for each in pair.near.transport.poll()] == handles
+        assert pair.near.transport.poll_interval_s() is None
 
 
 FENCE_CASES = (
-    Case(a_write_under_no_lent_number_is_refused_and_nothing_lands),
-    Case(a_write_that_leaves_the_lent_blocks_is_refused_and_nothing_lands),
-    Case(a_write_within_the_lent_blocks_brings_exactly_the_named_bytes),
-    Case(a_number_that_was_taken_back_before_admits_nothing),
-    Case(a_number_that_was_taken_back_after_a_write_admits_no_more),
-    Case(a_number_taken_back_amid_a_write_lets_no_byte_land_afterwards),
-    Case(a_number_taken_back_leaves_the_writes_under_others_alone),
-    Case(numbers_that_are_not_known_are_taken_back_too),
+    Case(a_write_without_a_grant_is_refused_and_nothing_lands),
+    Case(a_write_outside_the_granted_blocks_is_refused_and_nothing_lands),
+    Case(a_write_within_the_granted_blocks_brings_exactly_the_named_bytes),
+    Case(a_grant_revoked_before_a_write_admits_nothing),
+    Case(a_grant_revoked_after_a_write_admits_no_more),
+    Case(a_grant_revoked_during_a_write_lets_no_byte_land_afterwards),
+    Case(revoking_a_grant_leaves_writes_under_other_grants_alone),
+    Case(unknown_grants_can_be_revoked_too),
 )
 
 
-def _write(pair: Pair, part: Pieces | list[Pieces], number: int) -> Completion:
-    handle = pair.near.plane.write(pair.peer, [part] if isinstance(part, Pieces) else part, number)
+def _write(pair: TransportPair, part: Segments | list[Segments], number: int) -> Completion:
+    handle = pair.near.transport.write(pair.peer, [part] if isinstance(part, Segments) else part, number)
     return pair.wait(handle)[handle]
 
 
-def _refused(pair: Pair, part: Pieces, number: int, why: str) -> None:
+def _refused(pair: TransportPair, part: Segments, number: int, why: str) -> None:
     completion = _write(pair, part, number)
     assert completion.error is not None, "a write was let in that should have been refused"
     assert why in completion.error, completion.error
     _far_is(pair)
 
 
-def _far_is(pair: Pair, *written: Pieces) -> None:
+def _far_is(pair: TransportPair, *written: Segments) -> None:
     expected = pattern(pair.far_seed).copy()
     for part in written:
         _apply(pair, part, expected)
     assert pair.far.digest() == digest(expected), "other bytes than the named ones were written"
 
 
-def _canary_stays(pair: Pair) -> None:
+def _canary_stays(pair: TransportPair) -> None:
     assert pair.far.digest() == digest(np.full(MEMORY_BYTES, CANARY, np.uint8)), "bytes landed after a number had been taken back"
 
 
-def _until_bytes_land(pair: Pair) -> None:
+def _until_bytes_land(pair: TransportPair) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while pair.far.painted():
-        assert pair.turn() == [], "a long write has ended too early"
+    while pair.far.filled_with():
+        assert pair.tick() == [], "a long write has ended too early"
         assert time.monotonic() < deadline, "no byte has landed"
 
 
-def _apply(pair: Pair, part: Pieces, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+def _apply(pair: TransportPair, part: Segments, memory: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
     for local, remote in zip(part.local_offsets.tolist(), part.remote_offsets.tolist(), strict=True):
         at, origin = pair.place(part.remote_region, remote), pair.place(part.local_region, local)
-        memory[at : at + part.piece_bytes] = pair.near.memory[origin : origin + part.piece_bytes]
+        memory[at : at + part.segment_bytes] = pair.near.memory[origin : origin + part.segment_bytes]
 
 
-def _blocks(region: int, *blocks: int) -> Pieces:
+def _blocks(region: int, *blocks: int) -> Segments:
     size = LARGE_BLOCK_BYTES if region == LARGE_REGION else SMALL_BLOCK_BYTES
     offsets = np.array(blocks, np.int64) * size
-    return Pieces(region, region, size, np.sort(offsets)[::-1].copy(), offsets)
+    return Segments(region, region, size, np.sort(offsets)[::-1].copy(), offsets)
 
 
-def _piece(region: int, offset: int, size: int) -> Pieces:
-    return Pieces(region, region, size, np.zeros(1, np.int64), np.array([offset], np.int64))
+def _segment(region: int, offset: int, size: int) -> Segments:
+    return Segments(region, region, size, np.zeros(1, np.int64), np.array([offset], np.int64))
 
 
-def _endless() -> list[Pieces]:
+def _endless() -> list[Segments]:
     return list(itertools.repeat(_blocks(LARGE_REGION, *ALL_LARGE), REPEATS))

@@ -1,4 +1,4 @@
-"""The two sides of a data-plane conformance run: ours, and a far one in this process or in a spawned one.
+"""The two sides of a data-transport conformance run: ours, and a far one in this process or in a spawned one.
 
 Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer may touch.
 """
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.ports.data import Completion, DataPlane, Handle, PlaneOffer
+from kvferry.ports.data import Completion, DataTransport, Handle, TransportOffer
 from kvferry.types import EngineId, Epoch, PeerId, Region
 
 __all__ = [
@@ -32,13 +32,13 @@ __all__ = [
     "SMALL_BLOCK_BYTES",
     "SMALL_REGIONS",
     "Bytes",
-    "Far",
-    "LocalFar",
-    "Pair",
-    "PairSource",
-    "Side",
-    "SideMaker",
-    "SpawnedFar",
+    "FarSide",
+    "InProcessFarSide",
+    "SpawnedFarSide",
+    "TransportPair",
+    "TransportPairSource",
+    "TransportSide",
+    "TransportSideMaker",
     "digest",
     "layout",
     "pattern",
@@ -48,7 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 
 SMALL_REGIONS, SMALL_BLOCKS, SMALL_BLOCK_BYTES = 24, 64, 4096
 LARGE_REGION, LARGE_BLOCKS, LARGE_BLOCK_BYTES = SMALL_REGIONS, 640, 64 * 1024
-"""The large region is longer than any plane's slice or batch."""
+"""The large region is longer than any transport's slice or batch."""
 GAP_BYTES = 4096
 DEADLINE_S = 30.0
 IDLE_S = 0.02
@@ -76,95 +76,95 @@ def pattern(seed: int) -> Bytes:
 
 
 @dataclass(slots=True)
-class Side:
-    """A registered plane with MEMORY_BYTES of memory in the suite's layout. `close_memory` is called after the plane is closed."""
+class TransportSide:
+    """A registered transport with MEMORY_BYTES of memory in the suite's layout. `close_memory` is called after the transport is closed."""
 
-    plane: DataPlane
+    transport: DataTransport
     memory: Bytes
     regions: tuple[Region, ...]
     close_memory: Callable[[], None]
 
     def close(self) -> None:
-        self.plane.close()
+        self.transport.close()
         self.memory = np.empty(0, np.uint8)
         self.close_memory()
 
 
-SideMaker = Callable[[], Side]
+TransportSideMaker = Callable[[], TransportSide]
 """For a spawned far side it must be picklable: a module's own function."""
 
 
-class Far(Protocol):
+class FarSide(Protocol):
     """The other side, as far as a case may touch it."""
 
     regions: tuple[Region, ...]
-    offer: PlaneOffer
-    fences_writes: bool
+    offer: TransportOffer
+    supports_write_grants: bool
 
     def fill(self, seed: int) -> None: ...
     def digest(self) -> int: ...
-    def paint(self, value: int) -> None: ...
-    def painted(self) -> bool:
+    def fill_with(self, value: int) -> None: ...
+    def filled_with(self) -> bool:
         """Whether its large region is of one value, by a look at every page of it."""
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None: ...
-    def take_back(self, number: int) -> int:
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None: ...
+    def revoke_writes(self, number: int) -> int:
         """How many polls it took."""
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Let it make progress, if it does not by itself."""
 
     def die(self) -> None: ...
     def close(self) -> None: ...
 
 
-class LocalFar:
-    """A far side in this process. It dies by closing its plane, which only some planes can tell."""
+class InProcessFarSide:
+    """A far side in this process. It dies by closing its transport, which only some transports can tell."""
 
-    def __init__(self, make: SideMaker) -> None:
+    def __init__(self, make: TransportSideMaker) -> None:
         self._side = make()
         self.regions = self._side.regions
-        self.offer = self._side.plane.offer()
-        self.fences_writes = self._side.plane.fences_writes
+        self.offer = self._side.transport.offer()
+        self.supports_write_grants = self._side.transport.supports_write_grants
 
     def fill(self, seed: int) -> None:
-        _obey(self._side, ("fill", seed))
+        _execute(self._side, ("fill", seed))
 
     def digest(self) -> int:
-        return _obey(self._side, ("digest", 0))
+        return _execute(self._side, ("digest", 0))
 
-    def paint(self, value: int) -> None:
-        _obey(self._side, ("paint", value))
+    def fill_with(self, value: int) -> None:
+        _execute(self._side, ("paint", value))
 
-    def painted(self) -> bool:
-        return bool(_obey(self._side, ("painted", 0)))
+    def filled_with(self) -> bool:
+        return bool(_execute(self._side, ("painted", 0)))
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
-        _obey(self._side, ("lend", (number, blocks)))
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        _execute(self._side, ("lend", (number, blocks)))
 
-    def take_back(self, number: int) -> int:
-        return _obey(self._side, ("take back", number))
+    def revoke_writes(self, number: int) -> int:
+        return _execute(self._side, ("take back", number))
 
-    def turn(self) -> None:
-        self._side.plane.poll()
+    def tick(self) -> None:
+        self._side.transport.poll()
 
     def die(self) -> None:
-        self._side.plane.close()
+        self._side.transport.close()
 
     def close(self) -> None:
         self._side.close()
 
 
-class SpawnedFar:
+class SpawnedFarSide:
     """A far side in a process of its own. It dies by SIGKILL."""
 
-    def __init__(self, make: SideMaker) -> None:
+    def __init__(self, make: TransportSideMaker) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         self._process.start()
         theirs.close()
-        self.regions, self.offer, self.fences_writes = self._answer()
+        self.regions, self.offer, self.supports_write_grants = self._answer()
 
     @property
     def pid(self) -> int:
@@ -177,19 +177,19 @@ class SpawnedFar:
     def digest(self) -> int:
         return self._ask("digest")
 
-    def paint(self, value: int) -> None:
+    def fill_with(self, value: int) -> None:
         self._ask("paint", value)
 
-    def painted(self) -> bool:
+    def filled_with(self) -> bool:
         return bool(self._ask("painted"))
 
-    def lend(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
         self._ask("lend", (number, blocks))
 
-    def take_back(self, number: int) -> int:
+    def revoke_writes(self, number: int) -> int:
         return self._ask("take back", number)
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         return None
 
     def die(self) -> None:
@@ -212,36 +212,36 @@ class SpawnedFar:
 
     def _answer(self) -> Any:
         if not self._pipe.poll(DEADLINE_S):
-            raise TimeoutError("the far side of a plane conformance run does not answer")
+            raise TimeoutError("the far side of a transport conformance run does not answer")
         return self._pipe.recv()
 
 
 @dataclass(slots=True)
-class Pair:
+class TransportPair:
     """Our side, not yet connected, and the far side, filled with `pattern(far_seed)`."""
 
-    near: Side
-    far: Far
+    near: TransportSide
+    far: FarSide
     peer: PeerId
     far_seed: int
 
     def connect(self) -> None:
-        self.near.plane.connect(self.peer, self.far.offer, self.far.regions)
+        self.near.transport.connect(self.peer, self.far.offer, self.far.regions)
 
-    def lend(self, *blocks: Sequence[int]) -> int:
+    def grant_writes(self, *blocks: Sequence[int]) -> int:
         """A new number for some of the far side's blocks."""
         number = next(_numbers)
-        self.far.lend(number, blocks)
+        self.far.grant_writes(number, blocks)
         return number
 
-    def lend_all(self) -> int:
+    def grant_all(self) -> int:
         """A new number for all blocks; none where writes are not fenced."""
-        return self.lend(range(SMALL_BLOCKS), range(LARGE_BLOCKS)) if self.far.fences_writes else 0
+        return self.grant_writes(range(SMALL_BLOCKS), range(LARGE_BLOCKS)) if self.far.supports_write_grants else 0
 
-    def turn(self) -> list[Completion]:
-        self.far.turn()
-        completions = self.near.plane.poll()
-        interval_s = self.near.plane.poll_interval_s()
+    def tick(self) -> list[Completion]:
+        self.far.tick()
+        completions = self.near.transport.poll()
+        interval_s = self.near.transport.poll_interval_s()
         if not completions and interval_s != 0.0:
             time.sleep(min(interval_s or IDLE_S, IDLE_S))
         return completions
@@ -252,7 +252,7 @@ class Pair:
         deadline = time.monotonic() + DEADLINE_S
         while len(ended) < len(handles):
             assert time.monotonic() < deadline, f"transfers {set(handles) - set(ended)} have not ended after {DEADLINE_S:g} s"
-            for completion in self.turn():
+            for completion in self.tick():
                 assert completion.handle in handles, f"{completion} was not asked for"
                 assert completion.handle not in ended, f"{completion} came twice"
                 ended[completion.handle] = completion
@@ -268,19 +268,19 @@ class Pair:
         return self.near.regions[region].address - self.near.regions[0].address + GAP_BYTES + offset
 
 
-class PairSource:
+class TransportPairSource:
     """Makes pairs: our side anew for each, the far side shared by all but those that are to die."""
 
-    def __init__(self, make: SideMaker, far: type[LocalFar] | type[SpawnedFar]) -> None:
+    def __init__(self, make: TransportSideMaker, far: type[InProcessFarSide] | type[SpawnedFarSide]) -> None:
         self.make = make
-        self._make_far = far
-        self._shared: Far | None = None
+        self._make_far_side = far
+        self._shared: FarSide | None = None
         self._pairs = 0
 
     @contextmanager
-    def pair(self) -> Iterator[Pair]:
+    def pair(self) -> Iterator[TransportPair]:
         if self._shared is None:
-            self._shared = self._make_far(self.make)
+            self._shared = self._make_far_side(self.make)
         near = self.make()
         try:
             yield self._filled(near, self._shared)
@@ -288,17 +288,17 @@ class PairSource:
             near.close()
 
     @contextmanager
-    def doomed_far(self) -> Iterator[Far]:
+    def disposable_far_side(self) -> Iterator[FarSide]:
         """A far side that the case may kill."""
-        far = self._make_far(self.make)
+        far = self._make_far_side(self.make)
         try:
             yield far
         finally:
             far.close()
 
-    def let_far_turn(self) -> None:
+    def let_far_side_poll(self) -> None:
         if self._shared is not None:
-            self._shared.turn()
+            self._shared.tick()
         time.sleep(IDLE_S)
 
     def close(self) -> None:
@@ -306,25 +306,25 @@ class PairSource:
             self._shared.close()
             self._shared = None
 
-    def _filled(self, near: Side, far: Far) -> Pair:
+    def _filled(self, near: TransportSide, far: FarSide) -> TransportPair:
         self._pairs += 1
         seed = self._pairs % FAR_SEEDS
         near.memory[:] = pattern(NEAR_SEED)
         far.fill(seed)
-        return Pair(near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed)
+        return TransportPair(near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed)
 
 
 def digest(memory: Bytes) -> int:
     return zlib.crc32(memory.data)
 
 
-def _serve(pipe: Connection, make: SideMaker) -> None:
-    """The far process: answers the suite, and polls as often as its plane asks for."""
+def _serve(pipe: Connection, make: TransportSideMaker) -> None:
+    """The far process: answers the suite, and polls as often as its transport asks for."""
     side = make()
-    pipe.send((side.regions, side.plane.offer(), side.plane.fences_writes))
+    pipe.send((side.regions, side.transport.offer(), side.transport.supports_write_grants))
     while True:
-        side.plane.poll()
-        interval_s = side.plane.serving_interval_s()
+        side.transport.poll()
+        interval_s = side.transport.serving_interval_s()
         try:
             if not pipe.poll(IDLE_S if interval_s is None else interval_s):
                 continue
@@ -333,11 +333,11 @@ def _serve(pipe: Connection, make: SideMaker) -> None:
             break
         if order[0] == "close":
             break
-        pipe.send(_obey(side, order))
+        pipe.send(_execute(side, order))
     side.close()
 
 
-def _obey(side: Side, order: tuple[str, Any]) -> int:
+def _execute(side: TransportSide, order: tuple[str, Any]) -> int:
     match order:
         case "fill", seed:
             side.memory[:] = pattern(seed)
@@ -347,18 +347,18 @@ def _obey(side: Side, order: tuple[str, Any]) -> int:
             pages = side.memory[-(LARGE_BLOCKS * LARGE_BLOCK_BYTES + GAP_BYTES) : -GAP_BYTES : GAP_BYTES]
             return int(np.all(pages == pages[0]))
         case "lend", (number, blocks):
-            side.plane.lend(number, blocks)
+            side.transport.grant_writes(number, blocks)
         case "take back", number:
-            return _polls_until_ended(side.plane, side.plane.take_back(number))
+            return _polls_until_ended(side.transport, side.transport.revoke_writes(number))
         case _:
             return digest(side.memory)
     return 0
 
 
-def _polls_until_ended(plane: DataPlane, handle: Handle) -> int:
+def _polls_until_ended(transport: DataTransport, handle: Handle) -> int:
     deadline = time.monotonic() + DEADLINE_S
     for polls in itertools.count(1):
-        ended = plane.poll()
+        ended = transport.poll()
         if ended:
             assert [(each.handle, each.error) for each in ended] == [(handle, None)], f"{ended} came instead of {handle}"
             return polls

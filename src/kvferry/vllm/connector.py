@@ -1,6 +1,6 @@
 """kvferry's connectors as vLLM wants them: its base class outside, ours inside. Forwards and translates, decides nothing.
 
-One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the ferry's thread.
+One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the transfer worker's thread.
 """
 
 import logging
@@ -24,14 +24,14 @@ from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
-from kvferry.vllm.block_needs import BlockNeeds
+from kvferry.vllm.block_needs import BlockDemand
 from kvferry.vllm.logs import log_with_vllm
-from kvferry.vllm.metrics import FerryPromMetrics, FerryStats
-from kvferry.vllm.optional_loads import ExcusedFailures, OptionalLoads
+from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
+from kvferry.vllm.optional_loads import OptionalLoadFailures, OptionalLoads
 from kvferry.vllm.plugin import register
-from kvferry.vllm.progress import Prefills
-from kvferry.vllm.refusals import check_servable
-from kvferry.vllm.translate import BlocksView, RequestView, cache_config, connector_config, keep_from_workers, without_null
+from kvferry.vllm.progress import PrefillProgressTable
+from kvferry.vllm.refusals import check_supported
+from kvferry.vllm.translate import BlocksView, VllmRequestView, cache_config, connector_config, null_blocks_as_holes, strip_transfer_params
 from kvferry.vllm.versions import warn_if_untested
 
 __all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"]
@@ -81,7 +81,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_with_vllm()
         warn_if_untested()
-        check_servable(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
         is_worker = role is KVConnectorRole.WORKER
         rank = get_tensor_model_parallel_rank() if is_worker else 0
         formats = ",".join(sorted({b.get_name() for b in get_current_attn_backends(vllm_config)})) if is_worker else ""
@@ -89,10 +89,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         our_role = contract.KVConnectorRole.WORKER if is_worker else contract.KVConnectorRole.SCHEDULER
         self._generation = 0
         cache = cache_config(vllm_config, kv_cache_config, formats)
-        self._needs = BlockNeeds(cache.block_size, len(cache.groups))
+        self._needs = BlockDemand(cache.block_size, len(cache.groups))
         self._loads = OptionalLoads()
-        self._excused = ExcusedFailures()
-        self._is_untold = False
+        self._excused = OptionalLoadFailures()
+        self._has_unreported_stats = False
         self._inner = KVConnectorFactory.create_connector(config, our_role, cache)
 
     @classmethod
@@ -103,8 +103,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
-        return FerryStats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        return KVFerryStats(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -113,27 +113,27 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> FerryPromMetrics:
-        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode)
+    ) -> KVFerryPromMetrics:
+        return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, cls.transfer_mode)
 
-    def get_kv_connector_stats(self) -> FerryStats | None:
-        self._is_untold = False
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        self._has_unreported_stats = False
         stats = self._inner.get_kv_connector_stats()
-        return None if stats is None else FerryStats(stats.to_dict())
+        return None if stats is None else KVFerryStats(stats.to_dict())
 
     def shutdown(self) -> None:
         self._inner.shutdown()
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
-    def _view(self, request: Any) -> RequestView:
-        return RequestView(request, self._generation)
+    def _view(self, request: Any) -> VllmRequestView:
+        return VllmRequestView(request, self._generation)
 
     def reset_cache(self) -> bool | None:
         """vLLM asks for it when cached KV is no longer right, because weights have changed. Ours is then handed over only to, and taken
         only from, engines that were told so equally often."""
         self._generation += 1
-        self._inner.want_blocks(self._kv_cache_config.num_blocks)
+        self._inner.reclaim_blocks(self._kv_cache_config.num_blocks)
         _log.warning("caches were reset generation=%d: KV is exchanged with engines of the same generation", self._generation)
         return None
 
@@ -143,14 +143,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         self._inner.on_new_request(self._view(request))
-        keep_from_workers(request)
+        strip_transfer_params(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         count, is_async = self._inner.get_num_new_matched_tokens(self._view(request), num_computed_tokens)
         if count is None:
-            self._needs.note_passed_over()
+            self._needs.note_skipped()
         else:
-            self._needs.note_asked(request, num_computed_tokens, will_load=is_async)
+            self._needs.note_candidate(request, num_computed_tokens, will_load=is_async)
         return count, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -164,11 +164,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _wrapped(self, scheduler_output: Any, plan: Any) -> StepMetadata:
         """`plan`: the step as our connector wants to know it."""
-        lacking = self._needs.to_start(self._num_free_blocks)
+        lacking = self._needs.missing_to_start(self._num_free_blocks)
         if lacking:
-            self._inner.want_blocks(lacking)
+            self._inner.reclaim_blocks(lacking)
         self._needs.note_planned(scheduler_output)
-        return StepMetadata(self._inner.build_connector_meta(plan), self._loads.take_untold())
+        return StepMetadata(self._inner.build_connector_meta(plan), self._loads.take_unannounced())
 
     @property
     def _num_free_blocks(self) -> int:
@@ -176,41 +176,41 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         # vLLM asks when a running request lacks blocks, before it takes another's.
-        self._inner.want_blocks(self._needs.to_run(self._num_free_blocks))
+        self._inner.reclaim_blocks(self._needs.missing_to_run(self._num_free_blocks))
         return self._inner.has_pending_block_frees()
 
     def has_pending_push_work(self) -> bool:
-        return self._is_untold or self._inner.has_pending_push_work()
+        return self._has_unreported_stats or self._inner.has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
-        news = connector_output.kv_connector_worker_meta
+        worker_metadata = connector_output.kv_connector_worker_meta
         finished = set(connector_output.finished_recving or ())
-        if news is not None:
-            self._loads.note_failed(news.failed_loads)
+        if worker_metadata is not None:
+            self._loads.note_failed(worker_metadata.failed_loads)
         excused = self._loads.end(finished, self._kv_cache_manager)
         ours = contract.KVConnectorOutput(
             finished_sending=set(connector_output.finished_sending or ()),
             finished_recving=finished,
             failed_recving=set(connector_output.failed_recving or ()) | excused,
-            kv_connector_worker_meta=None if news is None else news.inner,
+            kv_connector_worker_meta=None if worker_metadata is None else worker_metadata.inner,
         )
         self._inner.update_connector_output(ours)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._needs.end(request.request_id)
-        return self._inner.request_finished(self._view(request), without_null(block_ids))
+        return self._inner.request_finished(self._view(request), null_blocks_as_holes(block_ids))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         assert isinstance(self._inner, contract.SupportsHMA)
         self._needs.end(request.request_id)
-        return self._inner.request_finished_all_groups(self._view(request), tuple(map(without_null, block_ids)))
+        return self._inner.request_finished_all_groups(self._view(request), tuple(map(null_blocks_as_holes, block_ids)))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         if not all(isinstance(part, HandshakeMetadata) for part in metadata.values()):
             raise ConfigError("vLLM's MultiConnector passes on the first child's handshake data only: list KVFerryConnector first")
         self._inner.set_xfer_handshake_metadata({rank: part.inner for rank, part in metadata.items()})
         # Routers find our side channel on `/metrics`, and before its first step vLLM's front-end hears nothing of us.
-        self._is_untold = True
+        self._has_unreported_stats = True
 
     # -- worker ----------------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._excused.expect(connector_metadata.optional_loads)
+        self._excused.add_optional(connector_metadata.optional_loads)
         self._inner.bind_connector_metadata(connector_metadata.inner)
         # Here, because vLLM calls start_load_kv after the forward: a peer would wait for a whole step of ours.
         self._inner.start_load_kv(None)
@@ -248,12 +248,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = self._inner.get_transfer_results(finished_req_ids)
-        failed = self._excused.excuse(results.finished_recving, results.failed_recving)
+        failed = self._excused.remove_optional(results.finished_recving, results.failed_recving)
         return KVConnectorTransferResults(results.finished_sending, results.finished_recving, failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        news = WorkerMetadata(self._inner.build_connector_worker_meta(), self._excused.take_failed())
-        return news if news.inner is not None or news.failed_loads else None
+        worker_metadata = WorkerMetadata(self._inner.build_connector_worker_meta(), self._excused.take_failed())
+        return worker_metadata if worker_metadata.inner is not None or worker_metadata.failed_loads else None
 
 
 class KVFerryPushConnector(KVFerryConnector):
@@ -264,12 +264,12 @@ class KVFerryPushConnector(KVFerryConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._prefills = Prefills()
+        self._prefills = PrefillProgressTable()
 
     def on_new_request(self, request: Any) -> None:
         is_for_peer = isinstance(read_params(request.kv_transfer_params), PrefillForPeer)
-        self._inner.on_new_request(RequestView(request, self._generation, self._prefills.add(request) if is_for_peer else None))
-        keep_from_workers(request)
+        self._inner.on_new_request(VllmRequestView(request, self._generation, self._prefills.add(request) if is_for_peer else None))
+        strip_transfer_params(request)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._wrapped(scheduler_output, self._prefills.plan(scheduler_output, self._tables))
@@ -283,7 +283,7 @@ class KVFerryPushConnector(KVFerryConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def _tables(self, request_id: str) -> tuple[list[int], ...]:
-        return tuple(map(without_null, self._kv_cache_manager.get_block_ids(request_id)))
+        return tuple(map(null_blocks_as_holes, self._kv_cache_manager.get_block_ids(request_id)))
 
 
 NixlConnector = NixlPullConnector = KVFerryConnector

@@ -22,20 +22,20 @@ from kvferry.connectors.stats import (
     merge_stats,
 )
 
-__all__ = ["FerryPromMetrics", "FerryStats"]
+__all__ = ["KVFerryPromMetrics", "KVFerryStats"]
 
-_PLANE_COUNTERS = {
-    "transfers": ("kvferry:transfers", "Transfers by data plane."),
-    "bytes": ("kvferry:transfer_bytes", "Bytes moved by data plane."),
-    "seconds": ("kvferry:transfer_seconds", "Time spent moving bytes by data plane."),
-    "pieces": ("kvferry:transfer_pieces", "Descriptors or copies used by data plane."),
-    "planned": ("kvferry:transfer_planned_pieces", "Pieces asked for by data plane, before neighbours were joined."),
+_TRANSPORT_COUNTERS = {
+    "transfers": ("kvferry:transfers", "Transfers by data transport."),
+    "bytes": ("kvferry:transfer_bytes", "Bytes moved by data transport."),
+    "seconds": ("kvferry:transfer_seconds", "Time spent moving bytes by data transport."),
+    "segments": ("kvferry:transfer_segments", "Descriptors or copies used by data transport."),
+    "planned": ("kvferry:transfer_planned_segments", "Segments asked for by data transport, before neighbours were joined."),
 }
 _NIXL_ALWAYS_ZERO = ("num_failed_notifications", "num_notifications_after_expiry")
 """vLLM's connector has failures that ours cannot have: there are no notifications, and a read after expiry is never used."""
 
 
-class FerryStats(KVConnectorStats):
+class KVFerryStats(KVConnectorStats):
     """`TransferStats` under the base class that vLLM wants."""
 
     data: dict[str, Any]
@@ -43,7 +43,7 @@ class FerryStats(KVConnectorStats):
     def reset(self) -> None:
         self.data = {}
 
-    def aggregate(self, other: KVConnectorStats) -> "FerryStats":
+    def aggregate(self, other: KVConnectorStats) -> "KVFerryStats":
         merge_stats(self.data, other.data)
         return self
 
@@ -54,7 +54,7 @@ class FerryStats(KVConnectorStats):
         return not self.data
 
 
-class FerryPromMetrics(KVConnectorPromMetrics):
+class KVFerryPromMetrics(KVConnectorPromMetrics):
     def __init__(
         self,
         vllm_config: Any,
@@ -74,8 +74,8 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             name: self._maker(metric_types[Histogram], labelnames, buckets=buckets)(f"vllm:nixl_{name}", "As in vLLM.")
             for name, buckets in HISTOGRAMS.items()
         }
-        make_by_plane = self._maker(metric_types[Counter], [*labelnames, "plane"])
-        self._by_plane = {field: make_by_plane(name, text) for field, (name, text) in _PLANE_COUNTERS.items()}
+        make_by_transport = self._maker(metric_types[Counter], [*labelnames, "transport"])
+        self._by_transport = {field: make_by_transport(name, text) for field, (name, text) in _TRANSPORT_COUNTERS.items()}
         mode = self._maker(metric_types[Gauge], [*labelnames, "mode"], multiprocess_mode="mostrecent")(f"kvferry:{MODE_METRIC}", MODE_HELP)
         for labels in per_engine_labelvalues.values():
             mode.labels(*labels, transfer_mode).set(1)
@@ -102,9 +102,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
             self._gauges[name].labels(*labels).set(sum(known.values()))
         if SIDE_CHANNEL_METRIC in data:
             self._side_channel.labels(*labels, data[SIDE_CHANNEL_METRIC]).set(1)
-        for plane, row in data.get("planes", {}).items():
-            for field, family in self._by_plane.items():
-                _add(family, [*labels, plane], row.get(field, 0))
+        for transport, row in data.get("transports", {}).items():
+            for field, family in self._by_transport.items():
+                _add(family, [*labels, transport], row.get(field, 0))
 
     @staticmethod
     def _maker(metric_class: Any, labelnames: list[str], **settings: Any) -> Callable[[str, str], Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-__all__ = ["ExcusedFailures", "OptionalLoads"]
+__all__ = ["OptionalLoadFailures", "OptionalLoads"]
 
 
 @dataclass(slots=True)
@@ -22,19 +22,19 @@ class OptionalLoads:
     """vLLM's requests."""
     _failed: set[str] = field(default_factory=set)
     """On some rank; others may still be loading."""
-    _untold: list[str] = field(default_factory=list)
+    _unannounced: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self._loading) + len(self._failed) + len(self._untold)
+        return len(self._loading) + len(self._failed) + len(self._unannounced)
 
     def begin(self, request: Any) -> None:
         self._loading[request.request_id] = request
-        self._untold.append(request.request_id)
+        self._unannounced.append(request.request_id)
 
-    def take_untold(self) -> tuple[str, ...]:
+    def take_unannounced(self) -> tuple[str, ...]:
         """Those the workers have yet to hear of."""
-        untold, self._untold = tuple(self._untold), []
-        return untold
+        unannounced, self._unannounced = tuple(self._unannounced), []
+        return unannounced
 
     def note_failed(self, request_ids: Collection[str]) -> None:
         self._failed.update(self._loading.keys() & set(request_ids))
@@ -53,16 +53,16 @@ class OptionalLoads:
 
 
 @dataclass(slots=True)
-class ExcusedFailures:
+class OptionalLoadFailures:
     """A worker's."""
 
     _optional: set[str] = field(default_factory=set)
     _failed: set[str] = field(default_factory=set)
 
-    def expect(self, request_ids: Collection[str]) -> None:
+    def add_optional(self, request_ids: Collection[str]) -> None:
         self._optional.update(request_ids)
 
-    def excuse(self, finished: Collection[str], failed: set[str]) -> set[str]:
+    def remove_optional(self, finished: Collection[str], failed: set[str]) -> set[str]:
         """What is left of `failed` to be reported to vLLM."""
         excused = self._optional & failed
         self._failed |= excused

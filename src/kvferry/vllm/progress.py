@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PrefillProgress", "Prefills", "Slice", "StepPlan"]
+__all__ = ["PrefillProgress", "PrefillProgressTable", "PrefillSlice", "PrefillSlices"]
 
 BlockTables = Callable[[str], tuple[list[int], ...]]
 
@@ -36,7 +36,7 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class PrefillSlice:
     """The contract's `ScheduledSlice`."""
 
     request_id: str
@@ -49,14 +49,14 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class PrefillSlices:
     """What our connectors want to know of a step."""
 
-    slices: tuple[Slice, ...]
+    slices: tuple[PrefillSlice, ...]
 
 
 @dataclass(slots=True)
-class Prefills:
+class PrefillProgressTable:
     """Those that hold blocks are looked at in every step, whether it computes them or not: the step before may just have ended."""
 
     _waiting: dict[str, PrefillProgress] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Prefills:
         self._waiting.pop(request_id, None)
         self._running.pop(request_id, None)
 
-    def plan(self, scheduler_output: Any, tables: BlockTables) -> StepPlan:
+    def plan(self, scheduler_output: Any, tables: BlockTables) -> PrefillSlices:
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id in self._running:
                 self._waiting[request_id] = self._running.pop(request_id)
@@ -81,7 +81,7 @@ class Prefills:
             if request_id in self._waiting:
                 progress = self._running[request_id] = self._waiting.pop(request_id)
                 progress.note_start(first)
-        return StepPlan(tuple(Slice(name, progress.num_computed_tokens, tables) for name, progress in self._running.items()))
+        return PrefillSlices(tuple(PrefillSlice(name, progress.num_computed_tokens, tables) for name, progress in self._running.items()))
 
 
 def _starts(scheduler_output: Any) -> Iterator[tuple[str, int]]:

@@ -18,15 +18,15 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.errors import ConfigError
 
-__all__ = ["check_servable", "layer_specs"]
+__all__ = ["check_supported", "layer_specs"]
 
-PLAIN_BYTES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+SUPPORTED_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 """With others, engines keep scales in the cache that they write at moments of their own choosing."""
-SERVED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+SUPPORTED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Their subclasses drop blocks, add some or hold something else: only these themselves."""
 
 
-def check_servable(vllm_config: Any, kv_cache_config: Any) -> None:
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """ConfigError for models and parallel settings whose KV the pull connector does not hand over yet."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     sizes = {
@@ -50,13 +50,13 @@ def _check_groups(model: str, groups: Sequence[Any]) -> None:
         raise ConfigError(f"{model} keeps no KV: there is nothing to hand over")
     if any(group.host_resident or not group.enable_kv_transfer for group in groups):
         raise ConfigError(f"{model} keeps part of its KV in a host pool of its own; kvferry does not hand that over yet")
-    others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SERVED})
+    others = sorted({type(spec).__name__ for spec in specs if type(spec) not in SUPPORTED_SPECS})
     if others:
         raise ConfigError(f"{model} keeps its KV as {', '.join(others)}; kvferry serves full attention, MLA, windows and chunks")
     sizes = sorted({spec.block_size for spec in specs})
     if len(sizes) > 1:
         raise ConfigError(f"{model} keeps its KV in blocks of {sizes} tokens; kvferry serves one block size")
-    modes = sorted({spec.kv_quant_mode.name for spec in specs if spec.kv_quant_mode not in PLAIN_BYTES})
+    modes = sorted({spec.kv_quant_mode.name for spec in specs if spec.kv_quant_mode not in SUPPORTED_QUANT_MODES})
     if modes:
         raise ConfigError(f"kvferry does not hand over KV quantised as {', '.join(modes)}; use --kv-cache-dtype auto or fp8")
     if any(spec.tokens_per_state != 1 for spec in specs):

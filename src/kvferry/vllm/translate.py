@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowS
 from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.utils import tensor_data
 
-from kvferry.cli.planes import Kit
+from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
 from kvferry.errors import ConfigError
@@ -24,7 +24,15 @@ from kvferry.vllm.refusals import layer_specs
 from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
 
-__all__ = ["BlocksView", "RequestView", "cache_config", "connector_config", "has_token_rows", "keep_from_workers", "without_null"]
+__all__ = [
+    "BlocksView",
+    "VllmRequestView",
+    "cache_config",
+    "connector_config",
+    "has_token_rows",
+    "null_blocks_as_holes",
+    "strip_transfer_params",
+]
 
 NULL_BLOCK = 0
 LAYOUTS = {"LBHNC": "HND", "HND": "HND", "LBNHC": "NHD", "NHD": "NHD", "BLHNC": "HND", "BLNHC": "NHD"}
@@ -43,14 +51,14 @@ TOKEN_ROWS = frozenset(
 )
 """Backends that keep each token's K and V where the layout says, on CUDA. Others pack tokens of a block together, as the CPU's does with
 its keys: their blocks are cut by heads only."""
-_HANDED_OVER = {
+_TRANSFERABLE_STATUSES = {
     VllmStatus.FINISHED_STOPPED: RequestStatus.FINISHED_STOPPED,
     VllmStatus.FINISHED_LENGTH_CAPPED: RequestStatus.FINISHED_LENGTH_CAPPED,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class RequestView:
+class VllmRequestView:
     """A vLLM request, read through the contract's names."""
 
     request: Any
@@ -92,7 +100,7 @@ class RequestView:
         status = self.request.status
         if not VllmStatus.is_finished(status):
             return RequestStatus.RUNNING
-        return _HANDED_OVER.get(status, RequestStatus.FINISHED_ABORTED)
+        return _TRANSFERABLE_STATUSES.get(status, RequestStatus.FINISHED_ABORTED)
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
@@ -125,14 +133,14 @@ class BlocksView:
     blocks: Any
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        return tuple(map(without_null, self.blocks.get_block_ids()))
+        return tuple(map(null_blocks_as_holes, self.blocks.get_block_ids()))
 
 
-def without_null(block_ids: Sequence[int]) -> list[int]:
+def null_blocks_as_holes(block_ids: Sequence[int]) -> list[int]:
     return [HOLE if block == NULL_BLOCK else block for block in block_ids]
 
 
-def keep_from_workers(request: Any) -> None:
+def strip_transfer_params(request: Any) -> None:
     """Take a request's transfer parameters, which the scheduler has read, out of what vLLM sends to its workers with every new request.
 
     They are of no use there, may be large, and the engine dies when it pickles ones that are nested a few hundred levels deep.
@@ -159,7 +167,7 @@ def cache_config(vllm_config: Any, kv_cache_config: Any, attention_backends: str
         head_dim=model.get_head_size(),
         cache_dtype=_cache_dtype(vllm_config),
         has_token_rows=has_token_rows(attention_backends),
-        keeps_last_view=False,
+        keeps_last_token_window=False,
     )
 
 
@@ -193,7 +201,7 @@ def connector_config(vllm_config: Any, connector: str, tp_rank: int, attention_b
         side_channel=side_channel,
         secret=secret.key,
         epoch=_epoch(vllm_config),
-        kit=Kit.from_settings(side_channel, secret, transfer, os.environ),
+        kit=ConfiguredTransportKit.from_settings(side_channel, secret, transfer, os.environ),
         max_model_len=vllm_config.model_config.max_model_len,
     )
 
@@ -246,8 +254,8 @@ def _without_paths(config: Any) -> Any:
 
 def _cache_dtype(vllm_config: Any) -> str:
     """The same word whether it was asked for by name or by `auto`."""
-    asked = str(vllm_config.cache_config.cache_dtype)
-    return str(vllm_config.model_config.dtype).removeprefix("torch.") if asked == "auto" else asked
+    requested = str(vllm_config.cache_config.cache_dtype)
+    return str(vllm_config.model_config.dtype).removeprefix("torch.") if requested == "auto" else requested
 
 
 def _layout(kv_cache_config: Any) -> str:
@@ -258,7 +266,7 @@ def _layout(kv_cache_config: Any) -> str:
 
 
 def _epoch(vllm_config: Any) -> str:
-    """Equal in all processes of one engine life, another in the next.
+    """Equal in all processes of one engine incarnation, another in the next.
 
     vLLM makes a new id for each configuration it builds, and hands the configuration to all processes that one life has. The variable
     alone would not do: whoever sets it to one word for good would have tickets of a dead life taken for this one's."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-__all__ = ["HandoverRecord", "HandoverRecords", "read_records"]
+__all__ = ["TransferRecord", "TransferRecords", "read_transfer_records"]
 
 MAX_RECORDS = 1024
 
 
-class HandoverRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request (one choice of it) whose KV came, or was to come, from a peer. What has not happened is None."""
 
     request_id: str
@@ -30,21 +30,21 @@ class HandoverRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Its first step after that began."""
     first_token_s: float | None = None
     bytes: int = 0
-    pieces: int = 0
+    segments: int = 0
     """Copies or descriptors."""
-    plane: str = ""
+    transport: str = ""
     failure: str = ""
 
 
-class HandoverRecords(msgspec.Struct, frozen=True):
-    transfers: list[HandoverRecord]
+class TransferRecords(msgspec.Struct, frozen=True):
+    transfers: list[TransferRecord]
     """Newest first."""
 
 
-_decode = msgspec.json.Decoder(HandoverRecords).decode
+_decode = msgspec.json.Decoder(TransferRecords).decode
 
 
-def read_records(body: bytes) -> Sequence[HandoverRecord]:
+def read_transfer_records(body: bytes) -> Sequence[TransferRecord]:
     """What an instance answered; nothing when it is no such answer."""
     try:
         return _decode(body).transfers[:MAX_RECORDS]

@@ -12,7 +12,7 @@ from kvferry.web.errors import error_response
 
 __all__ = ["JsonErrorRunner"]
 
-_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
+_MESSAGES: tuple[tuple[type[Exception], str], ...] = (
     (http_exceptions.LineTooLong, "the request line or a header is longer than this server reads"),
     (http_exceptions.InvalidHeader, "a header of the request is not valid HTTP"),
     (http_exceptions.BadStatusLine, "the request line is not valid HTTP"),
@@ -26,7 +26,7 @@ class JsonErrorRunner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         plain = await super()._make_server()
-        return _Server(
+        return _JsonErrorServer(
             plain.request_handler,
             request_factory=plain.request_factory,
             handler_cancellation=plain.handler_cancellation,
@@ -34,12 +34,12 @@ class JsonErrorRunner(web.AppRunner):
         )
 
 
-class _Server(web.Server):
+class _JsonErrorServer(web.Server):
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        return _JsonErrorConnection(self, loop=self._loop, **self._kwargs)
 
 
-class _Connection(web.RequestHandler):
+class _JsonErrorConnection(web.RequestHandler):
     __slots__ = ()
 
     def handle_error(
@@ -47,25 +47,25 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         # Logs our own failures, and raises ConnectionError when an answer has begun already.
         super().handle_error(request, status, exc, message)
-        return _closing(RequestRefused(_sentence(status, exc), status=status))
+        return _closing_response(RequestRefused(_message_for(status, exc), status=status))
 
     async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[web.StreamResponse, bool]:
         if isinstance(resp, web.HTTPException):
-            resp = _closing(RequestRefused(_refusal(resp.status), status=resp.status))
+            resp = _closing_response(RequestRefused(_http_error_message(resp.status), status=resp.status))
         return await super().finish_response(request, resp, start_time)
 
 
-def _closing(refusal: RequestRefused) -> web.Response:
+def _closing_response(refusal: RequestRefused) -> web.Response:
     response = error_response(refusal)
     response.force_close()
     return response
 
 
-def _sentence(status: int, exc: BaseException | None) -> str:
+def _message_for(status: int, exc: BaseException | None) -> str:
     if status >= 500:
         return "the server failed to serve this request; its log says why"
-    return next((sentence for kind, sentence in _SENTENCES if isinstance(exc, kind)), "the request is not valid HTTP")
+    return next((text for kind, text in _MESSAGES if isinstance(exc, kind)), "the request is not valid HTTP")
 
 
-def _refusal(status: int) -> str:
+def _http_error_message(status: int) -> str:
     return "the Expect header is not understood; only 100-continue is" if status == 417 else "the request cannot be served"

@@ -14,14 +14,14 @@ from tests.chaos.load import Question, exchange
 from tests.chaos.router.verdict import FAULTS, Happened, Verdict, decide
 from tests.e2e.harness import Cluster, Engine, Prompt, ask, new_session
 
-__all__ = ["Clients", "Talk", "make_questions", "make_talks"]
+__all__ = ["Clients", "Conversation", "make_conversations", "make_questions"]
 
 LEAVING = 0.1
 STREAMED = 0.7
 LONGEST_STAY_S = 1.5
-BREATH_S = 0.2
+SHORT_SLEEP_S = 0.2
 
-Talk = Sequence[Question]
+Conversation = Sequence[Question]
 """One turn after the other."""
 
 
@@ -29,7 +29,7 @@ Talk = Sequence[Question]
 class Clients:
     url: str
     questions: Sequence[Question]
-    talks: Sequence[Talk]
+    conversations: Sequence[Conversation]
     seed: int
     bound_s: float
     happened: Happened
@@ -41,7 +41,7 @@ class Clients:
     async def run(self, streams: int) -> None:
         """Every second client talks. Until `is_stopping`, and every request has ended."""
         async with self._session() as session:
-            await asyncio.gather(*((self._talk if number % 2 else self._ask)(session, number) for number in range(streams)))
+            await asyncio.gather(*((self._converse if number % 2 else self._ask)(session, number) for number in range(streams)))
 
     async def ask_all(self, questions: Sequence[Question]) -> list[Verdict]:
         """At once, whole, and staying to the end."""
@@ -57,11 +57,11 @@ class Clients:
         while not self.is_stopping:
             await self._once(session, rng.choice(self.questions), rng)
 
-    async def _talk(self, session: aiohttp.ClientSession, number: int) -> None:
+    async def _converse(self, session: aiohttp.ClientSession, number: int) -> None:
         rng = random.Random(f"talks {self.seed} {number}")
         while not self.is_stopping:
             name = f"talk {next(self._names)}"
-            for question in rng.choice(self.talks):
+            for question in rng.choice(self.conversations):
                 # Whatever came of the last turn, the next one says all that was said: the answer must be right.
                 await self._once(session, question, rng, name)
 
@@ -83,7 +83,7 @@ class Clients:
         verdict = decide(attempt, question.right, began, time.monotonic(), self.happened)
         self._note(verdict, attempt, began, body, question)
         if verdict is not Verdict.RIGHT:
-            await asyncio.sleep(BREATH_S)
+            await asyncio.sleep(SHORT_SLEEP_S)
         return verdict
 
     def _note(self, verdict: Verdict, attempt: Attempt, began: float, body: dict[str, object], question: Question) -> None:
@@ -110,10 +110,10 @@ async def make_questions(engine: Engine, rng: random.Random, number: int) -> lis
     return [Question(prompt, answer.token_ids[0]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-async def make_talks(engine: Engine, rng: random.Random, number: int, turns: int) -> list[Talk]:
+async def make_conversations(engine: Engine, rng: random.Random, number: int, turns: int) -> list[Conversation]:
     plans = [[(_says(rng, 60), rng.randrange(2, 20)) for _ in range(turns)] for _ in range(number)]
 
-    async def one(session: aiohttp.ClientSession, plan: list[tuple[tuple[int, ...], int]]) -> Talk:
+    async def one(session: aiohttp.ClientSession, plan: list[tuple[tuple[int, ...], int]]) -> Conversation:
         talk: list[Question] = []
         said: tuple[int, ...] = ()
         for words, max_tokens in plan:
@@ -127,8 +127,8 @@ async def make_talks(engine: Engine, rng: random.Random, number: int, turns: int
         return list(await asyncio.gather(*(one(session, plan) for plan in plans)))
 
 
-async def make_right_answers(cluster: Cluster, seed: int, questions: int, talks: int) -> tuple[list[Question], list[Talk]]:
+async def make_right_answers(cluster: Cluster, seed: int, questions: int, conversations: int) -> tuple[list[Question], list[Conversation]]:
     """By an engine that knows nothing of transfers."""
     rng = random.Random(f"router prompts {seed}")
     reference = cluster.serve("reference", is_plain=True).ready()
-    return await make_questions(reference, rng, questions), await make_talks(reference, rng, talks, 3)
+    return await make_questions(reference, rng, questions), await make_conversations(reference, rng, conversations, 3)

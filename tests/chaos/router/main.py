@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--streams", type=int, default=Settings.streams, help="requests under way at any time")
     parser.add_argument("--size", type=int, default=Settings.size, help="engines of either role")
     parser.add_argument("--questions", type=int, default=Settings.questions)
-    parser.add_argument("--talks", type=int, default=Settings.talks)
+    parser.add_argument("--talks", type=int, default=Settings.conversations)
     parser.add_argument("--bound-s", type=float, default=Settings.bound_s, help="no request may take longer; raise it on a busy machine")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Settings.mode, help="how KV is handed over (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the report")

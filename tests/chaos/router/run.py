@@ -12,10 +12,10 @@ from typing import Any
 from tests.chaos.ending import PROGRESS_S, busy, expect, family_of, left_behind, say
 from tests.chaos.load import Question
 from tests.chaos.mode import Mode
-from tests.chaos.router.clients import Clients, Talk, make_right_answers
-from tests.chaos.router.plan import Act, Deed, make_plan
+from tests.chaos.router.clients import Clients, Conversation, make_right_answers
+from tests.chaos.router.plan import FaultKind, PlannedFault, make_plan
 from tests.chaos.router.verdict import FAULTS, Verdict
-from tests.chaos.router.yard import Member, RouterYard
+from tests.chaos.router.yard import Member, RouterChaosCluster
 from tests.e2e.harness import Cluster, metrics, new_session
 
 from kvferry.errors import KVFerryError
@@ -35,7 +35,7 @@ class Settings:
     size: int = 3
     """Of either role."""
     questions: int = 120
-    talks: int = 60
+    conversations: int = 60
     bound_s: float = 60.0
     mode: Mode = Mode.PULL
 
@@ -70,7 +70,7 @@ class Report:
         away, back = spread(self.until_answered_elsewhere_s), spread(self.until_serving_again_s)
         return (
             f"router chaos, seed {self.settings.seed}, {self.settings.duration_s:g} s, {self.settings.streams} streams: "
-            f"{self.done.total()} injuries; {counts}; after a kill {PROBES} new requests answered elsewhere in "
+            f"{self.done.total()} faults; {counts}; after a kill {PROBES} new requests answered elsewhere in "
             f"{away['median']:.2f} s (at most {away['max']:.2f} s; undisturbed {self.undisturbed_s:.2f} s); "
             f"a restarted instance served again after {back['median']:.2f} s (at most {back['max']:.2f} s); "
             f"{'clean' if self.is_clean else f'BROKEN: {len(self.violations)} violations'}"
@@ -88,35 +88,44 @@ def run(settings: Settings, directory: Path, model: Path) -> Report:
         (directory / name).mkdir()
     say(f"seed {settings.seed}: computing right answers")
     with Cluster(directory / "reference", model) as cluster:
-        questions, talks = asyncio.run(make_right_answers(cluster, settings.seed, settings.questions, settings.talks))
-    with RouterYard.opened(directory / "yard", model, settings.size, settings.mode) as yard:
+        questions, conversations = asyncio.run(make_right_answers(cluster, settings.seed, settings.questions, settings.conversations))
+    with RouterChaosCluster.opened(directory / "yard", model, settings.size, settings.mode) as chaos_cluster:
         say(f"{settings.size} prefill and {settings.size} decode engines and the router are up")
-        asyncio.run(_Run(settings, yard, questions, talks, report).whole())
-        family = family_of([yard.router, *(member.live for member in yard.members.values())])
+        asyncio.run(_Run(settings, chaos_cluster, questions, conversations, report).whole())
+        family = family_of([chaos_cluster.router, *(member.live for member in chaos_cluster.members.values())])
     report.violations += left_behind(family)
     return report
 
 
 class _Run:
-    def __init__(self, settings: Settings, yard: RouterYard, questions: list[Question], talks: list[Talk], report: Report) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        chaos_cluster: RouterChaosCluster,
+        questions: list[Question],
+        conversations: list[Conversation],
+        report: Report,
+    ) -> None:
         self._settings = settings
-        self._yard = yard
+        self._chaos_cluster = chaos_cluster
         self._report = report
         self._probes = questions[:PROBES]
-        self._clients = Clients(yard.router.url, questions[PROBES:], talks, settings.seed, settings.bound_s, yard.happened)
+        self._clients = Clients(
+            chaos_cluster.router.url, questions[PROBES:], conversations, settings.seed, settings.bound_s, chaos_cluster.happened
+        )
         self._began = time.monotonic()
 
     async def whole(self) -> None:
-        yard, settings = self._yard, self._settings
-        await yard.join()
-        leased = [name for name, member in yard.members.items() if member.is_leased]
-        plan = make_plan(settings.seed, settings.duration_s, yard.names("prefill"), yard.names("decode"), leased)
+        chaos_cluster, settings = self._chaos_cluster, self._settings
+        await chaos_cluster.join()
+        leased = [name for name, member in chaos_cluster.members.items() if member.is_leased]
+        plan = make_plan(settings.seed, settings.duration_s, chaos_cluster.names("prefill"), chaos_cluster.names("decode"), leased)
         self._began = time.monotonic()
         load = asyncio.create_task(self._clients.run(settings.streams))
         progress = asyncio.create_task(self._show_progress())
         try:
             self._report.undisturbed_s = await self._answered_after(time.monotonic())
-            await asyncio.gather(*(self._act(act) for act in plan), asyncio.sleep(settings.duration_s))
+            await asyncio.gather(*(self._act(planned) for planned in plan), asyncio.sleep(settings.duration_s))
             self._clients.is_stopping = True
             await load
         finally:
@@ -128,38 +137,38 @@ class _Run:
         self._report.verdicts.update({str(verdict): number for verdict, number in self._clients.verdicts.items()})
         self._report.violations += self._clients.faults
 
-    async def _act(self, act: Act) -> None:
-        await asyncio.sleep(act.at_s)
-        member = self._yard.members[act.target]
-        async with self._yard.taken(member):
+    async def _act(self, planned: PlannedFault) -> None:
+        await asyncio.sleep(planned.at_s)
+        member = self._chaos_cluster.members[planned.target]
+        async with self._chaos_cluster.taken(member):
             if time.monotonic() - self._began > self._settings.duration_s:
                 return
             try:
-                await self._do(act, member)
+                await self._do(planned, member)
             except (AssertionError, KVFerryError) as error:
-                self._report.violations.append(f"{act.deed} {act.target}: {error}")
-            self._report.done[act.deed] += 1
+                self._report.violations.append(f"{planned.fault_kind} {planned.target}: {error}")
+            self._report.done[planned.fault_kind] += 1
 
-    async def _do(self, act: Act, member: Member) -> None:
-        yard = self._yard
-        match act.deed:
-            case Deed.KILL_PREFILL | Deed.KILL_DECODE:
+    async def _do(self, planned: PlannedFault, member: Member) -> None:
+        chaos_cluster = self._chaos_cluster
+        match planned.fault_kind:
+            case FaultKind.KILL_PREFILL | FaultKind.KILL_DECODE:
                 killed_at = time.monotonic()
-                family = yard.kill(member)
+                family = chaos_cluster.kill(member)
                 self._report.until_answered_elsewhere_s.append(await self._answered_after(killed_at))
-                await asyncio.to_thread(yard.restart, member, family)
+                await asyncio.to_thread(chaos_cluster.restart, member, family)
                 await self._serves_again(member)
-            case Deed.PAUSE:
-                await yard.pause(member, act.length_s)
-            case Deed.DRAIN:
-                await yard.drain(member)
-                await yard.add(member)
-                await yard.wait_until_it_serves(member)
-            case Deed.REPLACE:
-                await yard.drain(member)
-                await asyncio.to_thread(yard.replace, member)
-                await yard.add(member)
-                await yard.wait_until_it_serves(member)
+            case FaultKind.PAUSE:
+                await chaos_cluster.pause(member, planned.length_s)
+            case FaultKind.DRAIN:
+                await chaos_cluster.drain(member)
+                await chaos_cluster.add(member)
+                await chaos_cluster.wait_until_it_serves(member)
+            case FaultKind.REPLACE:
+                await chaos_cluster.drain(member)
+                await asyncio.to_thread(chaos_cluster.replace, member)
+                await chaos_cluster.add(member)
+                await chaos_cluster.wait_until_it_serves(member)
 
     async def _answered_after(self, since: float) -> float:
         await self._clients.ask_all(self._probes)
@@ -167,13 +176,13 @@ class _Run:
 
     async def _serves_again(self, member: Member) -> None:
         since = time.monotonic()
-        await self._yard.wait_until_it_serves(member)
+        await self._chaos_cluster.wait_until_it_serves(member)
         self._report.until_serving_again_s.append(time.monotonic() - since)
 
     async def _check_end(self) -> None:
         """All blocks come back, everybody is alive and in the fleet, the router has nothing under way, and a good request is served."""
-        say("load and injuries are over; waiting until every block is free")
-        for name, engine in [("router", self._yard.router), *((m.name, m.live) for m in self._yard.members.values())]:
+        say("load and faults are over; waiting until every block is free")
+        for name, engine in [("router", self._chaos_cluster.router), *((m.name, m.live) for m in self._chaos_cluster.members.values())]:
             try:
                 engine.process.check_alive()
             except KVFerryError as error:
@@ -185,16 +194,16 @@ class _Run:
             self._report.violations.append("after all is over, good requests are not served")
         await self._expect("all blocks free once more", self._is_quiet)
         async with new_session() as session:
-            found = await metrics(session, self._yard.router)
+            found = await metrics(session, self._chaos_cluster.router)
         self._report.router = {name: found.get(f"kvferry:router_{name}_total", 0.0) for name in SHOWN}
 
     async def _expect(self, what: str, condition: Callable[[], Awaitable[bool]]) -> None:
         await expect(what, condition, self._state, self._report.violations)
 
     async def _state(self) -> dict[str, dict[str, float]]:
-        states = await busy({member.name: member.live for member in self._yard.members.values()})
+        states = await busy({member.name: member.live for member in self._chaos_cluster.members.values()})
         async with new_session() as session:
-            router = await metrics(session, self._yard.router)
+            router = await metrics(session, self._chaos_cluster.router)
         names = ("kvferry:router_queued_requests", "kvferry:router_instance_legs")
         return {**states, "router": {name: router[name] for name in names if router.get(name)}}
 
@@ -207,6 +216,6 @@ class _Run:
             counts = self._clients.verdicts
             say(
                 f"{time.monotonic() - self._began:5.0f} s  {counts.total()} requests: {counts[Verdict.RIGHT]} right, "
-                f"{counts[Verdict.BROKEN]} broken off, {counts[Verdict.LEFT]} left, {sum(counts[each] for each in FAULTS)} faults; "
-                f"{self._report.done.total()} injuries"
+                f"{counts[Verdict.BROKEN]} aborted, {counts[Verdict.LEFT]} left, {sum(counts[each] for each in FAULTS)} faults; "
+                f"{self._report.done.total()} faults"
             )

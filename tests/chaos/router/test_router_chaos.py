@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.chaos.judge import Attempt
-from tests.chaos.router.plan import Deed, make_plan
+from tests.chaos.router.plan import FaultKind, make_plan
 from tests.chaos.router.run import Report, Settings
 from tests.chaos.router.verdict import FAULTS, Happened, Verdict, decide
 
@@ -26,9 +26,9 @@ def test_the_same_seed_gives_the_same_plan_and_another_gives_another() -> None:
 
 def test_a_plan_has_every_deed_and_removes_nobody_who_registered_himself() -> None:
     plan = make_plan(3, 120, *NAMES)
-    assert {act.deed for act in plan} == set(Deed)
-    assert not any(act.target in NAMES[2] for act in plan if act.deed in (Deed.DRAIN, Deed.REPLACE))
-    assert {act.target for act in plan if act.deed is Deed.KILL_DECODE} <= set(NAMES[1])
+    assert {planned.fault_kind for planned in plan} == set(FaultKind)
+    assert not any(planned.target in NAMES[2] for planned in plan if planned.fault_kind in (FaultKind.DRAIN, FaultKind.REPLACE))
+    assert {planned.target for planned in plan if planned.fault_kind is FaultKind.KILL_DECODE} <= set(NAMES[1])
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,11 @@ def test_every_verdict_in_capitals_is_a_fault() -> None:
 
 
 def test_a_report_is_one_line_for_people_and_json_for_others() -> None:
-    report = Report(Settings(7), done=Counter({Deed.DRAIN: 2}), verdicts=Counter({Verdict.RIGHT: 3}), until_serving_again_s=[1.0, 3.0, 2.0])
+    report = Report(
+        Settings(7), done=Counter({FaultKind.DRAIN: 2}), verdicts=Counter({Verdict.RIGHT: 3}), until_serving_again_s=[1.0, 3.0, 2.0]
+    )
     read = json.loads(json.dumps(report.as_json()))
-    assert (read["done"], read["verdicts"], read["is_clean"]) == ({str(Deed.DRAIN): 2}, {str(Verdict.RIGHT): 3}, True)
+    assert (read["done"], read["verdicts"], read["is_clean"]) == ({str(FaultKind.DRAIN): 2}, {str(Verdict.RIGHT): 3}, True)
     assert read["until_serving_again_s"] == {"count": 3, "median": 2.0, "max": 3.0}
     assert report.line().endswith("clean")
     report.violations.append("x")

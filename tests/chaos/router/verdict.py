@@ -22,7 +22,7 @@ SLACK_S = 2.0
 
 class Verdict(StrEnum):
     RIGHT = "a single engine's tokens"
-    BROKEN = "broken off by the death of its decode instance, right so far"
+    BROKEN = "aborted by the death of its decode instance, right so far"
     DESERTED = "refused while a role had nobody"
     LEFT = "client left, right so far"
     WRONG = "WRONG TOKENS"

@@ -15,7 +15,7 @@ from tests.chaos.router.verdict import Happened
 from tests.chaos.yard import CHUNKED, EXTRA
 from tests.e2e.harness import Cluster, Engine, Starting, is_alive, new_session, until
 
-__all__ = ["Member", "RouterYard"]
+__all__ = ["Member", "RouterChaosCluster"]
 
 REUSE: dict[str, Any] = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0, "decoder_kv_blocks_ttl": 10}
 DRAIN_S = 60.0
@@ -48,7 +48,7 @@ class Member:
         return {"role": self.role, "url": self.live.url}
 
 
-class RouterYard:
+class RouterChaosCluster:
     def __init__(self, cluster: Cluster, router: Engine, members: list[Member]) -> None:
         self.cluster = cluster
         self.router = router
@@ -59,7 +59,7 @@ class RouterYard:
 
     @classmethod
     @contextmanager
-    def opened(cls, directory: Path, model: Path, size: int, mode: Mode) -> Iterator["RouterYard"]:
+    def opened(cls, directory: Path, model: Path, size: int, mode: Mode) -> Iterator["RouterChaosCluster"]:
         (directory / "router.toml").write_text('[routing]\nwithout_prefill = "recompute"\n')
         with Cluster(directory, model) as cluster:
             router = cluster.proxy([], [], "--config", str(directory / "router.toml")).ready()
@@ -67,12 +67,12 @@ class RouterYard:
             members = [
                 Member(f"{role}-{index}", role, index, connectors[role], index == size - 1) for role in connectors for index in range(size)
             ]
-            yard = cls(cluster, router, members)
+            chaos_cluster = cls(cluster, router, members)
             # A few at a time: all of them together would take longer than one may on a small machine.
             for together in (members[i : i + STARTED_AT_ONCE] for i in range(0, len(members), STARTED_AT_ONCE)):
-                for member, process in [(member, yard._serve(member)) for member in together]:
+                for member, process in [(member, chaos_cluster._serve(member)) for member in together]:
                     member.engine = process.ready()
-            yield yard
+            yield chaos_cluster
 
     def names(self, role: str) -> list[str]:
         return [name for name, member in self.members.items() if member.role == role]
@@ -105,7 +105,7 @@ class RouterYard:
         return family
 
     def restart(self, member: Member, family: list[psutil.Process]) -> None:
-        """Another life at the same address, with the same engine id. Blocking."""
+        """Another incarnation at the same address, with the same engine id. Blocking."""
         _, left = psutil.wait_procs(family, timeout=BURIED_S)
         assert not any(map(is_alive, left)), f"left behind by {member.name}: {left}"
         self.cluster.dismiss(member.live.process)
@@ -173,7 +173,7 @@ class RouterYard:
         flags = CHUNKED if member.role == "prefill" else ("--no-enable-prefix-caching",) if member.index % 2 == 0 else ()
         if member.is_leased:
             flags = (*flags, "--router", self.router.url, "--router-role", member.role)
-        extra = {**EXTRA, **REUSE, **({"planes": ["tcp"]} if member.role == "prefill" and member.index % 2 == 0 else {})}
+        extra = {**EXTRA, **REUSE, **({"transports": ["tcp"]} if member.role == "prefill" and member.index % 2 == 0 else {})}
         policy = "fail" if member.index % 2 == 0 else "recompute"
         return self.cluster.serve(
             member.name, *flags, extra=extra, policy=policy, port=port, engine_id=member.name, connector=member.connector

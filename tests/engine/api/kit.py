@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.ports.block_store import BlockStore
-from kvferry.ports.control import ControlPlane
-from kvferry.ports.data import DataPlane
+from kvferry.ports.control import ControlTransport
+from kvferry.ports.data import DataTransport
 from kvferry.ports.memory import CacheMemory
-from kvferry.ports.order import EngineOrder, HostOrder
+from kvferry.ports.order import EngineStream, HostStream
 from kvferry.types import Region
 
 __all__ = ["PrivateMemoryKit"]
@@ -31,20 +31,20 @@ class PrivateMemoryKit:
     def allocate_cache(self, size_bytes: int) -> CacheMemory:
         return PrivateMemory(size_bytes)
 
-    def data_planes(self, memory: CacheMemory | None) -> Sequence[DataPlane]:
+    def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
         return ()
 
     def block_store(self, regions: Sequence[Region]) -> BlockStore:
         raise NotImplementedError
 
-    def staged_block_store(self, engine: Sequence[Region], mirror: Sequence[Region], memory: CacheMemory) -> BlockStore:
+    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
         raise NotImplementedError
 
-    def engine_order(self, engine: Sequence[Region]) -> EngineOrder:
-        return HostOrder()
+    def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
+        return HostStream()
 
-    def control_plane(self) -> ControlPlane:
+    def control_transport(self) -> ControlTransport:
         raise NotImplementedError
 
-    def side_channel(self) -> ControlPlane:
+    def side_channel(self) -> ControlTransport:
         raise NotImplementedError

@@ -16,11 +16,11 @@ from kvferry.engine.api.context import ApiSettings
 from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.serve import make_runner
 from kvferry.engine.link import OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, Remaining, RequestOutput, Status
+from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining, RequestOutput
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SampledToken
 from kvferry.errors import KVFerryError, RemoteProtocolError
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.web.handover_records import TransferRecord
 
 __all__ = ["DEADLINE_S", "MODEL_LEN", "VOCAB", "ScriptedEngine", "Stage", "events_of", "outputs_of", "serving", "stage", "until"]
 
@@ -53,7 +53,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.abandoned: list[str] = []
         self.live: dict[str, OutputStream] = {}
-        self.records: list[HandoverRecord] = []
+        self.records: list[TransferRecord] = []
         self.held = 0
         """Leases it says it has, once it drains."""
         self.is_draining = False
@@ -100,21 +100,21 @@ class ScriptedEngine:
         return Remaining(len(self.live), self.held, self.held * 3) if self.is_draining else None
 
     async def drained(self) -> None:
-        await until(lambda: self.remaining is not None and self.remaining.is_nothing)
+        await until(lambda: self.remaining is not None and self.remaining.is_drained)
 
     def _closed(self, stream: OutputStream) -> None:
         if self.live.pop(stream.request_id, None) is not None:
             self.aborted.append(stream.request_id)
 
-    async def handovers(self, name: str = "", timeout_s: float = 5.0) -> list[HandoverRecord]:
+    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
         if not self.is_alive:
             raise KVFerryError("the engine core is dead")
         return [record for record in self.records if name in ("", record.request_id)]
 
-    async def status(self, timeout_s: float = 5.0) -> Status:
+    async def status(self, timeout_s: float = 5.0) -> CoreStatus:
         if not self.is_alive:
             raise KVFerryError("the engine core is dead")
-        return Status(
+        return CoreStatus(
             nonce=1,
             num_running=len(self.live),
             num_blocks=64,

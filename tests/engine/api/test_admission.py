@@ -3,7 +3,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.engine.api.admission import Admission
+from kvferry.engine.api.admission import RequestAdmission
 from kvferry.engine.api.schema import CompletionRequest
 from kvferry.engine.messages import AddRequest, CoreReady
 from kvferry.errors import RequestRefused
@@ -14,7 +14,9 @@ NONCES = [f"{index:08x}" for index in range(64)]
 
 def admit(prompts: list[list[int]], default_max_tokens: int | None = 16, **body: Any) -> list[AddRequest]:
     request = msgspec.convert({"prompt": "", **body}, CompletionRequest)
-    return Admission(request, "cmpl-x", prompts, request.max_tokens, default_max_tokens, request.logprobs).add_requests(READY, NONCES)
+    return RequestAdmission(request, "cmpl-x", prompts, request.max_tokens, default_max_tokens, request.logprobs).add_requests(
+        READY, NONCES
+    )
 
 
 def test_defaults_are_those_of_the_api() -> None:

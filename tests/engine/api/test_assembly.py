@@ -63,7 +63,7 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
 
 
 def test_an_opening_comes_once_and_is_not_searched_for_stop_strings() -> None:
-    echoing = assembler("END", opening="END ")
+    echoing = assembler("END", echo_text="END ")
     assert [echoing.push(output(ids("a"))).text, echoing.push(output(ids("b"), "length")).text] == ["END a", "b"]
 
 
@@ -71,9 +71,9 @@ def test_an_opening_comes_once_and_is_not_searched_for_stop_strings() -> None:
 def test_the_result_does_not_depend_on_how_the_engine_groups_tokens(token_ids: list[int], stops: list[str], data: st.DataObject) -> None:
     whole = assembler(*stops).push(output(token_ids, "length"))
     cut = data.draw(st.integers(0, len(token_ids)))
-    pieces = assembler(*stops)
-    first = pieces.push(output(token_ids[:cut]))
-    parts = [first] if first.finish_reason else [first, pieces.push(output(token_ids[cut:], "length"))]
+    chunks = assembler(*stops)
+    first = chunks.push(output(token_ids[:cut]))
+    parts = [first] if first.finish_reason else [first, chunks.push(output(token_ids[cut:], "length"))]
     assert "".join(part.text for part in parts) == whole.text
     assert [token_id for part in parts for token_id in part.token_ids] == whole.token_ids
     assert (parts[-1].finish_reason, parts[-1].stop_reason) == (whole.finish_reason, whole.stop_reason)

@@ -11,7 +11,7 @@ from yarl import URL
 
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import AddRequest, RequestOutput
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.web.handover_records import TransferRecord
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -349,7 +349,7 @@ def test_the_content_type_does_not_matter(model: Path, path: str) -> None:
 def test_transfers_are_told_by_the_client_s_id_or_the_newest(model: Path) -> None:
     async def scene() -> None:
         engine = ScriptedEngine()
-        engine.records = [HandoverRecord(request_id="b", age_s=1.0, attached_s=0.5, bytes=7), HandoverRecord(request_id="a/é", age_s=2.0)]
+        engine.records = [TransferRecord(request_id="b", age_s=1.0, attached_s=0.5, bytes=7), TransferRecord(request_id="a/é", age_s=2.0)]
         async with stage(engine, model) as s:
 
             async def look(path: str) -> tuple[int, Any]:

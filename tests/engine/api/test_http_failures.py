@@ -16,7 +16,7 @@ from tests.web.malformed import MALFORMED, assert_refused_without_echo
 
 from kvferry.engine.api.context import ApiSettings
 from kvferry.engine.api.schema import ChatRequest, CompletionRequest
-from kvferry.engine.api.unused_transfers import UnusedTransfers
+from kvferry.engine.api.unused_transfers import IgnoredTransfers
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.step import SampledToken
 
@@ -307,7 +307,7 @@ def test_transfer_params_without_a_connector_are_served_and_noted_once(model: Pa
 
 
 def test_another_note_of_an_unused_transfer_is_due_after_a_minute() -> None:
-    unused = UnusedTransfers()
+    unused = IgnoredTransfers()
     asks = {"do_remote_decode": True}
     assert unused.note(asks, now=5)
     assert unused.note(asks, now=64.9) is None

@@ -1,4 +1,4 @@
-"""The front-end over a real core with a made model, through real HTTP."""
+"""The front-end over a real core with a generated model, through real HTTP."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from tests.engine.api.stage import DEADLINE_S, Stage, events_of, serving
 from kvferry.engine.api.serve import fast_loop_factory
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.client import EngineClient
-from kvferry.engine.messages import Status
+from kvferry.engine.messages import CoreStatus
 from kvferry.engine.options import EngineOptions
 
 COMPLETIONS = "/v1/completions"
@@ -63,7 +63,7 @@ def engine(checkpoint: Path) -> Iterator[Running]:
             loop.run(context.__aexit__(None, None, None))
 
 
-async def quiescent(client: EngineClient) -> Status:
+async def quiescent(client: EngineClient) -> CoreStatus:
     """Wait until nothing runs and no block is held."""
     while True:
         status = await client.status()

@@ -16,7 +16,7 @@ from tests.engine.api.stage import DEADLINE_S, ScriptedEngine, events_of, output
 
 from kvferry.engine.api.listening import address_of, open_listeners
 from kvferry.engine.api.serve import run_on_fast_loop, serve
-from kvferry.engine.api.signals import Stopped, stop_signals
+from kvferry.engine.api.signals import StoppedBySignal, stop_signals
 from kvferry.engine.messages import AddRequest, RequestOutput
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.step import SampledToken
@@ -231,9 +231,9 @@ def test_a_signal_before_there_is_anything_to_serve_ends_the_start_orderly(numbe
             return "started"
 
         with stop_signals() as signals:
-            assert await signals.unless_stopped(is_started()) == "started"
-            outcome = await signals.unless_stopped(starts())
-        assert isinstance(outcome, Stopped)
+            assert await signals.run_unless_stopped(is_started()) == "started"
+            outcome = await signals.run_unless_stopped(starts())
+        assert isinstance(outcome, StoppedBySignal)
         assert (outcome.exit_code, ended) == (code, ["cleaned up"])
 
     run_on_fast_loop(scene())

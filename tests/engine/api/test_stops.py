@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 from kvferry.engine.api.stops import StopMatcher, StopScan
 
 
-def feed(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
+def feed(stops: list[str], chunks: list[str]) -> tuple[str, str | None]:
     matcher = StopMatcher(stops)
     shown = ""
-    for piece in pieces:
-        scan = matcher.push(piece)
+    for chunk in chunks:
+        scan = matcher.push(chunk)
         shown += scan.text
         if scan.stop is not None:
             return shown, scan.stop
@@ -25,7 +25,7 @@ def expected(stops: list[str], text: str) -> tuple[str, str | None]:
     return text, None
 
 
-def test_a_stop_string_is_found_across_pieces() -> None:
+def test_a_stop_string_is_found_across_segments() -> None:
     assert feed(["STOP"], ["before S", "T", "OP after"]) == ("before ", "STOP")
 
 
@@ -47,5 +47,5 @@ short = st.text(alphabet="ab", max_size=4)
 
 
 @given(st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4), st.lists(short, max_size=12))
-def test_the_result_does_not_depend_on_how_the_text_is_cut(stops: list[str], pieces: list[str]) -> None:
-    assert feed(stops, pieces) == expected(stops, "".join(pieces))
+def test_the_result_does_not_depend_on_how_the_text_is_cut(stops: list[str], chunks: list[str]) -> None:
+    assert feed(stops, chunks) == expected(stops, "".join(chunks))

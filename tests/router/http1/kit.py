@@ -10,10 +10,10 @@ from typing import Any
 
 import uvloop
 
-from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
+from kvferry.router.http1.client import Target, UpstreamPool, UpstreamResponse
 from kvferry.router.http1.limits import ServerLimits
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Admit, Handler, HttpServer, Reply
+from kvferry.router.http1.server import Admit, Handler, HttpServer, ResponseWriter
 from kvferry.types import Address
 
 DEADLINE_S = 20.0
@@ -99,7 +99,7 @@ async def serving(
         await server.close()
 
 
-async def echo(request: ServerRequest, reply: Reply) -> None:
+async def echo(request: ServerRequest, reply: ResponseWriter) -> None:
     """Says what it understood."""
     reply.send(200, [("X-Method", request.method), ("X-Path", request.path), ("X-Query", request.query)], request.body)
 
@@ -142,15 +142,17 @@ async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 
 @asynccontextmanager
-async def upstreams(keepalive_s: float = 4.0) -> AsyncIterator[Upstreams]:
-    made = Upstreams(keepalive_s)
+async def upstreams(keepalive_s: float = 4.0) -> AsyncIterator[UpstreamPool]:
+    made = UpstreamPool(keepalive_s)
     try:
         yield made
     finally:
         await made.close()
 
 
-async def ask(made: Upstreams, target: Target, method: str = "POST", body: bytes = b"hello", head_timeout_s: float = 10) -> UpstreamAnswer:
+async def ask(
+    made: UpstreamPool, target: Target, method: str = "POST", body: bytes = b"hello", head_timeout_s: float = 10
+) -> UpstreamResponse:
     return await made.send(target, method, "/v1/x", [("X-A", "1")], body, connect_timeout_s=5, head_timeout_s=head_timeout_s)
 
 
@@ -159,5 +161,5 @@ def post(body: bytes, path: str = "/v1/x", *lines: bytes) -> bytes:
     return b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n%b\r\n%b" % (path.encode(), len(body), head, body)
 
 
-def chunked(pieces: list[bytes]) -> bytes:
-    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces if piece) + b"0\r\n\r\n"
+def chunked(segments: list[bytes]) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(segment), segment) for segment in segments if segment) + b"0\r\n\r\n"

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.http1.kit import answering, ask, chunked, instance, read_request, run, upstreams
 
-from kvferry.router.http1.client import Target, Upstreams
-from kvferry.router.http1.errors import BrokenOff, NotHttp, NotReached, TimedOut, UpstreamError
+from kvferry.router.http1.client import Target, UpstreamPool
+from kvferry.router.http1.errors import ConnectFailed, InvalidResponse, UpstreamDisconnected, UpstreamError, UpstreamTimeout
 from kvferry.types import Address
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -85,10 +85,10 @@ def test_an_answer_byte_by_byte_is_the_same() -> None:
         async with instance(talk) as target, upstreams() as made:
             for _ in range(2):
                 with await ask(made, target) as answer:
-                    pieces = []
-                    while piece := await answer.read_some(5):
-                        pieces.append(piece)
-                    assert b"".join(pieces) == b"hello"
+                    segments = []
+                    while segment := await answer.read_some(5):
+                        segments.append(segment)
+                    assert b"".join(segments) == b"hello"
             assert made.num_connections == 1
 
     run(story())
@@ -176,7 +176,7 @@ def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
 
     async def story() -> None:
         async with instance(talk) as target, upstreams() as made:
-            with pytest.raises(BrokenOff) as caught:
+            with pytest.raises(UpstreamDisconnected) as caught:
                 await ask(made, target)
             assert caught.value.has_answered is False
             assert num_connections == 1
@@ -190,7 +190,7 @@ def test_an_answer_that_ends_in_its_head_is_not_asked_for_again(sent: bytes) -> 
         async with instance(answering(OK, sent)) as target, upstreams() as made:
             with await ask(made, target) as answer:
                 await answer.read(100, 5)
-            with pytest.raises(BrokenOff) as caught:
+            with pytest.raises(UpstreamDisconnected) as caught:
                 await ask(made, target)
             assert caught.value.has_answered is True
 
@@ -202,7 +202,7 @@ def test_a_body_that_ends_too_early_is_broken_off(raw: bytes) -> None:
     async def story() -> None:
         async with instance(answering(raw)) as target, upstreams() as made:
             with await ask(made, target) as answer:
-                with pytest.raises(BrokenOff) as caught:
+                with pytest.raises(UpstreamDisconnected) as caught:
                     await answer.read(100, 5)
                 assert caught.value.has_answered is True
 
@@ -225,7 +225,7 @@ def test_a_body_that_ends_too_early_is_broken_off(raw: bytes) -> None:
 def test_what_is_no_answer_is_said_to_be_none(raw: bytes) -> None:
     async def story() -> None:
         async with instance(answering(raw)) as target, upstreams() as made:
-            with pytest.raises(NotHttp):
+            with pytest.raises(InvalidResponse):
                 await ask(made, target)
             assert await settles(lambda: made.num_connections == 0)
 
@@ -235,7 +235,7 @@ def test_what_is_no_answer_is_said_to_be_none(raw: bytes) -> None:
 def test_a_body_that_is_not_chunked_as_it_says_is_not_http() -> None:
     async def story() -> None:
         async with instance(answering(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n")) as target, upstreams() as made:
-            with await ask(made, target) as answer, pytest.raises(NotHttp):
+            with await ask(made, target) as answer, pytest.raises(InvalidResponse):
                 await answer.read(100, 5)
 
     run(story())
@@ -244,7 +244,7 @@ def test_a_body_that_is_not_chunked_as_it_says_is_not_http() -> None:
 def test_a_body_longer_than_is_wanted_is_not_read() -> None:
     async def story() -> None:
         async with instance(answering(OK)) as target, upstreams() as made:
-            with await ask(made, target) as answer, pytest.raises(NotHttp, match="longer than 4 bytes"):
+            with await ask(made, target) as answer, pytest.raises(InvalidResponse, match="longer than 4 bytes"):
                 await answer.read(4, 5)
 
     run(story())
@@ -255,11 +255,11 @@ def test_an_instance_that_is_not_there_is_not_reached() -> None:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             gone = Target(Address("127.0.0.1", sock.getsockname()[1]))
         async with upstreams() as made:
-            with pytest.raises(NotReached, match="no connection"):
+            with pytest.raises(ConnectFailed, match="no connection"):
                 await ask(made, gone)
-            with pytest.raises(NotReached):
+            with pytest.raises(ConnectFailed):
                 await ask(made, Target(Address("no.such.host.invalid", 80)))
-            with pytest.raises(NotReached):
+            with pytest.raises(ConnectFailed):
                 await ask(made, Target(Address("a" * 300, 80)))
 
     run(story())
@@ -276,7 +276,7 @@ def test_an_instance_that_does_not_accept_is_not_reached_in_time() -> None:
                 filler.setblocking(False)
                 filler.connect_ex(sock.getsockname())
             async with upstreams() as made:
-                with pytest.raises(NotReached, match="within"):
+                with pytest.raises(ConnectFailed, match="within"):
                     await made.send(target, "GET", "/", [], b"", connect_timeout_s=0.2, head_timeout_s=5)
             for filler in fillers:
                 filler.close()
@@ -296,7 +296,7 @@ def test_an_instance_that_falls_silent_before_its_head_has_timed_out(sent: bytes
 
     async def story() -> None:
         async with instance(talk) as target, upstreams() as made:
-            with pytest.raises(TimedOut):
+            with pytest.raises(UpstreamTimeout):
                 await ask(made, target, head_timeout_s=0.1)
             await closed.wait()  # the instance learns of it
 
@@ -315,7 +315,7 @@ def test_an_instance_that_falls_silent_in_its_body_has_timed_out() -> None:
                 with await ask(made, target) as answer:
                     if not is_whole:
                         assert await answer.read_some(5) == b"hel"
-                    with pytest.raises(TimedOut):
+                    with pytest.raises(UpstreamTimeout):
                         await (answer.read(100, 0.1) if is_whole else answer.read_some(0.1))
 
     run(story())
@@ -414,7 +414,7 @@ def spoilt(draw: st.DrawFn) -> bytes:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(spoilt(), min_size=1, max_size=15))
 def test_whatever_bytes_an_instance_sends_are_an_answer_or_an_error_of_the_instance(sent: list[bytes]) -> None:
-    async def read(made: Upstreams, raw: bytes) -> None:
+    async def read(made: UpstreamPool, raw: bytes) -> None:
         async with instance(answering(raw)) as target:
             with suppress(UpstreamError), await ask(made, target) as answer:
                 await answer.read(1000, 5)
@@ -477,4 +477,4 @@ def test_an_answer_that_comes_before_the_question_is_read() -> None:
 
 
 def test_errors_of_instances_have_one_parent() -> None:
-    assert all(issubclass(kind, UpstreamError) for kind in (NotReached, TimedOut, BrokenOff, NotHttp))
+    assert all(issubclass(kind, UpstreamError) for kind in (ConnectFailed, UpstreamTimeout, UpstreamDisconnected, InvalidResponse))

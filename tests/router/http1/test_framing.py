@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.http1.kit import chunked
 
-from kvferry.router.http1.framing import ChunkedBody, LengthBody, NotFramed, OpenBody, chunk
+from kvferry.router.http1.framing import ChunkedBody, FramingError, LengthBody, UntilCloseBody, chunk
 
-PIECES = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
+SEGMENTS = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -18,11 +18,11 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 @st.composite
 def wire(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """A chunked body in any legal spelling, and what it says."""
-    pieces = draw(PIECES)
+    segments = draw(SEGMENTS)
     spellings = [b"%x", b"%X", b"00%x", b"%x;name=value", b'%x ; name="a b"']
-    body = b"".join(draw(st.sampled_from(spellings)) % len(piece) + b"\r\n" + piece + b"\r\n" for piece in pieces)
+    body = b"".join(draw(st.sampled_from(spellings)) % len(segment) + b"\r\n" + segment + b"\r\n" for segment in segments)
     end = draw(st.sampled_from([b"0\r\n\r\n", b"000\r\n\r\n", b"0;x\r\n\r\n", b"0\r\nTrailer: yes\r\nOther: \r\n\r\n"]))
-    return body + end, b"".join(pieces)
+    return body + end, b"".join(segments)
 
 
 @given(wire(), st.lists(st.integers(0, 1000), max_size=30), st.binary(max_size=10))
@@ -32,9 +32,9 @@ def test_a_chunked_body_cut_anywhere_is_the_same_and_ends_at_the_same_byte(sent:
         body = ChunkedBody()
         decoded: list[bytes] | None = [] if is_decoded else None
         used = 0
-        for piece in cut(raw, cuts):
-            assert not body.is_ended or not piece
-            used += body.advance(piece, decoded)
+        for segment in cut(raw, cuts):
+            assert not body.is_ended or not segment
+            used += body.advance(segment, decoded)
         assert body.is_ended
         assert used == len(raw)
         assert body.advance(rest, decoded) == 0
@@ -59,12 +59,12 @@ def test_any_bytes_are_chunks_or_an_error_and_nothing_else_however_they_are_cut(
     assert outcome([data]) == outcome(cut(data, cuts))
 
 
-def outcome(pieces: list[bytes]) -> tuple[str, bytes]:
+def outcome(segments: list[bytes]) -> tuple[str, bytes]:
     body, decoded = ChunkedBody(), list[bytes]()
     try:
-        for piece in pieces:
-            body.advance(piece, decoded)
-    except NotFramed:
+        for segment in segments:
+            body.advance(segment, decoded)
+    except FramingError:
         return "refused", b""  # how much came before may depend on the cuts, and is dropped
     return ("ended" if body.is_ended else "open"), b"".join(decoded)
 
@@ -102,42 +102,42 @@ def test_chunks_that_could_be_read_in_two_ways_are_refused(raw: bytes) -> None:
     assert outcome([raw[i : i + 1] for i in range(len(raw))])[0] == "refused"
 
 
-@given(PIECES, st.data())
-def test_whether_another_chunk_could_begin_is_known_at_every_byte(pieces: list[bytes], data: st.DataObject) -> None:
-    raw = chunked(pieces)
+@given(SEGMENTS, st.data())
+def test_whether_another_chunk_could_begin_is_known_at_every_byte(segments: list[bytes], data: st.DataObject) -> None:
+    raw = chunked(segments)
     at = data.draw(st.integers(0, len(raw)))
     body = ChunkedBody()
     body.advance(raw[:at], None)
     edges = [0]
-    for piece in pieces:
-        edges.append(edges[-1] + len(chunk(piece)))
-    assert body.is_between == (at in edges)
+    for segment in segments:
+        edges.append(edges[-1] + len(chunk(segment)))
+    assert body.is_at_boundary == (at in edges)
 
 
-@given(PIECES, st.data())
-def test_a_body_read_in_part_can_go_on_raw(pieces: list[bytes], data: st.DataObject) -> None:
-    raw = chunked(pieces)
+@given(SEGMENTS, st.data())
+def test_a_body_read_in_part_can_go_on_raw(segments: list[bytes], data: st.DataObject) -> None:
+    raw = chunked(segments)
     at = data.draw(st.integers(0, len(raw)))
     body, start = ChunkedBody(), list[bytes]()
     body.advance(raw[:at], start)
     prefix = body.resume_raw(b"".join(start))
     if prefix is None:
-        assert not body.is_between  # inside a line
+        assert not body.is_at_boundary  # inside a line
         return
     again, decoded = ChunkedBody(), list[bytes]()
     again.advance(prefix + raw[at:], decoded)
     assert again.is_ended
-    assert b"".join(decoded) == b"".join(pieces)
+    assert b"".join(decoded) == b"".join(segments)
 
 
 @given(st.binary(max_size=50), st.binary(max_size=10), st.lists(st.integers(0, 100), max_size=6))
 def test_a_body_of_known_length_ends_there(said: bytes, rest: bytes, cuts: list[int]) -> None:
     body, decoded = LengthBody(len(said)), list[bytes]()
-    used = sum(body.advance(piece, decoded) for piece in cut(said + rest, cuts))
+    used = sum(body.advance(segment, decoded) for segment in cut(said + rest, cuts))
     assert (used, b"".join(decoded), body.is_ended) == (len(said), said, True)
 
 
 def test_a_body_until_close_never_ends_by_itself() -> None:
-    body, decoded = OpenBody(), list[bytes]()
+    body, decoded = UntilCloseBody(), list[bytes]()
     assert body.advance(b"0\r\n\r\n", decoded) == 5
-    assert (decoded, body.is_ended, body.is_whole_at_close) == ([b"0\r\n\r\n"], False, True)
+    assert (decoded, body.is_ended, body.is_complete_at_close) == ([b"0\r\n\r\n"], False, True)

@@ -9,7 +9,7 @@ import pytest
 from tests.router.http1.kit import RawClient, chunked, echo, post, run, serving
 
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Reply
+from kvferry.router.http1.server import ResponseWriter
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Gate:
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def handle(self, request: ServerRequest, reply: Reply) -> None:
+    async def handle(self, request: ServerRequest, reply: ResponseWriter) -> None:
         if request.path == "/stream":
             reply.start(200, [])
             await reply.write(b"first")
@@ -69,7 +69,7 @@ def test_a_client_that_leaves_after_its_answer_cancels_nothing() -> None:
     async def story() -> None:
         answered, left, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def handler(request: ServerRequest, reply: Reply) -> None:
+        async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
             reply.send(200, [], b"x")
             answered.set()
             await left.wait()

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RequestRefused
-from kvferry.router.http1.errors import NotHttp
-from kvferry.router.http1.parsing import BodyKind, check_beginning, read_answer_head, read_request_head
+from kvferry.router.http1.errors import InvalidResponse
+from kvferry.router.http1.parsing import BodyKind, check_partial_head, read_request_head, read_response_head
 
 NAMES = st.text(string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~", min_size=1, max_size=20).filter(
     lambda name: name.lower() not in ("host", "content-length", "transfer-encoding", "connection", "expect")
@@ -35,8 +35,8 @@ def test_names_are_compared_without_case_and_one_names_fields_are_joined() -> No
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_head_or_an_error_and_nothing_else(data: bytes) -> None:
-    for read in (lambda: read_request_head(data + b"\r\n\r\n", 100), lambda: read_answer_head(data + b"\r\n\r\n", "GET")):
-        with suppress(RequestRefused, NotHttp):
+    for read in (lambda: read_request_head(data + b"\r\n\r\n", 100), lambda: read_response_head(data + b"\r\n\r\n", "GET")):
+        with suppress(RequestRefused, InvalidResponse):
             read()
 
 
@@ -128,8 +128,8 @@ def test_a_body_whose_length_could_be_read_in_two_ways_is_refused(fields: bytes)
         read_request_head(b"POST / HTTP/1.1\r\nHost: h\r\n" + fields + b"\r\n\r\n", 100)
     assert caught.value.status == 400
     answer = b"HTTP/1.1 200 OK\r\n" + fields + b"\r\n\r\n"
-    with pytest.raises(NotHttp):
-        read_answer_head(answer, "GET")
+    with pytest.raises(InvalidResponse):
+        read_response_head(answer, "GET")
 
 
 def test_http_1_0_has_no_chunks() -> None:
@@ -185,7 +185,7 @@ def test_too_many_fields_and_unknown_expectations_have_statuses_of_their_own() -
 def test_the_beginning_of_a_head_is_never_refused(fields: list[tuple[str, str]], data: st.DataObject) -> None:
     head = head_of([("Host", "h"), *fields])
     cut = data.draw(st.integers(1, len(head)))
-    check_beginning(head[:cut])
+    check_partial_head(head[:cut])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_beginning_of_a_head_is_never_refused(fields: list[tuple[str, str]],
 )
 def test_what_cannot_become_a_head_is_refused_at_its_first_bytes(garbage: bytes) -> None:
     with pytest.raises(RequestRefused):
-        check_beginning(garbage)
+        check_partial_head(garbage)
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ def test_what_cannot_become_a_head_is_refused_at_its_first_bytes(garbage: bytes)
     ],
 )
 def test_how_an_answers_end_is_told(method: str, head: bytes, kind: BodyKind) -> None:
-    assert read_answer_head(head, method).body is kind
+    assert read_response_head(head, method).body is kind
 
 
 @pytest.mark.parametrize(
     "line", [b"HTTP/2 200 OK", b"HTTP/1.1 20 OK", b"HTTP/1.1 2000", b"HTTP/1.1 099 x", b"ICY 200 OK", b"HTTP/1.1  200 OK", b"200 OK"]
 )
 def test_a_status_line_that_is_not_exactly_http_is_refused(line: bytes) -> None:
-    with pytest.raises(NotHttp):
-        read_answer_head(line + b"\r\nContent-Length: 0\r\n\r\n", "GET")
+    with pytest.raises(InvalidResponse):
+        read_response_head(line + b"\r\nContent-Length: 0\r\n\r\n", "GET")

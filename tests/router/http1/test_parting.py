@@ -12,10 +12,10 @@ from tests.router.http1.test_client import CHUNKED, OK, settles
 from tests.router.http1.test_tls import cert, client_side, server_side
 
 from kvferry.router.http1 import client, parting, upstream_connection
-from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
-from kvferry.router.http1.errors import BrokenOff, TimedOut
-from kvferry.router.http1.parting import Partings, whole_answer
-from kvferry.router.http1.pool import Site
+from kvferry.router.http1.client import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http1.errors import UpstreamDisconnected, UpstreamTimeout
+from kvferry.router.http1.parting import AbandonedConnections, parse_complete_response
+from kvferry.router.http1.pool import TargetPool
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 
 __all__ = ["cert"]
@@ -33,11 +33,11 @@ class Late:
         self.happened.set()
 
 
-async def ask(made: Upstreams, target: Target, late: Late, body: bytes = b"hello", head_timeout_s: float = 10) -> UpstreamAnswer:
-    return await made.send(target, "POST", "/x", [], body, connect_timeout_s=5, head_timeout_s=head_timeout_s, on_left=late.hear)
+async def ask(made: UpstreamPool, target: Target, late: Late, body: bytes = b"hello", head_timeout_s: float = 10) -> UpstreamResponse:
+    return await made.send(target, "POST", "/x", [], body, connect_timeout_s=5, head_timeout_s=head_timeout_s, on_late_response=late.hear)
 
 
-async def ask_and_read(made: Upstreams, target: Target, late: Late) -> bytes:
+async def ask_and_read(made: UpstreamPool, target: Target, late: Late) -> bytes:
     with await ask(made, target, late) as answer:
         return await answer.read(1000, 5)
 
@@ -149,13 +149,13 @@ def test_one_that_took_too_long_is_heard_of_when_it_comes() -> None:
     async def story() -> None:
         late = Late()
         async with instance(in_two(OK, 0, asyncio.Event())) as target, upstreams() as made:
-            with pytest.raises(TimedOut):
+            with pytest.raises(UpstreamTimeout):
                 await ask(made, target, late, head_timeout_s=0.1)
             await late.happened.wait()
             assert late.answers == [(200, b"hello")]
         late = Late()
         async with instance(in_two(OK, len(OK) - 2, asyncio.Event())) as target, upstreams() as made:
-            with await ask(made, target, late) as answer, pytest.raises(TimedOut):
+            with await ask(made, target, late) as answer, pytest.raises(UpstreamTimeout):
                 await answer.read(1000, 0.1)
             await late.happened.wait()
             assert late.answers == [(200, b"hello")]
@@ -178,12 +178,12 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("after_s", [0.2, 1000.0])
 def test_one_that_stays_is_closed_when_its_time_is_up_or_with_everything(after_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream_connection, "PARTING_S", after_s)
+    monkeypatch.setattr(upstream_connection, "ABANDON_TIMEOUT_S", after_s)
 
     async def story() -> None:
         late = Late()
         async with instance(stays) as target, upstreams() as made:
-            with pytest.raises(TimedOut):
+            with pytest.raises(UpstreamTimeout):
                 await ask(made, target, late, head_timeout_s=0.1)
             assert made.num_connections == 1
             if after_s < 1:
@@ -194,7 +194,7 @@ def test_one_that_stays_is_closed_when_its_time_is_up_or_with_everything(after_s
     run(story())
 
 
-@pytest.mark.parametrize("bound", ["_MAX_PARTING", "_MAX_PARTING_OF_ONE"])
+@pytest.mark.parametrize("bound", ["_MAX_ABANDONED", "_MAX_ABANDONED_PER_TARGET"])
 def test_no_more_are_waited_for_than_so_many_and_the_log_says_so(
     bound: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +244,7 @@ def test_one_whose_rest_and_deadline_come_in_one_turn_has_come() -> None:
 
 async def connected(target: Target) -> UpstreamConnection:
     loop = asyncio.get_running_loop()
-    connection = UpstreamConnection(loop, Site(target), lambda connection: None, Partings())
+    connection = UpstreamConnection(loop, TargetPool(target), lambda connection: None, AbandonedConnections())
     await loop.create_connection(lambda: connection, target.address.host, target.address.port, ssl=target.tls)
     return connection
 
@@ -254,7 +254,7 @@ def test_a_tls_connection_that_is_lost_in_the_turn_of_the_leaving_is_lost(cert: 
         asked, late = asyncio.Event(), Late()
         async with instance(in_two(OK, 5, asked), server_side(cert)) as plain:
             connection = await connected(Target(plain.address, client_side(cert)))
-            asking = connection.ask("POST", post(b"hello"), 5, late.hear)
+            asking = connection.send_request("POST", post(b"hello"), 5, late.hear)
             await asked.wait()
             assert connection.transport is not None
             connection.transport.abort()
@@ -262,7 +262,7 @@ def test_a_tls_connection_that_is_lost_in_the_turn_of_the_leaving_is_lost(cert: 
                 await asyncio.sleep(0)
             connection.abort()
             assert await settles(lambda: connection.is_lost)
-            with pytest.raises(BrokenOff):
+            with pytest.raises(UpstreamDisconnected):
                 await asking
         assert late.answers == []
 
@@ -274,13 +274,13 @@ def test_whoever_looks_for_more_of_one_that_was_left_hears_it() -> None:
     async def story() -> None:
         async with instance(stays) as target:
             connection = await connected(target)
-            asking = connection.ask("POST", post(b"hello"), 5, Late().hear)
+            asking = connection.send_request("POST", post(b"hello"), 5, Late().hear)
             connection.abort()
-            with pytest.raises(BrokenOff):
+            with pytest.raises(UpstreamDisconnected):
                 await asking
-            with pytest.raises(BrokenOff):
-                await connection.more(connection.loop.time() + 5)
-            connection.cut()
+            with pytest.raises(UpstreamDisconnected):
+                await connection.wait_readable(connection.loop.time() + 5)
+            connection.abort_transport()
             assert await settles(lambda: connection.is_lost)
 
     run(story())
@@ -328,4 +328,4 @@ def test_a_request_that_was_not_sent_whole_never_will_be() -> None:
     ],
 )
 def test_what_a_whole_answer_is(raw: bytes, answer: tuple[int, bytes] | None) -> None:
-    assert whole_answer(raw, "POST") == answer
+    assert parse_complete_response(raw, "POST") == answer

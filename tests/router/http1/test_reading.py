@@ -38,9 +38,9 @@ class Reading:
             self.is_in_body = False
 
 
-def read_all(pieces: list[bytes], limits: ServerLimits = LIMITS) -> list[tuple[str, bytes]]:
+def read_all(segments: list[bytes], limits: ServerLimits = LIMITS) -> list[tuple[str, bytes]]:
     reading = Reading(RequestReader(limits))
-    return [request for piece in pieces for request in reading.feed(piece)]
+    return [request for segment in segments for request in reading.feed(segment)]
 
 
 @st.composite
@@ -55,8 +55,8 @@ def conversation(draw: st.DrawFn) -> tuple[bytes, list[tuple[str, bytes]]]:
             raw += post(body, path)
         elif kind == "chunked":
             size = draw(st.integers(1, 20))
-            pieces = [body[i : i + size] for i in range(0, len(body), size)]
-            raw += b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode() + chunked(pieces)
+            segments = [body[i : i + size] for i in range(0, len(body), size)]
+            raw += b"POST %b HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode() + chunked(segments)
         else:
             body = b""
             raw += b"GET %b HTTP/1.1\r\nHost: h\r\n\r\n" % path.encode()
@@ -77,21 +77,21 @@ def test_requests_byte_by_byte_are_the_same_requests(sent: tuple[bytes, list[tup
 
 
 @given(st.lists(st.binary(max_size=80), max_size=5))
-def test_any_bytes_are_requests_or_a_refusal_and_nothing_else(pieces: list[bytes]) -> None:
+def test_any_bytes_are_requests_or_a_refusal_and_nothing_else(segments: list[bytes]) -> None:
     with suppress(RequestRefused):
-        read_all(pieces)
+        read_all(segments)
 
 
 def test_a_head_of_the_greatest_length_is_read_and_a_longer_one_is_not() -> None:
     limits = replace(LIMITS, head_bytes=200)
     for pad, is_read in ((100, True), (200, False), (10_000, False)):
         raw = b"GET / HTTP/1.1\r\nHost: h\r\nX: " + b"a" * pad + b"\r\n\r\n"
-        for pieces in ([raw], [raw[i : i + 7] for i in range(0, len(raw), 7)]):
+        for segments in ([raw], [raw[i : i + 7] for i in range(0, len(raw), 7)]):
             if is_read:
-                assert read_all(pieces, limits) == [("/", b"")]
+                assert read_all(segments, limits) == [("/", b"")]
             else:
                 with pytest.raises(RequestRefused) as caught:
-                    read_all(pieces, limits)
+                    read_all(segments, limits)
                 assert caught.value.status == 431
 
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.http1.kit import Served, Talk, answering, ask, chunked, instance, post, read_request, run, serving, upstreams
 
-from kvferry.router.http1.client import Target, UpstreamAnswer, Upstreams
-from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut, UpstreamError
+from kvferry.router.http1.client import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http1.errors import InvalidResponse, UpstreamDisconnected, UpstreamError, UpstreamTimeout
 from kvferry.router.http1.framing import ChunkedBody
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Reply
+from kvferry.router.http1.server import ResponseWriter
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -25,17 +25,17 @@ GET = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
 class Passing:
     """A handler that passes an instance's answer on, and remembers how that went."""
 
-    made: Upstreams
+    made: UpstreamPool
     target: Target
     num_read: int = 0
-    """Pieces of the body that are read first, and handed in as `start`."""
+    """Segments of the body that are read first, and handed in as `start`."""
     filter: Callable[[bytes], bytes] | None = None
     idle_timeout_s: float = 10
     errors: list[Exception] = field(default_factory=list)
     firsts: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def handle(self, request: ServerRequest, reply: Reply) -> None:
+    async def handle(self, request: ServerRequest, reply: ResponseWriter) -> None:
         try:
             with await ask(self.made, self.target, request.method) as answer:
                 start = b"".join([await answer.read_some(5) for _ in range(self.num_read)])
@@ -66,10 +66,10 @@ class Passing:
 
 
 def decoded(raw: bytes) -> bytes:
-    body, pieces = ChunkedBody(), list[bytes]()
-    assert body.advance(raw, pieces) == len(raw)
+    body, segments = ChunkedBody(), list[bytes]()
+    assert body.advance(raw, segments) == len(raw)
     assert body.is_ended
-    return b"".join(pieces)
+    return b"".join(segments)
 
 
 async def passed_on(talk: Talk, request: bytes = GET, **settings: object) -> tuple[bytes, Passing]:
@@ -159,12 +159,12 @@ def test_head_gets_the_head_alone(head: bytes) -> None:
     run(story())
 
 
-def test_a_filter_sees_decoded_pieces_and_the_end() -> None:
+def test_a_filter_sees_decoded_segments_and_the_end() -> None:
     seen: list[bytes] = []
 
-    def shout(piece: bytes) -> bytes:
-        seen.append(piece)
-        return piece.upper() if piece else b"THE END"
+    def shout(segment: bytes) -> bytes:
+        seen.append(segment)
+        return segment.upper() if segment else b"THE END"
 
     async def story() -> None:
         stream = STREAM + chunked(EVENTS)
@@ -177,7 +177,7 @@ def test_a_filter_sees_decoded_pieces_and_the_end() -> None:
 
 
 def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(piece: bytes) -> bytes:
+    def fails(segment: bytes) -> bytes:
         raise ZeroDivisionError
 
     async def story() -> None:
@@ -191,7 +191,7 @@ def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(capl
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    pieces=st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=6),
+    segments=st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 300), max_size=6),
     num_read=st.integers(0, 3),
     is_filtered=st.booleans(),
@@ -199,11 +199,11 @@ def test_a_filter_that_fails_ends_the_answer_so_that_it_does_not_look_whole(capl
     kind=st.sampled_from(["chunked", "length", "close"]),
 )
 def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
-    pieces: list[bytes], cuts: list[int], num_read: int, is_filtered: bool, version: bytes, kind: str
+    segments: list[bytes], cuts: list[int], num_read: int, is_filtered: bool, version: bytes, kind: str
 ) -> None:
-    said = b"".join(pieces)
+    said = b"".join(segments)
     raw = {
-        "chunked": STREAM + chunked(pieces),
+        "chunked": STREAM + chunked(segments),
         "length": b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(said) + said,
         "close": b"HTTP/1.1 200 OK\r\n\r\n" + said,
     }[kind]
@@ -217,7 +217,7 @@ def test_any_body_cut_anywhere_and_read_in_part_arrives_whole(
             await asyncio.sleep(0.001)
 
     async def story() -> None:
-        filter = (lambda piece: piece) if is_filtered else None
+        filter = (lambda segment: segment) if is_filtered else None
         async with instance(talk) as target, upstreams() as made:
             passing = Passing(made, target, num_read=num_read, filter=filter)
             async with serving(passing.handle) as served:
@@ -246,15 +246,15 @@ def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_an
     async def story() -> None:
         async with instance(talk) as target, upstreams() as made:
 
-            async def handler(request: ServerRequest, reply: Reply) -> None:
+            async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
                 with await ask(made, target) as first:
-                    start = b"".join([piece async for piece in pieces(first)])
+                    start = b"".join([segment async for segment in segments(first)])
                     with await ask(made, target) as second:
                         await asyncio.sleep(0.05)
                         assert made.num_connections == 1
                         await first.relay(reply, [], idle_timeout_s=5, start=start)
                         half.set()
-                        seconds.put_nowait(b"".join([piece async for piece in pieces(second)]))
+                        seconds.put_nowait(b"".join([segment async for segment in segments(second)]))
 
             async with serving(handler) as served:
                 client = await served.connect()
@@ -266,9 +266,9 @@ def test_a_body_that_was_read_whole_is_passed_on_though_its_connection_serves_an
     run(story())
 
 
-async def pieces(answer: UpstreamAnswer) -> AsyncIterator[bytes]:
-    while piece := await answer.read_some(5):
-        yield piece
+async def segments(answer: UpstreamResponse) -> AsyncIterator[bytes]:
+    while segment := await answer.read_some(5):
+        yield segment
 
 
 # -- instances that fail -----------------------------------------------------------------------------------------------
@@ -305,7 +305,9 @@ def breaking(raw: bytes, then: str = "close") -> Talk:
 def test_a_stream_that_breaks_off_can_be_continued_between_chunks_only(sent: bytes, can_go_on: bool, then: str) -> None:
     async def story() -> None:
         received, passing = await passed_on(breaking(STREAM + sent, then), idle_timeout_s=0.1)
-        assert [type(error) for error in passing.errors] == [TimedOut if then == "hang" else BrokenOff] * (2 if can_go_on else 1)
+        assert [type(error) for error in passing.errors] == [UpstreamTimeout if then == "hang" else UpstreamDisconnected] * (
+            2 if can_go_on else 1
+        )
         body = received.partition(b"\r\n\r\n")[2]
         if can_go_on:
             assert decoded(body) == (b"data: a\n\n" if sent else b"") + b"data: sorry\n\n"
@@ -317,7 +319,7 @@ def test_a_stream_that_breaks_off_can_be_continued_between_chunks_only(sent: byt
 
 def test_a_stream_that_is_decoded_can_be_continued_anywhere() -> None:
     async def story() -> None:
-        received, passing = await passed_on(breaking(STREAM + FIRST[:-5]), filter=lambda piece: piece)
+        received, passing = await passed_on(breaking(STREAM + FIRST[:-5]), filter=lambda segment: segment)
         assert decoded(received.partition(b"\r\n\r\n")[2]) == b"data: " + b"data: sorry\n\n"
         assert len(passing.errors) == 2
 
@@ -328,7 +330,7 @@ def test_a_body_of_known_length_that_breaks_off_cannot_be_continued() -> None:
     async def story() -> None:
         received, passing = await passed_on(breaking(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc"))
         assert received.endswith(b"abc")
-        assert [type(error) for error in passing.errors] == [BrokenOff]
+        assert [type(error) for error in passing.errors] == [UpstreamDisconnected]
 
     run(story())
 
@@ -336,7 +338,7 @@ def test_a_body_of_known_length_that_breaks_off_cannot_be_continued() -> None:
 def test_an_answer_until_close_that_is_reset_is_broken_off() -> None:
     async def story() -> None:
         _, passing = await passed_on(breaking(b"HTTP/1.1 200 OK\r\n\r\nabc", "reset"))
-        assert [type(error) for error in passing.errors] == [BrokenOff] * 2
+        assert [type(error) for error in passing.errors] == [UpstreamDisconnected] * 2
 
     run(story())
 
@@ -345,7 +347,7 @@ def test_chunks_that_are_none_are_not_passed_on() -> None:
     async def story() -> None:
         received, passing = await passed_on(breaking(STREAM + FIRST + b"0x9\r\nevil\r\n"))
         assert b"evil" not in received
-        assert [type(error) for error in passing.errors] == [NotHttp]
+        assert [type(error) for error in passing.errors] == [InvalidResponse]
 
     run(story())
 
@@ -364,11 +366,11 @@ def test_an_answer_until_close_that_is_given_up_does_not_look_whole() -> None:
     async def story() -> None:
         async with instance(breaking(STREAM + FIRST)) as target, upstreams() as made:
 
-            async def handler(request: ServerRequest, reply: Reply) -> None:
+            async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
                 with await ask(made, target) as answer:
                     try:
                         await answer.relay(reply, [], idle_timeout_s=5)
-                    except BrokenOff:
+                    except UpstreamDisconnected:
                         reply.abort()
 
             async with serving(handler) as served:
@@ -421,7 +423,7 @@ def test_a_client_that_reads_slowly_slows_the_instance_down(is_filtered: bool) -
     async def story() -> None:
         flood = Flood()
         async with instance(flood.talk) as target, upstreams() as made:
-            passing = Passing(made, target, filter=(lambda piece: piece) if is_filtered else None)
+            passing = Passing(made, target, filter=(lambda segment: segment) if is_filtered else None)
             async with serving(passing.handle) as served:
                 reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1000)
                 writer.write(GET)
@@ -459,7 +461,7 @@ def test_a_handler_that_writes_to_a_client_that_reads_nothing_is_told() -> None:
     async def story() -> None:
         told = asyncio.Event()
 
-        async def handler(request: ServerRequest, reply: Reply) -> None:
+        async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
             reply.start(200, [])
             try:
                 while True:

@@ -6,7 +6,7 @@ import pytest
 from tests.router.http1.kit import RawClient, Served, chunked, echo, post, run, serving
 
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Admit, Reply, WholeAnswer
+from kvferry.router.http1.server import Admit, ResponseParts, ResponseWriter
 
 
 def test_a_connection_is_kept_for_request_after_request() -> None:
@@ -28,7 +28,7 @@ def test_pipelined_requests_are_answered_in_order_one_at_a_time() -> None:
     running: list[str] = []
     most = 0
 
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         nonlocal most
         running.append(request.path)
         most = max(most, len(running))
@@ -51,7 +51,7 @@ def test_a_client_that_asks_and_asks_without_reading_is_answered_only_as_far_as_
     """Otherwise its answers would pile up here without bound."""
     num_served = 0
 
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         nonlocal num_served
         num_served += 1
         reply.send(200, [], b"x" * 10_000)
@@ -79,7 +79,7 @@ def test_a_client_that_reads_slowly_gets_its_last_answer_whole(is_refused: bool)
     """What is written last is not cut off by the short time for which a refused client is listened to."""
     size = 30_000_000
 
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.send(200, [], b"x" * size)
 
     async def story() -> None:
@@ -100,13 +100,13 @@ def test_a_request_in_chunks_is_one_body() -> None:
     async def story() -> None:
         async with serving(echo) as served:
             client = await served.connect()
-            for piece in (
+            for segment in (
                 b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe",
                 b"llo\r\n1",
                 b"\r\n!\r\n0\r\n",
                 b"\r\n",
             ):
-                client.send(piece)
+                client.send(segment)
                 await asyncio.sleep(0)
             assert (await client.answer())[2] == b"hello!"
             client.close()
@@ -141,7 +141,7 @@ def test_head_gets_the_head_alone_and_the_connection_goes_on() -> None:
     run(story())
 
 
-async def streams(request: ServerRequest, reply: Reply) -> None:
+async def streams(request: ServerRequest, reply: ResponseWriter) -> None:
     reply.start(200, [("Content-Type", "text/event-stream")])
     for number in range(3):
         await reply.write(b"data: %d\n\n" % number)
@@ -189,7 +189,7 @@ def test_close_is_answered_with_close() -> None:
     run(story())
 
 
-def refuses(request: ServerRequest) -> WholeAnswer | None:
+def refuses(request: ServerRequest) -> ResponseParts | None:
     return None if request.path == "/yes" else (401, [("X-Why", "no key")], b"{}")
 
 
@@ -222,7 +222,7 @@ def test_admit_refuses_a_client_that_asks_first_without_telling_it_to_go_on() ->
     run(story())
 
 
-def test_many_refused_requests_in_one_piece_are_all_answered() -> None:
+def test_many_refused_requests_in_one_segment_are_all_answered() -> None:
     async def story() -> None:
         async with serving(echo, admit=refuses) as served:
             client = await served.connect()
@@ -234,7 +234,7 @@ def test_many_refused_requests_in_one_piece_are_all_answered() -> None:
 
 
 def test_a_handler_that_fails_is_a_500_with_the_reason_in_the_log_only(caplog: pytest.LogCaptureFixture) -> None:
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         if request.path == "/silent":
             return
         raise ZeroDivisionError("the secret reason")
@@ -267,7 +267,7 @@ def test_an_admit_that_fails_is_a_500_too(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_whole(caplog: pytest.LogCaptureFixture) -> None:
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.start(200, [])
         await reply.write(b"some")
         if request.path == "/raises":
@@ -286,7 +286,7 @@ def test_a_handler_that_fails_in_the_middle_leaves_an_answer_that_does_not_look_
 
 @pytest.mark.parametrize("value", ["a\r\nSet-Cookie: x", "a\nb", "a\rb"])
 def test_a_header_cannot_break_out_of_its_line(value: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.send(200, [("X-A", value)], b"")
 
     async def story() -> None:
@@ -300,7 +300,7 @@ def test_a_header_cannot_break_out_of_its_line(value: str, caplog: pytest.LogCap
 
 
 def test_framing_is_the_servers_own_whatever_a_handler_says() -> None:
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.send(200, [("Content-Length", "99"), ("Transfer-Encoding", "chunked"), ("connection", "x"), ("X-A", "1")], b"four")
 
     async def story() -> None:
@@ -317,7 +317,7 @@ def test_framing_is_the_servers_own_whatever_a_handler_says() -> None:
 
 @pytest.mark.parametrize("status", [204, 304])
 def test_an_answer_without_a_body_has_none(status: int) -> None:
-    async def handler(request: ServerRequest, reply: Reply) -> None:
+    async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
         reply.send(status, [], b"never sent")
 
     async def story() -> None:

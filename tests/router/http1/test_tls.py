@@ -8,9 +8,9 @@ import pytest
 from tests.router.http1.kit import answering, ask, chunked, echo, instance, post, run, serving, upstreams
 
 from kvferry.router.http1.client import Target
-from kvferry.router.http1.errors import NotHttp, NotReached, UpstreamError
+from kvferry.router.http1.errors import ConnectFailed, InvalidResponse, UpstreamError
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Reply
+from kvferry.router.http1.server import ResponseWriter
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a" * 100_000, b"b"])
 
@@ -41,7 +41,7 @@ def test_requests_go_through_tls_on_both_sides(cert: Path) -> None:
         async with instance(answering(STREAM, STREAM, STREAM), server_side(cert)) as plain, upstreams() as made:
             target = Target(plain.address, client_side(cert))
 
-            async def handler(request: ServerRequest, reply: Reply) -> None:
+            async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
                 with await ask(made, target, body=request.body) as answer:
                     await answer.relay(reply, [], idle_timeout_s=5)
 
@@ -59,7 +59,7 @@ def test_requests_go_through_tls_on_both_sides(cert: Path) -> None:
 def test_an_instance_whose_certificate_nobody_vouches_for_is_not_reached(cert: Path) -> None:
     async def story() -> None:
         async with instance(answering(STREAM), server_side(cert)) as plain, upstreams() as made:
-            with pytest.raises(NotReached, match="TLS"):
+            with pytest.raises(ConnectFailed, match="TLS"):
                 await ask(made, Target(plain.address, ssl.create_default_context()))
             assert made.num_connections == 0
 
@@ -72,9 +72,9 @@ def test_plain_and_tls_do_not_meet(cert: Path) -> None:
             with pytest.raises(UpstreamError):
                 await ask(made, plain)
         async with instance(answering(b"not tls at all")) as plain, upstreams() as made:
-            with pytest.raises(NotReached):
+            with pytest.raises(ConnectFailed):
                 await ask(made, Target(plain.address, client_side(cert)))
-            with pytest.raises(NotHttp):
+            with pytest.raises(InvalidResponse):
                 await ask(made, plain)
 
     run(story())
@@ -97,7 +97,7 @@ def test_a_client_that_leaves_by_tls_cancels_its_handler(cert: Path) -> None:
     async def story() -> None:
         entered, cancelled = asyncio.Event(), asyncio.Event()
 
-        async def handler(request: ServerRequest, reply: Reply) -> None:
+        async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
             entered.set()
             try:
                 await asyncio.Event().wait()
@@ -118,7 +118,7 @@ def test_a_client_that_reads_nothing_by_tls_is_given_up(cert: Path) -> None:
     async def story() -> None:
         told = asyncio.Event()
 
-        async def handler(request: ServerRequest, reply: Reply) -> None:
+        async def handler(request: ServerRequest, reply: ResponseWriter) -> None:
             reply.start(200, [])
             try:
                 while True:

@@ -45,7 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.ferry.ferry import FerrySnapshot
+from kvferry.ferry.ferry import TransferWorkerSnapshot
 
 __all__ = ["BLOCK", "Answer", "Engine", "cache_config", "layer_specs", "next_token", "run_until", "start_parallel_state", "vllm_config"]
 
@@ -249,7 +249,7 @@ class Engine:
         values = torch.tensor(slot_values(tokens, self._seeds[work.request_id]), dtype=torch.float32)
         end = self.computed[work.request_id] = work.start + work.num_tokens
         for name, group, spec in self._layers:
-            self._compute_layer(self.tensors[name], values[:end], first_seen(spec, work.start), work, work.blocks[group])
+            self._compute_layer(self.tensors[name], values[:end], first_visible_token(spec, work.start), work, work.blocks[group])
         if end < len(tokens):
             return []
         tokens.append(next_token(tokens, self._seeds[work.request_id]))
@@ -269,7 +269,7 @@ class Engine:
         for stats in (client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None):
             if stats.connector_prefix_cache_stats is not None:
                 self.loaded_tokens += stats.connector_prefix_cache_stats.hits
-            self.moved_bytes += sum(row["bytes"] for row in (stats.kv_connector_stats or {}).get("planes", {}).values())
+            self.moved_bytes += sum(row["bytes"] for row in (stats.kv_connector_stats or {}).get("transports", {}).values())
         for output in (one for client in outputs.values() for one in client.outputs):
             answer = self.answers[output.request_id]
             answer.tokens += output.new_token_ids
@@ -281,8 +281,8 @@ class Engine:
     # -- what is left ----------------------------------------------------------------------------------------------
 
     @property
-    def ferry(self) -> FerrySnapshot:
-        snapshot: FerrySnapshot = self.worker._inner._worker_half.snapshot()  # noqa: SLF001  tests alone may look inside
+    def transfer_worker(self) -> TransferWorkerSnapshot:
+        snapshot: TransferWorkerSnapshot = self.worker._inner._worker_half.snapshot()  # noqa: SLF001  tests alone may look inside
         return snapshot
 
     def remains(self) -> dict[str, Any]:
@@ -301,10 +301,10 @@ class Engine:
             "offers": dict(half._offers),  # noqa: SLF001
             "loads": set(half._tickets._loading),  # noqa: SLF001
             "commands": list(half._commands),  # noqa: SLF001
-            "leases": self.ferry.leases,
-            "pulls": self.ferry.pulls,
-            "reads": self.ferry.reads,
-            "registrations": self.ferry.registrations,
+            "leases": self.transfer_worker.leases,
+            "transfers": self.transfer_worker.transfers,
+            "reads": self.transfer_worker.reads,
+            "registrations": self.transfer_worker.registrations,
             "published": getattr(half, "_published", {}),
             "streams": len(getattr(half, "_streams", ())) + len(getattr(scheduler.connector, "_prefills", ())),
             "partly reported": self._aggregator._recv_remaining_count | self._aggregator._send_remaining_count,  # noqa: SLF001
@@ -325,7 +325,7 @@ def run_until(condition: Callable[[], bool], *engines: Engine) -> None:
         time.sleep(0.0005)
 
 
-def first_seen(spec: KVCacheSpec, position: int) -> int:
+def first_visible_token(spec: KVCacheSpec, position: int) -> int:
     """The first token that the one at `position` looks at."""
     if isinstance(spec, SlidingWindowSpec):
         return max(0, position - int(spec.sliding_window) + 1)

@@ -43,17 +43,17 @@ class Legs:
 
     def registered(self, num: int = 1) -> None:
         """D waits, and P knows."""
-        run_until(lambda: self.p.ferry.registrations == num, self.d)
+        run_until(lambda: self.p.transfer_worker.registrations == num, self.d)
 
     def computed(self, name: str) -> None:
         """P is through, and keeps the blocks for whoever comes."""
-        run_until(lambda: self.p.answers[name].finish is not None and self.p.ferry.leases > 0, self.p)
+        run_until(lambda: self.p.answers[name].finish is not None and self.p.transfer_worker.leases > 0, self.p)
 
 
-def push_ticket(source: Mapping[str, Any], handover: str) -> str:
+def push_ticket(source: Mapping[str, Any], match_id: str) -> str:
     """`source`: what P's answer to an earlier request said."""
     ticket = PushTicket(
-        handover=handover,
+        match_id=match_id,
         engine=source["remote_engine_id"],
         epoch=source["remote_epoch"],
         host=source["remote_host"],

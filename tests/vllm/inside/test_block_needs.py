@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.vllm.block_needs import BlockNeeds
+from kvferry.vllm.block_needs import BlockDemand
 
 
 @dataclass(eq=False)
@@ -19,52 +19,52 @@ class Waiting:
 
 
 def test_a_request_that_got_its_blocks_lacks_none() -> None:
-    needs = BlockNeeds(block_size=32, num_groups=1)
-    assert needs.to_start(num_free=0) == 0
-    needs.note_asked(Waiting("a", 100), 0, will_load=False)
+    needs = BlockDemand(block_size=32, num_groups=1)
+    assert needs.missing_to_start(num_free=0) == 0
+    needs.note_candidate(Waiting("a", 100), 0, will_load=False)
     needs.note_admitted(Waiting("a", 100), 0)
-    assert needs.to_start(num_free=0) == 0
-    needs.note_asked(Waiting("b", 100), 0, will_load=True)
-    needs.note_passed_over()
-    assert needs.to_start(num_free=0) == 0
+    assert needs.missing_to_start(num_free=0) == 0
+    needs.note_candidate(Waiting("b", 100), 0, will_load=True)
+    needs.note_skipped()
+    assert needs.missing_to_start(num_free=0) == 0
 
 
 def test_what_is_lacking_is_what_is_neither_cached_nor_free() -> None:
-    needs = BlockNeeds(block_size=32, num_groups=2, watermark=1)
+    needs = BlockDemand(block_size=32, num_groups=2, watermark=1)
     for free, lacking in ((0, 7), (4, 3), (6, 1), (10, 1), (11, 0)):
-        needs.note_asked(Waiting("a", 100), 32, will_load=False)
+        needs.note_candidate(Waiting("a", 100), 32, will_load=False)
         # 8 blocks of which it has 2, and the watermark. Those it has may be among the free ones: then so many are not enough.
-        assert needs.to_start(free) == lacking
+        assert needs.missing_to_start(free) == lacking
         # It was told once.
-        assert needs.to_start(free) == 0
+        assert needs.missing_to_start(free) == 0
 
 
 def test_a_load_leaves_to_prefills_what_they_need() -> None:
-    needs = BlockNeeds(block_size=32, num_groups=1)
+    needs = BlockDemand(block_size=32, num_groups=1)
     needs.note_admitted(Waiting("runs", 320, 64, RequestStatus.RUNNING), 0)
     for will_load, lacking in ((True, 4 + 8 - 1), (False, 4 - 1)):
-        needs.note_asked(Waiting("a", 100), 0, will_load=will_load)
-        assert needs.to_start(num_free=1) == lacking
+        needs.note_candidate(Waiting("a", 100), 0, will_load=will_load)
+        assert needs.missing_to_start(num_free=1) == lacking
     needs.end("runs")
-    needs.note_asked(Waiting("a", 100), 0, will_load=True)
-    assert needs.to_start(num_free=1) == 3
+    needs.note_candidate(Waiting("a", 100), 0, will_load=True)
+    assert needs.missing_to_start(num_free=1) == 3
     assert len(needs) == 0
 
 
 def test_one_whose_load_has_ended_is_found_although_nobody_asks_for_it() -> None:
-    needs = BlockNeeds(block_size=32, num_groups=1)
+    needs = BlockDemand(block_size=32, num_groups=1)
     loaded = Waiting("a", 200, 64, RequestStatus.WAITING_FOR_REMOTE_KVS)
     needs.note_admitted(loaded, 64)
-    assert needs.to_start(num_free=0) == 0
+    assert needs.missing_to_start(num_free=0) == 0
     loaded.status = RequestStatus.WAITING
-    assert needs.to_start(num_free=0) == 5
+    assert needs.missing_to_start(num_free=0) == 5
     needs.note_admitted(loaded, 0)
-    assert needs.to_start(num_free=0) == 0
+    assert needs.missing_to_start(num_free=0) == 0
 
 
 def test_one_that_runs_lacks_at_least_one_block_and_at_most_what_a_step_took() -> None:
-    needs = BlockNeeds(block_size=32, num_groups=1)
-    assert needs.to_run(num_free=0) == 1
+    needs = BlockDemand(block_size=32, num_groups=1)
+    assert needs.missing_to_run(num_free=0) == 1
     needs.note_planned(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 256}))
-    assert needs.to_run(num_free=3) == 5
-    assert needs.to_run(num_free=20) == 1
+    assert needs.missing_to_run(num_free=3) == 5
+    assert needs.missing_to_run(num_free=20) == 1

@@ -52,7 +52,7 @@ KVFERRY_ONLY = {
     "register_cross_layers_kv_cache",
     "request_abandoned",
     "set_wakeup",
-    "want_blocks",
+    "reclaim_blocks",
 }
 
 

@@ -43,7 +43,7 @@ class World:
     def _start(self, name: str, num_blocks: int, **more: Any) -> Engine:
         extra = {"handshake_timeout": 1.0, "confirm_timeout": 1.0, "grant_wait": 1.0, "kv_lease_duration": LEASE_S}
         extra["push_registration_timeout"] = LEASE_S
-        # As in a process of its own: a ticket of an earlier life is never good in a later one.
+        # As in a process of its own: a ticket of an earlier incarnation is never good in a later one.
         self.monkeypatch.setenv(EPOCH_VARIABLE, f"life {self.deaths}")
         kv = {"kv_connector": self.connector, "kv_load_failure_policy": self.policy, "kv_connector_extra_config": extra}
         return self.start_engine(name, num_gpu_blocks_override=num_blocks, max_model_len=320, kv=kv, is_async=self.is_async, **more)
@@ -108,7 +108,7 @@ class World:
 
     def kill_p(self) -> None:
         """Not during a read: both NIXL agents live in this process, and one that closes under the other's read was seen to abort it."""
-        run_until(lambda: not self.d.scheduler.kv_holding_waiting and self.d.ferry.reads == 0, self.p, self.d)
+        run_until(lambda: not self.d.scheduler.kv_holding_waiting and self.d.transfer_worker.reads == 0, self.p, self.d)
         self.p.close()
         self.deaths += 1
         self.p = self._start("p", 14, seed=self.deaths)

@@ -1,5 +1,6 @@
-"""vLLM's own cache tensors staged in host memory. Here they are host memory themselves, so it is forced; the mirror, the copies and the
-waits are those of a cache on a device."""
+"""vLLM's own cache tensors staged in host memory. Here they are host memory themselves, so it is forced; the host buffer, the copies and
+the waits are those of a cache on a device.
+"""
 
 from typing import Any
 

@@ -71,14 +71,14 @@ def test_one_region_per_layer(model: Path, kind: str, layout: str, block_bytes: 
 @pytest.mark.parametrize(("kind", "layout"), SERVED)
 def test_a_plan_covers_exactly_the_blocks_of_the_tokens(model: Path, kind: str, layout: str) -> None:
     geometry, tensors = measured(model, kind, layout)
-    for pieces, tensor in zip(
+    for segments, tensor in zip(
         plan_read(geometry, geometry, geometry.heads, [[5, 9, 2]], [[1, 7, 3]], range(BLOCK, 2 * BLOCK + 1)), tensors.values(), strict=True
     ):
-        here = [tensor.data_ptr() + int(offset) for offset in pieces.local_offsets]
-        there = [tensor.data_ptr() + int(offset) for offset in pieces.remote_offsets]
+        here = [tensor.data_ptr() + int(offset) for offset in segments.local_offsets]
+        there = [tensor.data_ptr() + int(offset) for offset in segments.remote_offsets]
         assert here == [tensor[block].data_ptr() for block in (9, 2)]
         assert there == [tensor[block].data_ptr() for block in (7, 3)]
-        assert pieces.piece_bytes == tensor[0].numel() * FLOAT
+        assert segments.segment_bytes == tensor[0].numel() * FLOAT
 
 
 def test_layouts_of_a_kernel_that_packs_tokens_are_not_mixed(model: Path) -> None:
@@ -175,8 +175,8 @@ def test_layers_that_share_blocks_are_one_region(model: Path) -> None:
     assert region.layer_names == tuple(f"model.layers.{index}.self_attn.attn" for index in range(4))
     assert (region.block_bytes, region.stride_bytes) == (4 * 2 * BLOCK * 128 * FLOAT,) * 2
     [(size, here)] = [
-        (pieces.piece_bytes, pieces.local_offsets.tolist())
-        for pieces in plan_read(geometry, geometry, geometry.heads, [[5, 9]], [[1, 7]], range(2 * BLOCK))
+        (segments.segment_bytes, segments.local_offsets.tolist())
+        for segments in plan_read(geometry, geometry, geometry.heads, [[5, 9]], [[1, 7]], range(2 * BLOCK))
     ]
     assert (size, here) == (region.block_bytes, [5 * region.block_bytes, 9 * region.block_bytes])
 

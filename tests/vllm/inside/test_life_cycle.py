@@ -47,7 +47,7 @@ def test_what_is_held_for_a_peer_shows_as_left(start_engine: StartEngine) -> Non
     p = start_engine("p")
     assert p.remains() == {}
     p.prefill("a", prompt(100))
-    run_until(lambda: p.ferry.leases == 1, p)
+    run_until(lambda: p.transfer_worker.leases == 1, p)
     assert p.remains()["used blocks"] == 4
     assert p.remains().keys() == {"requests", "used blocks", "block tables", "leases"}
 
@@ -330,7 +330,7 @@ def check_outcome(d: Engine, policy: str, request_id: str, tokens: list[int], *o
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("known", [0, 64])
 def test_a_read_that_fails(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, known: int) -> None:
-    """The plane reports failure after it has written: what is in the blocks must not be believed, what was there before may."""
+    """The transport reports failure after it has written: what is in the blocks must not be believed, what was there before may."""
     p = start_engine("p")
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     d = start_engine("d", kv={"kv_load_failure_policy": policy})

@@ -44,7 +44,7 @@ def ask_both(legs: Legs, first: str, tokens: list[int], of: str = "", **at_d: An
         legs.ask_d(f"b{of}", tokens, ticket, **at_d)
     else:
         legs.ask_d(f"b{of}", tokens, ticket, **at_d)
-        run_until(lambda: legs.p.ferry.registrations == 1 or legs.d.answers[f"b{of}"].finish is not None, legs.d)
+        run_until(lambda: legs.p.transfer_worker.registrations == 1 or legs.d.answers[f"b{of}"].finish is not None, legs.d)
         legs.ask_p(f"a{of}", tokens, ticket)
 
 
@@ -145,17 +145,17 @@ CHUNKS = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
 BYTES_PER_TOKEN = 4 * 2 * 2 * 64 * 4
-"""Of the made model: layers, KV heads, K and V, head size, float32."""
+"""Of the generated model: layers, KV heads, K and V, head size, float32."""
 
 
 STAGED = {"kv": {"kv_connector_extra_config": {"force_host_buffer": True}}}
 
 
-@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("uses_host_buffer", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_async: bool, is_staged: bool) -> None:
+def test_each_chunk_moves_while_the_next_is_computed(start_legs: StartLegs, is_async: bool, uses_host_buffer: bool) -> None:
     """Where vLLM plans a step before it has the last one's output, a chunk is known to be there one step later."""
-    legs = start_legs(p={**CHUNKS, **(STAGED if is_staged else {})}, is_async=is_async)
+    legs = start_legs(p={**CHUNKS, **(STAGED if uses_host_buffer else {})}, is_async=is_async)
     p, d, ticket = legs.p, legs.d, legs.ticket()
     legs.ask_d("b", prompt(300), ticket)
     legs.registered()
@@ -187,7 +187,7 @@ def test_four_children_share_a_push_ticket(legs: Legs) -> None:
     ticket = legs.ticket()
     for number in range(4):
         legs.ask_d(f"{number}_b", prompt(100), ticket)
-    run_until(lambda: legs.p.ferry.registrations > 0, legs.d)
+    run_until(lambda: legs.p.transfer_worker.registrations > 0, legs.d)
     legs.ask_p("a", prompt(100), ticket)
     for number in range(4):
         assert finish(legs.d, f"{number}_b", legs.p) == greedy(prompt(100), 4)
@@ -239,7 +239,7 @@ def test_d_aborts(start_legs: StartLegs, moment: str, is_async: bool) -> None:
         legs.registered()
     if moment not in ("queued", "registered"):
         legs.ask_p("a", prompt(100), ticket)
-        run_until(lambda: legs.p.ferry.leases > 0, legs.p)
+        run_until(lambda: legs.p.transfer_worker.leases > 0, legs.p)
     if moment == "arrived":
         run_until(lambda: "b" in legs.d.scheduler.finished_recving_kv_req_ids, legs.p, legs.d)
     elif moment == "running":
@@ -286,11 +286,11 @@ def test_d_preempts_after_the_load(legs: Legs, first: str) -> None:
     settle(legs.p, legs.d)
 
 
-@pytest.mark.parametrize(("is_async", "is_staged"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("is_async", "uses_host_buffer"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps: int, is_async: bool, is_staged: bool) -> None:
+def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps: int, is_async: bool, uses_host_buffer: bool) -> None:
     small = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_prefix_caching": False}
-    legs = start_legs(p={**small, **(STAGED if is_staged else {})}, is_async=is_async)
+    legs = start_legs(p={**small, **(STAGED if uses_host_buffer else {})}, is_async=is_async)
     ticket = legs.ticket()
     legs.ask_d("b", prompt(200), ticket)
     legs.registered()
@@ -312,7 +312,7 @@ def test_p_preempts_while_it_computes_a_long_prompt(start_legs: StartLegs, steps
 @POLICY
 @FIRST
 def test_a_read_that_fails(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str, first: str) -> None:
-    """The plane reports failure after it has written: what is in the blocks must not be believed."""
+    """The transport reports failure after it has written: what is in the blocks must not be believed."""
     p = start_engine("p", kv={**PUSH, "kv_connector_extra_config": {"kv_lease_duration": 2.0}})
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     legs = Legs(p, start_engine("d", kv={**PUSH, "kv_load_failure_policy": policy}))

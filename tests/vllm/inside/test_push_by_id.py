@@ -32,7 +32,7 @@ def test_legs_meet_whichever_is_first(start_engine: StartEngine, monkeypatch: py
             d.add(*to_d)
         else:
             d.add(*to_d)
-            run_until(lambda: p.ferry.registrations == 1, d)
+            run_until(lambda: p.transfer_worker.registrations == 1, d)
             p.add(f"cmpl-{number}-0-aaaaaaaa", prompt(length), {"do_remote_decode": True}, max_tokens=1)
         assert finish(d, to_d[0], p) == greedy(prompt(length), 4)
     assert d.loaded_tokens > 0

@@ -61,14 +61,14 @@ def goes_on(tokens: Sequence[int], seed: int = 0) -> list[int]:
     return [*tokens, *greedy(tokens, ANSWER, seed), *prompt(15, start=40 + len(tokens))]
 
 
-def kept_turns(engine: Engine) -> int:
+def retained_turns(engine: Engine) -> int:
     return len(engine.scheduler.connector._inner._scheduler_half._kept)  # noqa: SLF001  tests alone may look inside
 
 
 def let_all_go(*engines: Engine) -> None:
     """Nothing is left but what is kept for nobody in particular, and that goes when it is asked for."""
     for engine in engines:
-        engine.scheduler.connector._inner.want_blocks(1000)  # noqa: SLF001
+        engine.scheduler.connector._inner.reclaim_blocks(1000)  # noqa: SLF001
     run_until(lambda: not any(engine.remains() for engine in engines), *engines)
     assert [engine.wrong_slots for engine in engines] == [[]] * len(engines)
 
@@ -89,7 +89,7 @@ def test_p_fetches_what_was_said_and_computes_what_is_new(start_engine: StartEng
         assert kept["remote_num_tokens"] == num_kept
         tokens = goes_on(tokens)
         # P has fetched the turn before, so D keeps the last one only.
-        run_until(lambda: kept_turns(d) == 1, p, d)
+        run_until(lambda: retained_turns(d) == 1, p, d)
     let_all_go(p, d)
 
 
@@ -143,7 +143,7 @@ def test_several_choices_aborts_and_those_who_say_so_leave_nothing(start_engine:
     run_until(lambda: len(d.answers["left"].tokens) > 2, p, d)
     d.abort("left")
     run_until(lambda: not d.remains() and not p.remains(), p, d)
-    assert kept_turns(d) == 0
+    assert retained_turns(d) == 0
 
 
 def test_a_p_without_the_setting_computes_and_gives_the_blocks_back(start_engine: StartEngine) -> None:
@@ -166,7 +166,7 @@ FEW = {"num_gpu_blocks_override": 17, "max_model_len": 512}
 def keep_turns(p: Engine, d: Engine, num: int) -> None:
     for number in range(num):
         take_turn(p, d, f"kept {number}", prompt(70, start=20 + 10 * number))
-    assert kept_turns(d) == num
+    assert retained_turns(d) == num
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -180,7 +180,7 @@ def test_a_new_request_has_as_many_of_the_oldest_let_go_as_it_needs(start_engine
     d.add("new", tokens, params, max_tokens=4)
     assert finish(d, "new", p) == greedy(tokens, 4)
     # 1 block was free of 7 that it takes.
-    run_until(lambda: kept_turns(d) == 3 + (source != "computed"), p, d)
+    run_until(lambda: retained_turns(d) == 3 + (source != "computed"), p, d)
     let_all_go(p, d)
 
 
@@ -189,7 +189,7 @@ def test_one_that_needs_the_whole_cache_is_served(start_engine: StartEngine) -> 
     keep_turns(p, d, 5)
     d.add("large", prompt(500, start=7), max_tokens=8)
     assert finish(d, "large", p) == greedy(prompt(500, start=7), 8)
-    assert kept_turns(d) == 0
+    assert retained_turns(d) == 0
     let_all_go(p, d)
 
 
@@ -204,7 +204,7 @@ def test_who_runs_waits_for_a_kept_turn_and_is_not_preempted(start_engine: Start
     for number, name in enumerate(names):
         assert finish(d, name, p) == greedy(prompt(20, start=7 + number), 120)
     assert [request.num_preemptions for request in requests] == [0, 0, 0]
-    assert kept_turns(d) < 4
+    assert retained_turns(d) < 4
     let_all_go(p, d)
 
 
@@ -223,7 +223,7 @@ def test_a_kept_turn_runs_out(start_engine: StartEngine) -> None:
     kept = take_turn(p, d, "first", prompt(70))
     assert kept["ttl_s"] == 1
     run_until(lambda: not d.remains(), p, d)
-    assert kept_turns(d) == 0
+    assert retained_turns(d) == 0
     # The ticket is good for nothing any more.
     take_turn(p, d, "second", goes_on(prompt(70)), kept)
     let_all_go(p, d)
@@ -280,7 +280,7 @@ def test_one_that_leaves_while_d_is_asked_or_read_gives_the_turn_back(start_engi
 def test_a_fetch_that_fails_is_computed_whatever_the_policy(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """The plane reports failure after it has written: what is in the blocks must not be believed."""
+    """The transport reports failure after it has written: what is in the blocks must not be believed."""
     d = start_engine("d", **settings())
     monkeypatch.setenv("KVFERRY_FAULTS", "corrupt:every=1;fail:every=1")
     p = start_engine("p", enable_prefix_caching=False, **settings(policy))

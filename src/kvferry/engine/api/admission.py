@@ -11,7 +11,7 @@ from kvferry.engine.messages import AddRequest, CoreReady
 from kvferry.engine.step import SamplingParams
 from kvferry.errors import RequestRefused
 
-__all__ = ["MAX_SEQUENCES", "Admission", "check_token_ids"]
+__all__ = ["MAX_SEQUENCES", "RequestAdmission", "check_token_ids"]
 
 MAX_SEQUENCES = 1024
 """Prompts times n of one HTTP request."""
@@ -23,7 +23,7 @@ _SEED_MASK = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class RequestAdmission:
     """One HTTP request on its way into the engine."""
 
     request: GenerationRequest

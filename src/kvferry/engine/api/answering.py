@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from kvferry.engine.api.admission import Admission
+from kvferry.engine.api.admission import RequestAdmission
 from kvferry.engine.api.assembly import TextAssembler
 from kvferry.engine.api.context import REQUEST_ID, context_of
 from kvferry.engine.api.generation import Generation
 from kvferry.engine.api.logprobs import TokenNames
-from kvferry.engine.api.replies import Answer, Replies, Tally
+from kvferry.engine.api.replies import CollectedChoice, ResponseFormatter, UsageCounter
 from kvferry.engine.api.schema import GenerationRequest
 from kvferry.engine.api.stops import StopMatcher
 from kvferry.engine.api.streams import EventStream
@@ -25,14 +25,14 @@ from kvferry.engine.messages import AddRequest
 from kvferry.errors import RequestRefused
 from kvferry.web.errors import error_body
 
-__all__ = ["Answering", "Asked"]
+__all__ = ["GenerationResponder", "Submission"]
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Submission:
     """What was asked of the engine, as replies quote it."""
 
     request_id: str
@@ -47,7 +47,7 @@ class Asked:
         return [request.prompt_token_ids for request in self.requests]
 
 
-class Answering:
+class GenerationResponder:
     """Lives as long as one HTTP request."""
 
     def __init__(self, http: web.Request, prefix: str, request: GenerationRequest) -> None:
@@ -60,44 +60,44 @@ class Answering:
         tokenizer = self._context.tokenizer
         self.names = TokenNames.as_ids(tokenizer) if request.return_tokens_as_token_ids else TokenNames(tokenizer)
 
-    def asked(self, admission: Admission) -> Asked:
+    def submission(self, admission: RequestAdmission) -> Submission:
         """Check the request against the model; RequestRefused when it does not fit."""
         self._note_unused_transfer()
         count = len(admission.prompts) * self._request.samples
         requests = admission.add_requests(self._context.engine.ready, [secrets.token_hex(4) for _ in range(count)])
-        return Asked(self.request_id, int(time.time()), self._context.model_name, requests)
+        return Submission(self.request_id, int(time.time()), self._context.model_name, requests)
 
     def _note_unused_transfer(self) -> None:
-        unused = self._context.unused_transfers
+        unused = self._context.ignored_transfers
         note = None if unused is None else unused.note(self._request.kv_transfer_params, time.monotonic())
         if note is not None:
             _log.warning("%s request=%s", note, self.request_id)
 
-    async def answer(self, asked: Asked, replies: Replies, openings: Sequence[str]) -> web.StreamResponse:
-        """Run it and answer. `openings` hold, per prompt, text that precedes each of its choices; may be empty."""
-        assemblers = [self._assembler(index, openings) for index in range(len(asked.requests))]
-        async with Generation(self._context.engine, asked.requests, assemblers) as generation:
-            tally = Tally(asked.prompts, self._request.samples)
+    async def answer(self, submission: Submission, replies: ResponseFormatter, echo_texts: Sequence[str]) -> web.StreamResponse:
+        """Run it and answer. `echo_texts` hold, per prompt, text that precedes each of its choices; may be empty."""
+        assemblers = [self._assembler(index, echo_texts) for index in range(len(submission.requests))]
+        async with Generation(self._context.engine, submission.requests, assemblers) as generation:
+            tally = UsageCounter(submission.prompts, self._request.samples)
             if self._request.is_prefill_for_peer or self._request.is_turn:
-                return await self._handed_over(asked, self._answered(generation, replies, tally))
-            return await self._answered(generation, replies, tally)
+                return await self._respond_or_abandon(submission, self._respond(generation, replies, tally))
+            return await self._respond(generation, replies, tally)
 
-    async def _answered(self, generation: Generation, replies: Replies, tally: Tally) -> web.StreamResponse:
+    async def _respond(self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> web.StreamResponse:
         if self._request.stream:
             return await self._stream(generation, replies, tally)
-        return await self._whole(generation, replies, tally)
+        return await self._respond_whole(generation, replies, tally)
 
-    async def _handed_over(self, asked: Asked, answering: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+    async def _respond_or_abandon(self, submission: Submission, answering: Awaitable[web.StreamResponse]) -> web.StreamResponse:
         """Write the answer here and now: if its ticket cannot be delivered, the engine keeps blocks that nobody will come for."""
         try:
             response = await answering
             if not response.prepared:
                 await self._write(response)
         except asyncio.CancelledError:
-            self._abandon(asked)
+            self._abandon(submission)
             raise
         if self._is_client_gone:
-            self._abandon(asked)
+            self._abandon(submission)
         return response
 
     async def _write(self, response: web.StreamResponse) -> None:
@@ -107,15 +107,15 @@ class Answering:
         except ConnectionError as error:
             self._note_client_gone(error)
 
-    def _abandon(self, asked: Asked) -> None:
-        for request in asked.requests:
+    def _abandon(self, submission: Submission) -> None:
+        for request in submission.requests:
             self._context.engine.abandon(request.request_id)
 
     def _note_client_gone(self, error: ConnectionError) -> None:
         self._is_client_gone = True
         _log.info("client gone request=%s: %s", self.request_id, error)
 
-    def _assembler(self, index: int, openings: Sequence[str]) -> TextAssembler:
+    def _assembler(self, index: int, echo_texts: Sequence[str]) -> TextAssembler:
         request = self._request
         special = SpecialTokens.WITH if request.skip_special_tokens is False else SpecialTokens.WITHOUT
         eos = frozenset(self._context.engine.ready.eos_token_ids)
@@ -127,11 +127,11 @@ class Answering:
             min_tokens=request.min_tokens or 0,
             includes_stop=bool(request.include_stop_str_in_output),
             silent_stop_ids=eos.difference(request.stop_token_ids or ()),
-            opening=openings[index // request.samples] if openings else "",
+            echo_text=echo_texts[index // request.samples] if echo_texts else "",
         )
 
-    async def _whole(self, generation: Generation, replies: Replies, tally: Tally) -> web.Response:
-        answers = [Answer(index) for index in range(len(generation.prompts))]
+    async def _respond_whole(self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> web.Response:
+        answers = [CollectedChoice(index) for index in range(len(generation.prompts))]
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
                 self._timer.observe(delta)
@@ -142,7 +142,7 @@ class Answering:
         reply.kv_transfer_params = tally.kv_transfer_params
         return web.Response(body=_encode(reply), content_type="application/json")
 
-    async def _stream(self, generation: Generation, replies: Replies, tally: Tally) -> web.StreamResponse:
+    async def _stream(self, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> web.StreamResponse:
         events = EventStream(self._http, self._context.settings.stall_timeout_s)
         try:
             await self._send_all(events, generation, replies, tally)
@@ -152,7 +152,7 @@ class Answering:
         except RequestRefused as refusal:
             await self._fail(events, refusal)
         except asyncio.CancelledError:
-            if not self._context.drain.is_broken_off:
+            if not self._context.drain.is_cancelling:
                 raise
             await self._fail(events, self._context.drain.refusal)
         except Exception:
@@ -160,7 +160,7 @@ class Answering:
             await self._fail(events, RequestRefused("the server failed while answering; its log says why", status=500))
         return events.response
 
-    async def _send_all(self, events: EventStream, generation: Generation, replies: Replies, tally: Tally) -> None:
+    async def _send_all(self, events: EventStream, generation: Generation, replies: ResponseFormatter, tally: UsageCounter) -> None:
         options = self._request.stream_options
         has_usage = options is not None and bool(options.include_usage)
         has_params = self._request.is_prefill_for_peer
@@ -184,9 +184,9 @@ class Answering:
             await events.send(_encode(closing))
         if self._request.is_turn and tally.kv_transfer_params is not None:
             # An event of its own, so that a router can take it out: it is not for the client.
-            kept = replies.closing()
-            kept.kv_transfer_params = tally.kv_transfer_params
-            await events.send(_encode(kept))
+            retained = replies.closing()
+            retained.kv_transfer_params = tally.kv_transfer_params
+            await events.send(_encode(retained))
 
     async def _fail(self, events: EventStream, refusal: RequestRefused) -> None:
         """With a status while that is possible, else as an event."""

@@ -16,7 +16,7 @@ from kvferry.engine.api.chat import handle_chat
 from kvferry.engine.api.chat_template import ChatTemplate
 from kvferry.engine.api.completions import handle_completion
 from kvferry.engine.api.context import CONTEXT, REQUEST_ID, ApiContext, ApiSettings, context_of
-from kvferry.engine.api.drain import Drain
+from kvferry.engine.api.drain import RequestDrain
 from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.inspection import (
     handle_detokenize,
@@ -30,7 +30,7 @@ from kvferry.engine.api.inspection import (
 from kvferry.engine.api.metrics import ApiMetrics, MetricSource
 from kvferry.engine.api.prompts import PromptReader
 from kvferry.engine.api.tokenizer import ModelTokenizer
-from kvferry.engine.api.unused_transfers import UnusedTransfers
+from kvferry.engine.api.unused_transfers import IgnoredTransfers
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import RequestRefused
 from kvferry.web.errors import error_response
@@ -59,8 +59,8 @@ def build_app(
         prompts=PromptReader(tokenizer, ChatTemplate.load(options.model), engine.ready.max_model_len),
         settings=settings,
         metrics=ApiMetrics(model_name, metric_sources, _transfer_mode(options)),
-        drain=Drain(),
-        unused_transfers=UnusedTransfers() if options.kv_transfer is None else None,
+        drain=RequestDrain(),
+        ignored_transfers=IgnoredTransfers() if options.kv_transfer is None else None,
     )
     app.cleanup_ctx.append(_close_prompt_reader)
     app.on_response_prepare.append(_add_request_id)

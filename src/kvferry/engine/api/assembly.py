@@ -43,13 +43,13 @@ class TextAssembler:
     includes_stop: bool = False
     silent_stop_ids: frozenset[int] = frozenset()
     """Stop tokens that are not worth a stop reason: the model's own end of sequence."""
-    opening: str = ""
+    echo_text: str = ""
     """Text before the first token, for `echo`."""
     _seen: int = field(default=0, init=False)
 
     def push(self, output: RequestOutput) -> Delta:
-        parts = [self.opening]
-        self.opening = ""
+        parts = [self.echo_text]
+        self.echo_text = ""
         hidden = len(output.tokens) - 1 if output.finish_reason == "stop" and not self.includes_stop else len(output.tokens)
         for position, token in enumerate(output.tokens):
             self._seen += 1
@@ -64,12 +64,12 @@ class TextAssembler:
         named = None if output.stop_reason in self.silent_stop_ids else output.stop_reason
         return self._delta(output, parts, len(output.tokens), output.finish_reason, named)
 
-    def _show(self, piece: str, parts: list[str]) -> str | None:
-        """Add what may be shown of a piece; the stop string that it completes, if any."""
+    def _show(self, chunk: str, parts: list[str]) -> str | None:
+        """Add what may be shown of a segment; the stop string that it completes, if any."""
         if self._seen <= self.min_tokens:
-            parts.append(piece)
+            parts.append(chunk)
             return None
-        scan = self.stops.push(piece)
+        scan = self.stops.push(chunk)
         parts.append(scan.text)
         if scan.stop is not None and self.includes_stop:
             parts.append(scan.stop)

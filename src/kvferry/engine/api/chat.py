@@ -6,17 +6,17 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from kvferry.engine.api.admission import Admission
-from kvferry.engine.api.answering import Answering, Asked
+from kvferry.engine.api.admission import RequestAdmission
+from kvferry.engine.api.answering import GenerationResponder, Submission
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.api.context import context_of, read_body
 from kvferry.engine.api.logprobs import ChatLogprobs, TokenNames, chat_logprobs
-from kvferry.engine.api.replies import Answer, Reply
+from kvferry.engine.api.replies import CollectedChoice, ResponseBody
 from kvferry.engine.api.schema import ChatRequest, decode_body
 from kvferry.engine.step import SampledToken
 from kvferry.errors import RequestRefused
 
-__all__ = ["ChatReplies", "handle_chat"]
+__all__ = ["ChatFormatter", "handle_chat"]
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
@@ -39,20 +39,20 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatReplies:
+class ChatFormatter:
     """Shapes chat answers; in a stream, the assistant's role comes before a choice's first text."""
 
-    def __init__(self, request: ChatRequest, asked: Asked, names: TokenNames) -> None:
+    def __init__(self, request: ChatRequest, submission: Submission, names: TokenNames) -> None:
         self._request = request
-        self._asked = asked
+        self._asked = submission
         self._names = names
         self._opened: set[int] = set()
 
-    def whole(self, answers: Sequence[Answer]) -> Reply:
+    def whole(self, answers: Sequence[CollectedChoice]) -> ResponseBody:
         choices = [self._filled(ChatChoice(index=answer.index, message=AssistantMessage(answer.text)), answer) for answer in answers]
         return self._with_prompt(self._reply("chat.completion", choices))
 
-    def chunks(self, delta: Delta) -> Sequence[Reply]:
+    def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
         choice = self._filled(ChatChoice(index=delta.index, delta=MessageDelta(content=delta.text)), delta)
         chunk = self._reply("chat.completion.chunk", [choice])
         if delta.index in self._opened:
@@ -63,19 +63,19 @@ class ChatReplies:
         self._opened.add(delta.index)
         return [role, chunk]
 
-    def closing(self) -> Reply:
+    def closing(self) -> ResponseBody:
         return self._reply("chat.completion.chunk", [])
 
-    def _reply(self, kind: str, choices: list[ChatChoice]) -> Reply:
-        asked = self._asked
-        return Reply(id=asked.request_id, object=kind, created=asked.created, model=asked.model, choices=choices)
+    def _reply(self, kind: str, choices: list[ChatChoice]) -> ResponseBody:
+        submission = self._asked
+        return ResponseBody(id=submission.request_id, object=kind, created=submission.created, model=submission.model, choices=choices)
 
-    def _with_prompt(self, reply: Reply) -> Reply:
+    def _with_prompt(self, reply: ResponseBody) -> ResponseBody:
         if self._request.return_token_ids:
             reply.prompt_token_ids = self._asked.prompts[0]
         return reply
 
-    def _filled(self, choice: ChatChoice, part: Answer | Delta) -> ChatChoice:
+    def _filled(self, choice: ChatChoice, part: CollectedChoice | Delta) -> ChatChoice:
         choice.finish_reason = part.finish_reason
         choice.stop_reason = part.stop_reason
         choice.logprobs = self._logprobs(part.tokens)
@@ -94,14 +94,14 @@ async def handle_chat(http: web.Request) -> web.StreamResponse:
     if request.top_logprobs and not request.logprobs:
         raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
     prompt = await context.prompts.chat(request)
-    answering = Answering(http, "chatcmpl", request)
-    admission = Admission(
+    responder = GenerationResponder(http, "chatcmpl", request)
+    admission = RequestAdmission(
         request,
-        answering.request_id,
+        responder.request_id,
         [prompt],
         max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
         default_max_tokens=None,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    asked = answering.asked(admission)
-    return await answering.answer(asked, ChatReplies(request, asked, answering.names), openings=[])
+    submission = responder.submission(admission)
+    return await responder.answer(submission, ChatFormatter(request, submission, responder.names), echo_texts=[])

@@ -6,18 +6,18 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from kvferry.engine.api.admission import Admission
-from kvferry.engine.api.answering import Answering, Asked
+from kvferry.engine.api.admission import RequestAdmission
+from kvferry.engine.api.answering import GenerationResponder, Submission
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.api.context import context_of, read_body
 from kvferry.engine.api.logprobs import CompletionLogprobs, TokenNames, completion_logprobs
-from kvferry.engine.api.replies import Answer, Reply
+from kvferry.engine.api.replies import CollectedChoice, ResponseBody
 from kvferry.engine.api.schema import CompletionRequest, decode_body
 from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.step import SampledToken
 from kvferry.errors import RequestRefused
 
-__all__ = ["CompletionReplies", "handle_completion"]
+__all__ = ["CompletionFormatter", "handle_completion"]
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -32,29 +32,31 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionReplies:
+class CompletionFormatter:
     """Shapes completions; whole answers and chunks have the same form."""
 
-    def __init__(self, request: CompletionRequest, asked: Asked, names: TokenNames) -> None:
+    def __init__(self, request: CompletionRequest, submission: Submission, names: TokenNames) -> None:
         self._request = request
-        self._asked = asked
+        self._asked = submission
         self._names = names
         self._name_offsets: dict[int, int] = {}
 
-    def whole(self, answers: Sequence[Answer]) -> Reply:
+    def whole(self, answers: Sequence[CollectedChoice]) -> ResponseBody:
         return self._reply([self._choice(answer, answer.tokens) for answer in answers])
 
-    def chunks(self, delta: Delta) -> Sequence[Reply]:
+    def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
         return [self._reply([self._choice(delta, delta.tokens)])]
 
-    def closing(self) -> Reply:
+    def closing(self) -> ResponseBody:
         return self._reply([])
 
-    def _reply(self, choices: list[CompletionChoice]) -> Reply:
-        asked = self._asked
-        return Reply(id=asked.request_id, object="text_completion", created=asked.created, model=asked.model, choices=choices)
+    def _reply(self, choices: list[CompletionChoice]) -> ResponseBody:
+        submission = self._asked
+        return ResponseBody(
+            id=submission.request_id, object="text_completion", created=submission.created, model=submission.model, choices=choices
+        )
 
-    def _choice(self, part: Answer | Delta, tokens: Sequence[SampledToken]) -> CompletionChoice:
+    def _choice(self, part: CollectedChoice | Delta, tokens: Sequence[SampledToken]) -> CompletionChoice:
         is_first = part.index not in self._name_offsets
         offset = self._name_offsets.setdefault(part.index, 0)
         choice = CompletionChoice(
@@ -81,18 +83,18 @@ async def handle_completion(http: web.Request) -> web.StreamResponse:
     if request.echo and request.logprobs is not None:
         raise RequestRefused("echo together with logprobs is not supported by this engine: leave one of them out", param="echo")
     prompts = await context.prompts.completion(request)
-    answering = Answering(http, "cmpl", request)
-    admission = Admission(
+    responder = GenerationResponder(http, "cmpl", request)
+    admission = RequestAdmission(
         request,
-        answering.request_id,
+        responder.request_id,
         prompts,
         max_tokens=request.max_tokens,
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=request.logprobs,
     )
-    openings = [_prompt_text(http, request, which, prompt) for which, prompt in enumerate(prompts)] if request.echo else []
-    asked = answering.asked(admission)
-    return await answering.answer(asked, CompletionReplies(request, asked, answering.names), openings)
+    echo_texts = [_prompt_text(http, request, which, prompt) for which, prompt in enumerate(prompts)] if request.echo else []
+    submission = responder.submission(admission)
+    return await responder.answer(submission, CompletionFormatter(request, submission, responder.names), echo_texts)
 
 
 def _prompt_text(http: web.Request, request: CompletionRequest, which: int, token_ids: list[int]) -> str:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvferry.engine.api.drain import Drain
+from kvferry.engine.api.drain import RequestDrain
 from kvferry.engine.api.engine import Engine
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.api.prompts import PromptReader
 from kvferry.engine.api.tokenizer import ModelTokenizer
-from kvferry.engine.api.unused_transfers import UnusedTransfers
+from kvferry.engine.api.unused_transfers import IgnoredTransfers
 from kvferry.errors import RequestRefused
 
 __all__ = ["CONTEXT", "REQUEST_ID", "ApiContext", "ApiSettings", "context_of", "read_body"]
@@ -37,8 +37,8 @@ class ApiContext:
     prompts: PromptReader
     settings: ApiSettings
     metrics: ApiMetrics
-    drain: Drain
-    unused_transfers: UnusedTransfers | None
+    drain: RequestDrain
+    ignored_transfers: IgnoredTransfers | None
     """For an engine without a connector; others use what they are sent."""
 
     def check_model(self, model: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, never half a character and never looking back further than a few tokens.
+"""Token ids to text, segment by segment, never half a character and never looking back further than a few tokens.
 
 Two ways. Byte-level vocabularies (GPT-2 style: Llama 3, Qwen) say exactly which bytes a token is, so an incremental UTF-8 decoder
 is right by construction. For every other decoder a short window of tokens is decoded again for each new one. Pure.
@@ -55,16 +55,16 @@ class WindowDetokeniser:
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        piece = text[len(self._shown) :]
-        if (not piece or text.endswith(_REPLACEMENT)) and len(self._window) - self._context < _MAX_UNFINISHED_TOKENS:
+        chunk = text[len(self._shown) :]
+        if (not chunk or text.endswith(_REPLACEMENT)) and len(self._window) - self._context < _MAX_UNFINISHED_TOKENS:
             return ""
         self._slide()
-        return piece
+        return chunk
 
     def finish(self) -> str:
-        piece = self._decode(self._window)[len(self._shown) :]
+        chunk = self._decode(self._window)[len(self._shown) :]
         self._slide()
-        return piece
+        return chunk
 
     def _slide(self) -> None:
         del self._window[: self._context]

@@ -6,26 +6,26 @@ from contextlib import asynccontextmanager
 
 from kvferry.errors import RequestRefused
 
-__all__ = ["Drain"]
+__all__ = ["RequestDrain"]
 
 _RETRY_AFTER_S = 1
 """Another instance can serve it at once; this one will not come back before its replacement does."""
 
 
-class Drain:
+class RequestDrain:
     """Knows the live requests; once closed, admits no more."""
 
     def __init__(self) -> None:
         self._live: set[asyncio.Timeout] = set()
         self._is_closed = False
-        self._is_broken_off = False
+        self._is_cancelling = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
-    def is_broken_off(self) -> bool:
+    def is_cancelling(self) -> bool:
         """Whether a cancellation means that the server is stopping: a stream then says so before it ends."""
-        return self._is_broken_off
+        return self._is_cancelling
 
     @property
     def refusal(self) -> RequestRefused:
@@ -41,7 +41,7 @@ class Drain:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Around one generation. RequestRefused with 503 when the server is stopping, once `break_off` was called also in the middle."""
+        """Around one generation. RequestRefused with 503 when the server is stopping, once `cancel_all` was called also in the middle."""
         if self._is_closed:
             raise self.refusal
         # A deadline that is set when there is one: it cancels this request and nothing else, however deep it waits.
@@ -63,9 +63,9 @@ class Drain:
     def close(self) -> None:
         self._is_closed = True
 
-    def break_off(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel what is still live."""
-        self._is_broken_off = True
+        self._is_cancelling = True
         for scope in self._live:
             scope.reschedule(asyncio.get_running_loop().time())
 

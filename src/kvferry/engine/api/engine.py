@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.engine.link import OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, Remaining, Status
-from kvferry.web.handover_records import HandoverRecord
+from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
+from kvferry.web.handover_records import TransferRecord
 
 __all__ = ["Engine"]
 
@@ -26,9 +26,9 @@ class Engine(Protocol):
     def abandon(self, request_id: str) -> None:
         """The answer of this request reached nobody. Harmless for unknown ones."""
 
-    async def status(self, timeout_s: float = 5.0) -> Status: ...
+    async def status(self, timeout_s: float = 5.0) -> CoreStatus: ...
 
-    async def handovers(self, name: str = "", timeout_s: float = 5.0) -> list[HandoverRecord]:
+    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
         """Of requests of that name whose KV came from a peer; of the newest, without one."""
 
     def drain(self) -> None:

@@ -13,7 +13,7 @@ from kvferry.engine.api.schema import DetokenizeRequest, TokenizeRequest, decode
 from kvferry.engine.api.tokenizer import SpecialTokens
 from kvferry.engine.messages import Remaining
 from kvferry.errors import KVFerryError, RequestRefused
-from kvferry.web.handover_records import HandoverRecords
+from kvferry.web.handover_records import TransferRecords
 
 __all__ = [
     "handle_detokenize",
@@ -99,12 +99,12 @@ async def handle_transfers(http: web.Request) -> web.Response:
     """Where the time of requests went whose KV came from a peer: of one, by the id that its client sent, or of the newest."""
     name = http.match_info.get("request_id", "")
     try:
-        records = await context_of(http).engine.handovers(name)
+        records = await context_of(http).engine.transfer_records(name)
     except KVFerryError as error:
         raise RequestRefused(str(error), status=503) from error
     if name and not records:
         raise RequestRefused("no transfer for a request of that id is known here, or no longer", status=404)
-    return _json(HandoverRecords(records))
+    return _json(TransferRecords(records))
 
 
 async def handle_tokenize(http: web.Request) -> web.Response:

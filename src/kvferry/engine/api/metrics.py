@@ -1,6 +1,6 @@
 """/metrics in the Prometheus text format, under vLLM's names.
 
-The engine's numbers come from the core's `Status`, fetched at each scrape; the latency histograms are kept here. Other parts add
+The engine's numbers come from the core's `CoreStatus`, fetched at each scrape; the latency histograms are kept here. Other parts add
 their own families through `MetricSource`s.
 """
 
@@ -14,11 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvferry.connectors.stats import MODE_HELP, MODE_METRIC
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.api.transfer_metrics import transfer_families
-from kvferry.engine.messages import Status
+from kvferry.engine.messages import CoreStatus
 
 __all__ = ["ApiMetrics", "MetricSource", "RequestTimer", "engine_families"]
 
-MetricSource = Callable[[Status, str], Iterable[Metric]]
+MetricSource = Callable[[CoreStatus, str], Iterable[Metric]]
 """Families made of a status, for the model of that name. Called at each scrape; returns quickly."""
 
 _FIRST_TOKEN_BUCKETS_S = (
@@ -63,7 +63,7 @@ class ApiMetrics:
         """Starts now, for one HTTP request."""
         return RequestTimer(self._first_token, self._latency)
 
-    def render(self, status: Status | None) -> bytes:
+    def render(self, status: CoreStatus | None) -> bytes:
         """Everything in the text format; without a status (the core does not answer) only what is measured here."""
         families = [] if status is None else [family for source in self._sources for family in source(status, self._model_name)]
         return generate_latest(_Families(families)) + generate_latest(self._registry)
@@ -91,7 +91,7 @@ class RequestTimer:
             self._latency.observe(elapsed_s)
 
 
-def engine_families(status: Status, model_name: str) -> Iterator[Metric]:
+def engine_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     """The core's counters and gauges."""
     usage = status.num_used_blocks / status.num_blocks if status.num_blocks else 0.0
     gauges: dict[str, tuple[str, float]] = {

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.step import SampledToken
 
-__all__ = ["Answer", "Replies", "Reply", "Tally", "Usage"]
+__all__ = ["CollectedChoice", "ResponseBody", "ResponseFormatter", "Usage", "UsageCounter"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class Reply(msgspec.Struct, kw_only=True):
+class ResponseBody(msgspec.Struct, kw_only=True):
     """One JSON body, whole or one chunk of a stream. What is UNSET is left out of it."""
 
     id: str
@@ -38,7 +38,7 @@ class Reply(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True)
-class Answer:
+class CollectedChoice:
     """One choice, collected."""
 
     index: int
@@ -62,20 +62,20 @@ class Answer:
         self.stop_reason = delta.stop_reason
 
 
-class Replies(Protocol):
+class ResponseFormatter(Protocol):
     """How one kind of request is answered."""
 
-    def whole(self, answers: Sequence[Answer]) -> Reply:
+    def whole(self, answers: Sequence[CollectedChoice]) -> ResponseBody:
         """Everything at once; the caller adds usage and kv_transfer_params."""
 
-    def chunks(self, delta: Delta) -> Sequence[Reply]:
+    def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
         """One step of a stream: usually one chunk; at a choice's beginning there may be one before it."""
 
-    def closing(self) -> Reply:
+    def closing(self) -> ResponseBody:
         """A last chunk without choices, for usage."""
 
 
-class Tally:
+class UsageCounter:
     """Counts what has been generated, for `usage`, and remembers the first choice's kv_transfer_params."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], samples: int) -> None:

@@ -26,7 +26,7 @@ __all__ = ["announce", "fast_loop_factory", "make_runner", "run_on_fast_loop", "
 _CANCEL_TIMEOUT_S = 0.1
 """How long aiohttp waits, twice, before it cancels handlers; draining has given them their time already."""
 
-_LAST_WORDS_TIMEOUT_S = 2.0
+_ERROR_REPLY_TIMEOUT_S = 2.0
 """For running requests to be answered with the reason when the core has died, or when their time is up."""
 
 Result = TypeVar("Result")
@@ -57,25 +57,25 @@ async def serve(
             await runner.setup()
             address = await _listen(runner, host, port)
             (on_listening or announce)(app[CONTEXT].model_name, address)
-            death = await _until_stopped(client, signals)
+            exit_reason = await _until_stopped(client, signals)
             grace_s = options.shutdown_timeout_s
-            if death is None and signals.asks_to_drain:
-                death, grace_s = await _drain(app, client, signals, options.drain_timeout_s), 0.0
-            await _finish(runner, app, signals, grace_s if death is None else _LAST_WORDS_TIMEOUT_S)
+            if exit_reason is None and signals.asks_to_drain:
+                exit_reason, grace_s = await _drain(app, client, signals, options.drain_timeout_s), 0.0
+            await _finish(runner, app, signals, grace_s if exit_reason is None else _ERROR_REPLY_TIMEOUT_S)
         finally:
             await runner.cleanup()
-    if death is not None:
-        raise KVFerryError(f"the engine core died: {death}")
+    if exit_reason is not None:
+        raise KVFerryError(f"the engine core died: {exit_reason}")
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
     """Handlers are cancelled when their client leaves, which aborts the client's requests; malformed HTTP is no traceback in the log."""
     logger = logging.getLogger(f"{__name__}.http")
-    logger.addFilter(_is_our_fault)
+    logger.addFilter(_is_server_fault)
     return JsonErrorRunner(app, handler_cancellation=True, access_log=None, logger=logger, shutdown_timeout=_CANCEL_TIMEOUT_S)
 
 
-def _is_our_fault(record: logging.LogRecord) -> bool:
+def _is_server_fault(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError))
 
 
@@ -126,10 +126,10 @@ async def _drain(app: web.Application, client: Engine, signals: StopSignals, gra
     client.drain()
     _log.info("draining for up to %g s", grace_s)
     drained = asyncio.ensure_future(_until_drained(app, client))
-    hurried = asyncio.ensure_future(signals.second.wait())
+    second_signal = asyncio.ensure_future(signals.second.wait())
     died = asyncio.ensure_future(client.died())
     try:
-        done, _ = await asyncio.wait({drained, hurried, died}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({drained, second_signal, died}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         if died in done:
             return died.result()
         left = client.remaining
@@ -137,7 +137,7 @@ async def _drain(app: web.Application, client: Engine, signals: StopSignals, gra
             _log.warning("stopping with blocks that peers have not fetched leases=%d blocks=%d", left.num_leases, left.num_blocks)
         return None
     finally:
-        await _cancel(drained, hurried, died)
+        await _cancel(drained, second_signal, died)
 
 
 async def _until_drained(app: web.Application, client: Engine) -> None:
@@ -153,15 +153,15 @@ async def _finish(runner: web.AppRunner, app: web.Application, signals: StopSign
     drain = app[CONTEXT].drain
     drain.close()
     idle = asyncio.ensure_future(drain.wait_idle())
-    hurried = asyncio.ensure_future(signals.second.wait())
+    second_signal = asyncio.ensure_future(signals.second.wait())
     try:
-        await asyncio.wait({idle, hurried}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({idle, second_signal}, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
         if drain.num_live:
             print("kvferry: stopping with requests unfinished", file=sys.stderr, flush=True)
-            drain.break_off()
-            await asyncio.wait({idle}, timeout=_LAST_WORDS_TIMEOUT_S)
+            drain.cancel_all()
+            await asyncio.wait({idle}, timeout=_ERROR_REPLY_TIMEOUT_S)
     finally:
-        await _cancel(idle, hurried)
+        await _cancel(idle, second_signal)
 
 
 async def _cancel(*tasks: "asyncio.Future[Any]") -> None:

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["StopSignals", "Stopped", "stop_signals"]
+__all__ = ["StopSignals", "StoppedBySignal", "stop_signals"]
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class StoppedBySignal:
     """A signal came before the work was done."""
 
     number: int
@@ -37,14 +37,14 @@ class StopSignals:
         """What the first signal means."""
         return self._number == signal.SIGTERM
 
-    def arrived(self, number: signal.Signals) -> None:
+    def on_signal(self, number: signal.Signals) -> None:
         if self.first.is_set():
             self.second.set()
             return
         self._number = number
         self.first.set()
 
-    async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | Stopped:
+    async def run_unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result | StoppedBySignal:
         """The result of `work`; Stopped when a signal comes first, after `work` has been cancelled and has cleaned up."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self.first.wait())
@@ -52,7 +52,7 @@ class StopSignals:
             await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            return Stopped(self._number)
+            return StoppedBySignal(self._number)
         finally:
             for waiting in (task, stopped):
                 waiting.cancel()
@@ -65,7 +65,7 @@ def stop_signals() -> Iterator[StopSignals]:
     signals = StopSignals()
     caught = (signal.SIGINT, signal.SIGTERM)
     for number in caught:
-        loop.add_signal_handler(number, signals.arrived, number)
+        loop.add_signal_handler(number, signals.on_signal, number)
     try:
         yield signals
     finally:

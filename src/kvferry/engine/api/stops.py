@@ -1,7 +1,7 @@
-"""Finding stop strings in text that arrives in pieces.
+"""Finding stop strings in text that arrives in segments.
 
 Text that might be the beginning of a stop string is held back until it cannot be one any more, so nothing that has been
-emitted is ever part of a stop string. What comes out does not depend on how the text was cut into pieces. Pure.
+emitted is ever part of a stop string. What comes out does not depend on how the text was cut into segments. Pure.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ __all__ = ["StopMatcher", "StopScan"]
 
 @dataclass(frozen=True, slots=True)
 class StopScan:
-    """What one piece of text led to: text that may be shown, and the stop string that was completed, if any."""
+    """What one segment of text led to: text that may be shown, and the stop string that was completed, if any."""
 
     text: str
     stop: str | None = None
@@ -25,11 +25,11 @@ class StopMatcher:
     stops: Sequence[str]
     _held: str = field(default="", init=False)
 
-    def push(self, piece: str) -> StopScan:
-        """Take the next piece. After a hit the matcher is spent: `text` ends where the stop string begins."""
+    def push(self, chunk: str) -> StopScan:
+        """Take the next segment. After a hit the matcher is spent: `text` ends where the stop string begins."""
         if not self.stops:
-            return StopScan(piece)
-        text = self._held + piece
+            return StopScan(chunk)
+        text = self._held + chunk
         hit = self._first_hit(text)
         if hit is not None:
             start, stop = hit

@@ -27,7 +27,7 @@ class EventStream:
         return self.response.prepared
 
     async def send(self, *payloads: bytes) -> None:
-        """Write events, in one piece; returns when the client's buffer has room again."""
+        """Write events, in one segment; returns when the client's buffer has room again."""
         if not self.response.prepared:
             await self.response.prepare(self._http)
         await self._bounded(self.response.write(b"".join(b"data: " + payload + b"\n\n" for payload in payloads)))

@@ -53,7 +53,7 @@ class ModelTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
-        """The text of all the ids at once, exactly what the incremental way gives piece by piece."""
+        """The text of all the ids at once, exactly what the incremental way gives segment by segment."""
         detokeniser = self.detokeniser(special)
         return "".join([*(detokeniser.push(token_id) for token_id in token_ids), detokeniser.finish()])
 

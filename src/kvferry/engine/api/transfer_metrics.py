@@ -1,4 +1,6 @@
-"""What the connector has carried, as Prometheus families: `kvferry:*` per plane, and vLLM's `vllm:nixl_*` names for existing dashboards."""
+"""What the connector has carried, as Prometheus families: `kvferry:*` per transport, and vLLM's `vllm:nixl_*` names for existing
+dashboards.
+"""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -7,16 +9,16 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvferry.connectors.stats import COUNTERS, HISTOGRAMS, LEVELS, NIXL_COUNTERS, SIDE_CHANNEL_HELP, SIDE_CHANNEL_METRIC
-from kvferry.engine.messages import Status
+from kvferry.engine.messages import CoreStatus
 
 __all__ = ["transfer_families"]
 
 
-def transfer_families(status: Status, model_name: str) -> Iterator[Metric]:
+def transfer_families(status: CoreStatus, model_name: str) -> Iterator[Metric]:
     stats = status.connector_stats
     if not stats and not status.transfers:
         return
-    yield from _plane_families(status)
+    yield from _transport_families(status)
     for name, help_text in COUNTERS.items():
         if name != "transfers":
             yield _counter(f"kvferry:{name}", help_text, stats.get(name, 0), model_name)
@@ -34,17 +36,17 @@ def transfer_families(status: Status, model_name: str) -> Iterator[Metric]:
         yield _histogram(name, observed, model_name)
 
 
-def _plane_families(status: Status) -> Iterator[Metric]:
+def _transport_families(status: CoreStatus) -> Iterator[Metric]:
     for name, field, help_text in (
-        ("kvferry:transfers", "transfers", "Transfers by data plane."),
-        ("kvferry:transfer_bytes", "total_bytes", "Bytes moved by data plane."),
-        ("kvferry:transfer_seconds", "seconds", "Time spent moving bytes by data plane."),
-        ("kvferry:transfer_pieces", "pieces", "Descriptors or copies used by data plane."),
-        ("kvferry:transfer_planned_pieces", "planned_pieces", "Pieces asked for by data plane, before neighbours were joined."),
+        ("kvferry:transfers", "transfers", "Transfers by data transport."),
+        ("kvferry:transfer_bytes", "total_bytes", "Bytes moved by data transport."),
+        ("kvferry:transfer_seconds", "seconds", "Time spent moving bytes by data transport."),
+        ("kvferry:transfer_segments", "segments", "Descriptors or copies used by data transport."),
+        ("kvferry:transfer_planned_segments", "planned_segments", "Segments asked for by data transport, before neighbours were joined."),
     ):
-        family = CounterMetricFamily(name, help_text, labels=["plane"])
+        family = CounterMetricFamily(name, help_text, labels=["transport"])
         for summary in status.transfers:
-            family.add_metric([summary.plane], getattr(summary, field))
+            family.add_metric([summary.transport], getattr(summary, field))
         yield family
 
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["UnusedTransfers"]
+__all__ = ["IgnoredTransfers"]
 
 _ASKING = ("do_remote_prefill", "do_remote_decode")
 
 
 @dataclass(slots=True)
-class UnusedTransfers:
+class IgnoredTransfers:
     """Makes at most one note per interval, however many requests there are."""
 
     interval_s: float = 60.0

@@ -1,36 +1,36 @@
-"""Requests to instances over connections that are kept warm. Belongs to one event loop."""
+"""Requests to instances over keep-alive connections. Belongs to one event loop."""
 
 import asyncio
 import ssl
 from collections.abc import Sequence
 
-from kvferry.router.http1.answer import UpstreamAnswer
-from kvferry.router.http1.errors import BrokenOff, NotReached, UpstreamError
-from kvferry.router.http1.parting import OnLeft, Partings
-from kvferry.router.http1.pool import Site, Target
-from kvferry.router.http1.sweep import Sweep
+from kvferry.router.http1.answer import UpstreamResponse
+from kvferry.router.http1.errors import ConnectFailed, UpstreamDisconnected, UpstreamError
+from kvferry.router.http1.parting import AbandonedConnections, OnLateResponse
+from kvferry.router.http1.pool import Target, TargetPool
+from kvferry.router.http1.sweep import DeadlineTimer
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 from kvferry.router.http1.wire import Fields, request_head
 
-__all__ = ["KEEPALIVE_S", "OnLeft", "Target", "UpstreamAnswer", "Upstreams"]
+__all__ = ["KEEPALIVE_S", "OnLateResponse", "Target", "UpstreamPool", "UpstreamResponse"]
 
 KEEPALIVE_S = 4.0
 """vLLM's server closes a connection that was idle for 5 s; a request sent just then would be lost."""
 
-_MAX_SITES = 4096
+_MAX_POOLS = 4096
 _SETTLE_S = 1.0
 
 
-class Upstreams:
-    """Warm connections per target."""
+class UpstreamPool:
+    """Keep-alive connections per target."""
 
     def __init__(self, keepalive_s: float = KEEPALIVE_S) -> None:
         self._keepalive_s = keepalive_s
         self._loop = asyncio.get_running_loop()
-        self._sweep = Sweep(self._loop)
-        self._sites: dict[Target, Site] = {}
+        self._deadline_timer = DeadlineTimer(self._loop)
+        self._pools: dict[Target, TargetPool] = {}
         self._connections: set[UpstreamConnection] = set()
-        self._partings = Partings()
+        self._abandoned = AbandonedConnections()
 
     @property
     def num_connections(self) -> int:
@@ -47,24 +47,24 @@ class Upstreams:
         *,
         connect_timeout_s: float,
         head_timeout_s: float,
-        on_left: OnLeft | None = None,
-    ) -> UpstreamAnswer:
-        """Send a request and wait for the head of its answer. UpstreamError. `on_left` hears of an answer that comes whole although it was
-        left before its end, here or later, for whatever reason.
+        on_late_response: OnLateResponse | None = None,
+    ) -> UpstreamResponse:
+        """Send a request and wait for the head of its answer. UpstreamError. `on_late_response` hears of an answer that comes whole
+        although it was left before its end, here or later, for whatever reason.
 
-        A connection that was kept warm may have been closed by the instance at this very moment: when it ends without a byte of an answer,
+        A keep-alive connection may have been closed by the instance at this very moment: when it ends without a byte of an answer,
         the request is sent once more, over a fresh one.
         """
-        site = self._sites.get(target) or self._add_site(target)
+        pool = self._pools.get(target) or self._add_pool(target)
         if isinstance(body, bytes):
-            data = request_head(method, path, site.host, headers, len(body)) + body
+            data = request_head(method, path, pool.host, headers, len(body)) + body
         else:
-            data = b"".join((request_head(method, path, site.host, headers, sum(map(len, body))), *body))
-        connection = site.take(self._loop.time())
+            data = b"".join((request_head(method, path, pool.host, headers, sum(map(len, body))), *body))
+        connection = pool.take(self._loop.time())
         if connection is not None:
             try:
-                head = await connection.ask(method, data, head_timeout_s, on_left)
-            except BrokenOff as error:
+                head = await connection.send_request(method, data, head_timeout_s, on_late_response)
+            except UpstreamDisconnected as error:
                 connection.abort()
                 if error.has_answered:
                     raise
@@ -72,61 +72,61 @@ class Upstreams:
                 connection.abort()
                 raise
             else:
-                return UpstreamAnswer(connection, head, self, site)
+                return UpstreamResponse(connection, head, self, pool)
         try:
-            connection = await self._connect(site, connect_timeout_s)
-        except NotReached:
+            connection = await self._connect(pool, connect_timeout_s)
+        except ConnectFailed:
             if connection is None:
                 raise
             # It was sent, by the warm one: whoever got it may have died of it.
-            raise BrokenOff("it closed the connection before it had answered", has_answered=False) from None
+            raise UpstreamDisconnected("it closed the connection before it had answered", has_answered=False) from None
         try:
-            head = await connection.ask(method, data, head_timeout_s, on_left)
+            head = await connection.send_request(method, data, head_timeout_s, on_late_response)
         except BaseException:
             connection.abort()
             raise
-        return UpstreamAnswer(connection, head, self, site)
+        return UpstreamResponse(connection, head, self, pool)
 
     async def close(self) -> None:
         """Close every connection, busy ones too. Those that are being left get a moment for what is on its way."""
         for connection in list(self._connections):
             connection.abort()
-        await self._partings.settle(_SETTLE_S)
+        await self._abandoned.wait_idle(_SETTLE_S)
         for connection in list(self._connections):
-            connection.cut()
-        await self._partings.settle(_SETTLE_S)
-        self._sweep.close()
+            connection.abort_transport()
+        await self._abandoned.wait_idle(_SETTLE_S)
+        self._deadline_timer.close()
 
-    def num_heard(self, target: Target) -> int:
+    def num_received(self, target: Target) -> int:
         """How often something has come from there: that it grows shows that somebody is alive."""
-        site = self._sites.get(target)
-        return 0 if site is None else site.num_heard
+        pool = self._pools.get(target)
+        return 0 if pool is None else pool.num_received
 
-    def give_up(self, target: Target, error: UpstreamError) -> int:
+    def fail_pending(self, target: Target, error: UpstreamError) -> int:
         """Fail every request sent there of whose answer nothing has been passed on; how many that were."""
-        site = self._sites.get(target)
-        waiting = [] if site is None else [one for one in self._connections if one.site is site and one.is_awaited]
+        pool = self._pools.get(target)
+        waiting = [] if pool is None else [one for one in self._connections if one.pool is pool and one.is_pending]
         for connection in waiting:
             connection.fail(error)
         return len(waiting)
 
-    def give_back(self, site: Site, connection: UpstreamConnection) -> None:
+    def release(self, pool: TargetPool, connection: UpstreamConnection) -> None:
         """An exchange has ended cleanly."""
         if connection.is_clean:
-            connection.rest(self._loop.time() + self._keepalive_s)
-            site.put(connection)
+            connection.set_idle(self._loop.time() + self._keepalive_s)
+            pool.put(connection)
         else:
             connection.abort()
 
-    def _add_site(self, target: Target) -> Site:
-        if len(self._sites) >= _MAX_SITES:  # addresses come and go with instances; warm connections of a forgotten one grow old
-            self._sites.clear()
-        site = self._sites[target] = Site(target)
-        return site
+    def _add_pool(self, target: Target) -> TargetPool:
+        if len(self._pools) >= _MAX_POOLS:  # addresses come and go with instances; keep-alive connections of a forgotten one grow old
+            self._pools.clear()
+        pool = self._pools[target] = TargetPool(target)
+        return pool
 
-    async def _connect(self, site: Site, timeout_s: float) -> UpstreamConnection:
-        target, address = site.target, site.target.address
-        connection = UpstreamConnection(self._loop, site, self._forget, self._partings)
+    async def _connect(self, pool: TargetPool, timeout_s: float) -> UpstreamConnection:
+        target, address = pool.target, pool.target.address
+        connection = UpstreamConnection(self._loop, pool, self._forget, self._abandoned)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._loop.create_connection(
@@ -141,16 +141,16 @@ class Upstreams:
             raise
         except TimeoutError:
             connection.abort()
-            raise NotReached(f"no connection within {timeout_s:g} s") from None
+            raise ConnectFailed(f"no connection within {timeout_s:g} s") from None
         except ssl.SSLError as error:
-            raise NotReached(f"no connection by TLS ({error.reason or error})") from None
+            raise ConnectFailed(f"no connection by TLS ({error.reason or error})") from None
         except (OSError, UnicodeError) as error:
-            raise NotReached(f"no connection ({getattr(error, 'strerror', None) or error})") from None
+            raise ConnectFailed(f"no connection ({getattr(error, 'strerror', None) or error})") from None
         self._connections.add(connection)
-        self._sweep.add(connection)
+        self._deadline_timer.add(connection)
         return connection
 
     def _forget(self, connection: UpstreamConnection) -> None:
         self._connections.discard(connection)
-        self._sweep.discard(connection)
-        connection.site.forget(connection)
+        self._deadline_timer.discard(connection)
+        connection.pool.forget(connection)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import RequestRefused
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.outflow import Outflow
+from kvferry.router.http1.outflow import ConnectionWriter
 from kvferry.router.http1.parsing import RequestHead
 from kvferry.router.http1.reading import RequestReader
-from kvferry.router.http1.reply import Reply
+from kvferry.router.http1.reply import ResponseWriter
 from kvferry.router.http1.sweep import NEVER
 from kvferry.web.errors import error_body
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Handler", "ServerConnection"]
 
-Handler = Callable[[ServerRequest, Reply], Awaitable[None]]
+Handler = Callable[[ServerRequest, ResponseWriter], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
 _MAX_PIPELINED = 64 * 1024
-_MAX_TURNED_AWAY = 256
+_MAX_REFUSED_CONNECTIONS = 256
 """So many connections too many get an answer that says so; it takes a moment each. More are just closed."""
-_OUR_FAULT = "the server failed to serve this request; its log says why"
+_SERVER_ERROR = "the server failed to serve this request; its log says why"
 _JSON = ("Content-Type", "application/json")
 
 
@@ -50,11 +50,11 @@ class ServerConnection(asyncio.Protocol):
         self._state = _IDLE
         self._peer = ""
         self._request: ServerRequest | None = None
-        self._reply: Reply | None = None
+        self._reply: ResponseWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._body_until = NEVER
         self.deadline = NEVER
-        self.out = Outflow(server)
+        self.out = ConnectionWriter(server)
 
     @property
     def is_idle(self) -> bool:
@@ -69,7 +69,7 @@ class ServerConnection(asyncio.Protocol):
         self._peer = str(address[0]) if isinstance(address, tuple) and address else ""
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
         num_over = self._server.add(self)
-        if num_over > _MAX_TURNED_AWAY:
+        if num_over > _MAX_REFUSED_CONNECTIONS:
             self._state = _LEAVING
             self.out.abort()
         elif num_over > 0:
@@ -102,9 +102,9 @@ class ServerConnection(asyncio.Protocol):
             self.deadline = NEVER
         self.out.resume()
         if self._state < _BUSY:
-            self._go_on()
+            self._resume()
 
-    def run_out(self, now: float) -> None:
+    def on_deadline(self, now: float) -> None:
         """The deadline has passed."""
         if self._state == _IDLE:
             self.close()
@@ -113,7 +113,7 @@ class ServerConnection(asyncio.Protocol):
         elif self._state == _BODY:
             self._refuse(RequestRefused("the request's body did not come in time", status=408))
         elif self.out.has_progressed():
-            self.deadline = now + self._patience()
+            self.deadline = now + self._close_timeout()
         else:
             if self.out.fail(ConnectionAbortedError("the client has not read for too long")):
                 self._state = _LEAVING
@@ -136,7 +136,7 @@ class ServerConnection(asyncio.Protocol):
             return
         except Exception:  # of `admit`: the top of a request
             logger.exception("a request was not admitted")
-            self._refuse(RequestRefused(_OUR_FAULT, status=500))
+            self._refuse(RequestRefused(_SERVER_ERROR, status=500))
             return
         if self._state != _BODY:
             return
@@ -154,7 +154,7 @@ class ServerConnection(asyncio.Protocol):
     def _accept(self, head: RequestHead) -> None:
         """The head of a request is there: it is refused at once, or its body is read."""
         request = self._request = ServerRequest(head.method, head.path, head.query, head.headers, b"", self._peer)
-        self._reply = Reply(self.out, head)
+        self._reply = ResponseWriter(self.out, head)
         self._state = _BODY
         refused = self._server.admit(request) if self._server.admit is not None else None
         if refused is not None:
@@ -175,7 +175,7 @@ class ServerConnection(asyncio.Protocol):
         self.deadline = NEVER if not self.out.is_paused else self._server.loop.time() + self._server.limits.stall_timeout_s
         self._task = self._server.loop.create_task(self._serve(self._request, self._reply))
 
-    async def _serve(self, request: ServerRequest, reply: Reply) -> None:
+    async def _serve(self, request: ServerRequest, reply: ResponseWriter) -> None:
         try:
             await self._server.handler(request, reply)
         except asyncio.CancelledError:
@@ -189,14 +189,14 @@ class ServerConnection(asyncio.Protocol):
             self._server.remove(self)
             return
         if not reply.is_started and not self.out.is_closing:
-            reply.send(500, (_JSON,), error_body(RequestRefused(_OUR_FAULT, status=500)))
+            reply.send(500, (_JSON,), error_body(RequestRefused(_SERVER_ERROR, status=500)))
         if not reply.is_finished:
             reply.abort()
         self._end()
         if self._state == _IDLE:
-            self._go_on()
+            self._resume()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """With what the client has sent meanwhile; but one that does not read its answers gets no more of them."""
         if self.out.is_paused:
             return
@@ -208,7 +208,7 @@ class ServerConnection(asyncio.Protocol):
         """A request was answered: the next one, or the end of the connection."""
         self._request = self._reply = None
         if not self.out.keeps_alive or self._server.is_draining:
-            self._leave()
+            self._close_gracefully()
             return
         self._state = _IDLE
         self.deadline = self._server.loop.time() + self._server.limits.keepalive_s
@@ -219,10 +219,10 @@ class ServerConnection(asyncio.Protocol):
         """What was written still goes out, if the client reads it."""
         self._state = _LEAVING
         self.out.has_progressed()
-        self.deadline = self._server.loop.time() + self._patience()
+        self.deadline = self._server.loop.time() + self._close_timeout()
         self.out.close()
 
-    def _patience(self) -> float:
+    def _close_timeout(self) -> float:
         """How long to wait for a client that has, or has not, everything it was sent."""
         return self._server.limits.stall_timeout_s if self.out.num_unread else self._server.limits.linger_s
 
@@ -240,17 +240,19 @@ class ServerConnection(asyncio.Protocol):
         """Answer what is no request, and close: where the next one would begin is not known."""
         self._server.on_malformed(refusal)
         self.out.keeps_alive = False
-        reply = self._reply if self._reply is not None and not self._reply.is_started else Reply(self.out, None)
+        reply = self._reply if self._reply is not None and not self._reply.is_started else ResponseWriter(self.out, None)
         retry = () if refusal.retry_after_s is None else (("Retry-After", str(refusal.retry_after_s)),)
         if not self.out.is_closing:
             reply.send(refusal.status, (_JSON, *retry), error_body(refusal))
-        self._leave()
+        self._close_gracefully()
 
-    def _leave(self) -> None:
-        """Closing while the client still sends would reset the connection and destroy our last words: say that we end, drop the rest."""
+    def _close_gracefully(self) -> None:
+        """Closing while the client still sends would reset the connection and destroy our last log lines: say that we end, drop the
+        rest.
+        """
         if self.out.end_writing():
             self._state = _LEAVING
             self.out.has_progressed()
-            self.deadline = self._server.loop.time() + self._patience()
+            self.deadline = self._server.loop.time() + self._close_timeout()
         else:
             self.close()

@@ -1,4 +1,4 @@
-"""Where a body ends: by length, by chunks, or with the connection. Fed with pieces cut anywhere. Pure.
+"""Where a body ends: by length, by chunks, or with the connection. Fed with segments cut anywhere. Pure.
 
 A body either decodes what it is given, or only follows it so that raw bytes can pass and the end is still known.
 """
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 from kvferry.router.http1.parsing import BodyKind, is_field_line
 
-__all__ = ["Body", "ChunkedBody", "Framing", "LengthBody", "NotFramed", "OpenBody", "chunk", "first_chunk", "make_body"]
+__all__ = ["Body", "ChunkedBody", "Framing", "FramingError", "LengthBody", "UntilCloseBody", "chunk", "first_chunk", "make_body"]
 
 _MAX_LINE = 4096
 _MAX_TRAILERS = 16 * 1024
@@ -22,7 +22,7 @@ _known_sizes: dict[bytes, int] = {}
 """Lines that were found to be sizes, with their ends. Instances send the same few again and again, and looking one up is cheaper."""
 
 
-class NotFramed(Exception):
+class FramingError(Exception):
     """The bytes are not a body in this framing."""
 
 
@@ -45,8 +45,8 @@ class LengthBody:
     """A body of known length."""
 
     __slots__ = ("is_ended", "left")
-    is_whole_at_close = False
-    is_between = False
+    is_complete_at_close = False
+    is_at_boundary = False
 
     def __init__(self, length: int) -> None:
         self.left = length
@@ -67,12 +67,12 @@ class LengthBody:
         return left
 
 
-class OpenBody:
+class UntilCloseBody:
     """A body that ends with its connection."""
 
     __slots__ = ()
-    is_whole_at_close = True
-    is_between = True
+    is_complete_at_close = True
+    is_at_boundary = True
     is_ended = False
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
@@ -85,7 +85,7 @@ class ChunkedBody:
     """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and trailers are printable and bounded."""
 
     __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part", "is_ended")
-    is_whole_at_close = False
+    is_complete_at_close = False
 
     def __init__(self) -> None:
         self._part = _SIZE
@@ -95,15 +95,15 @@ class ChunkedBody:
         self.is_ended = False
 
     @property
-    def is_between(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether another chunk could begin exactly here."""
         return self._part == _SIZE and not self._line
 
     def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """How many of these bytes belong to the body; the data among them is added to `decoded`, if given. NotFramed."""
+        """How many of these bytes belong to the body; the data among them is added to `decoded`, if given. FramingError."""
         position, end = 0, len(data)
         if self._part == _SIZE and not self._line:
-            position = self._skip_whole(data, decoded)
+            position = self._skip_known_chunks(data, decoded)
         while position < end:
             part = self._part
             if part == _SIZE:
@@ -116,8 +116,8 @@ class ChunkedBody:
                 position = self._take_line_end(data, position)
         return position
 
-    def _skip_whole(self, data: bytes, decoded: list[bytes] | None) -> int:
-        """Nearly all pieces are whole chunks of sizes seen before: where the first thing begins that is not."""
+    def _skip_known_chunks(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """Nearly all segments are whole chunks of sizes seen before: where the first thing begins that is not."""
         position, end = 0, len(data)
         known = _known_sizes.get
         width = data.find(b"\n") + 1  # of a size line; chunks that follow each other mostly have it in common
@@ -149,7 +149,7 @@ class ChunkedBody:
         """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow it untouched. None: they cannot."""
         if self._part == _DATA:
             return b"%x\r\n%b" % (len(start) + self._left, start)
-        if self.is_between:
+        if self.is_at_boundary:
             return chunk(start) if start else b""
         return None
 
@@ -159,7 +159,7 @@ class ChunkedBody:
             return position
         spelt = _SIZE_LINE.fullmatch(line)  # int() alone would also take 0x10, 1_0, +1 and blanks
         if spelt is None:
-            raise NotFramed("the size of a chunk is not valid")
+            raise FramingError("the size of a chunk is not valid")
         self._left = size = int(spelt[1], 16)
         if size and len(_known_sizes) < _MAX_KNOWN_SIZES and len(line) < _MAX_KNOWN_LINE - 2:
             _known_sizes[line + b"\r\n"] = size
@@ -188,16 +188,16 @@ class ChunkedBody:
             if line == b"":
                 self._part = _SIZE
             elif line is not None or self._line != b"\r":
-                raise NotFramed("a chunk is longer than its size")
+                raise FramingError("a chunk is longer than its size")
             return position
         self._num_trailer_bytes += len(line or b"")
         if self._num_trailer_bytes > _MAX_TRAILERS:
-            raise NotFramed("the trailers are too long")
+            raise FramingError("the trailers are too long")
         if line == b"":
             self._part = _END
             self.is_ended = True
         elif line is not None and not is_field_line(line):
-            raise NotFramed("a trailer is not valid")
+            raise FramingError("a trailer is not valid")
         return position
 
     def _take_line(self, data: bytes, position: int) -> tuple[bytes | None, int]:
@@ -206,24 +206,24 @@ class ChunkedBody:
         stop = found + 1 if found >= 0 else len(data)
         line = self._line + data[position:stop]
         if len(line) > _MAX_LINE:
-            raise NotFramed("a line between chunks is too long")
+            raise FramingError("a line between chunks is too long")
         if found < 0:
             self._line = line
             return None, stop
         self._line = b""
         if line[-2:] != b"\r\n":
-            raise NotFramed("a line between chunks does not end in CR LF")
+            raise FramingError("a line between chunks does not end in CR LF")
         return line[:-2], stop
 
 
-Body = LengthBody | ChunkedBody | OpenBody
+Body = LengthBody | ChunkedBody | UntilCloseBody
 
 
 _MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
     lambda length: LengthBody(0),
     lambda length: LengthBody(length),
     lambda length: ChunkedBody(),
-    lambda length: OpenBody(),
+    lambda length: UntilCloseBody(),
 )
 
 

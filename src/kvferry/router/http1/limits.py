@@ -15,7 +15,7 @@ class ServerLimits:
     head_timeout_s: float = 10.0
     """From the first byte of a head to its last; also for a TLS handshake."""
     body_idle_timeout_s: float = 30.0
-    """Between two pieces of a body."""
+    """Between two segments of a body."""
     body_timeout_s: float = 300.0
     """For a whole body, so that one byte now and then does not hold a connection for ever."""
     keepalive_s: float = 75.0

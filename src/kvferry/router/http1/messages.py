@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 __all__ = ["Headers", "ServerRequest"]
 
-NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
 
 class Headers:
@@ -14,7 +14,7 @@ class Headers:
 
     __slots__ = ("_lines", "_pairs", "_values")
 
-    def __init__(self, lines: Sequence[str] = (), values: Mapping[str, str] = NOTHING) -> None:
+    def __init__(self, lines: Sequence[str] = (), values: Mapping[str, str] = _NO_VALUES) -> None:
         """The lines of a head, found to be valid, and what they say by name. Only who asks for `items` has the lines taken apart."""
         self._lines = lines
         self._values = values

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from kvferry.router.http1.server import HttpServer
 
-__all__ = ["Flow", "Outflow"]
+__all__ = ["BodySource", "ConnectionWriter"]
 
 
-class Flow(Protocol):
+class BodySource(Protocol):
     """Whoever produces what the client reads, without a coroutine that could wait."""
 
     def pause(self) -> None: ...
@@ -19,21 +19,21 @@ class Flow(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-class Outflow:
+class ConnectionWriter:
     """All of its methods may be called when the client is gone; `put` then says so."""
 
-    __slots__ = ("_held", "_room", "_server", "flow", "is_paused", "keeps_alive", "num_sent", "num_unread", "transport")
+    __slots__ = ("_corked", "_server", "_writable", "is_paused", "keeps_alive", "num_sent", "num_unread", "source", "transport")
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
-        self._room: asyncio.Future[None] | None = None
-        self._held: list[bytes] | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._corked: list[bytes] | None = None
         self.num_unread = 0
         """Bytes that the client's kernel had not taken, when that was looked at last."""
         self.num_sent = 0
         """Bytes, over all answers of this connection."""
         self.transport: asyncio.Transport | None = None
-        self.flow: Flow | None = None
+        self.source: BodySource | None = None
         self.is_paused = False
         self.keeps_alive = True
         """Whether another request may follow this one."""
@@ -51,40 +51,40 @@ class Outflow:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         self.num_sent += len(data)
-        if self._held is None:
+        if self._corked is None:
             transport.write(data)
         else:
-            self._held.append(data)
+            self._corked.append(data)
 
-    def hold(self) -> None:
-        """Gather what is put until `let_go`, which sends it by one call: a loop writes each piece by a call of its own."""
-        if self._held is None:
-            self._held = []
+    def cork(self) -> None:
+        """Gather what is put until `uncork`, which sends it by one call: a loop writes each segment by a call of its own."""
+        if self._corked is None:
+            self._corked = []
 
-    def let_go(self) -> None:
-        held, self._held = self._held, None
-        if held and self.transport is not None and not self.transport.is_closing():
-            self.transport.write(held[0] if len(held) == 1 else b"".join(held))
+    def uncork(self) -> None:
+        corked, self._corked = self._corked, None
+        if corked and self.transport is not None and not self.transport.is_closing():
+            self.transport.write(corked[0] if len(corked) == 1 else b"".join(corked))
 
-    async def wait_for_room(self) -> None:
+    async def wait_writable(self) -> None:
         """ConnectionError when the client reads nothing for too long."""
-        room = self._room
-        if room is None or room.done():
-            room = self._room = self._server.loop.create_future()
-        await room
+        writable = self._writable
+        if writable is None or writable.done():
+            writable = self._writable = self._server.loop.create_future()
+        await writable
 
     def pause(self) -> None:
         self.is_paused = True
         self.num_unread = self.transport.get_write_buffer_size() if self.transport is not None else 0
-        if self.flow is not None:
-            self.flow.pause()
+        if self.source is not None:
+            self.source.pause()
 
     def resume(self) -> None:
         self.is_paused = False
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-        if self.flow is not None:
-            self.flow.resume()
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        if self.source is not None:
+            self.source.resume()
 
     def has_progressed(self) -> bool:
         """Whether the client has read anything since it was asked last."""
@@ -94,11 +94,11 @@ class Outflow:
 
     def fail(self, error: Exception) -> bool:
         """Tell whoever waits for room; whether there was anybody."""
-        if self._room is not None and not self._room.done():
-            self._room.set_exception(error)
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_exception(error)
             return True
-        if self.flow is not None:
-            self.flow.fail(error)
+        if self.source is not None:
+            self.source.fail(error)
             return True
         return False
 

@@ -9,10 +9,10 @@ from enum import IntEnum
 from functools import lru_cache
 
 from kvferry.errors import RequestRefused
-from kvferry.router.http1.errors import NotHttp
+from kvferry.router.http1.errors import InvalidResponse
 from kvferry.router.http1.messages import Headers
 
-__all__ = ["AnswerHead", "BodyKind", "RequestHead", "check_beginning", "is_field_line", "read_answer_head", "read_request_head"]
+__all__ = ["BodyKind", "RequestHead", "ResponseHead", "check_partial_head", "is_field_line", "read_request_head", "read_response_head"]
 
 _FIELD = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
 _REQUEST_LINE = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}) ([!-~]+) HTTP/1\.([01])")
@@ -54,7 +54,7 @@ class RequestHead:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerHead:
+class ResponseHead:
     status: int
     headers: Headers
     body: BodyKind
@@ -85,43 +85,44 @@ def read_request_head(data: bytes, max_fields: int) -> RequestHead:
     return RequestHead(method, path, query, Headers(fields, values), kind, length, is_http11, keeps_alive, expects_continue)
 
 
-def read_answer_head(data: bytes, method: str) -> AnswerHead:
-    """`data` ends with the empty line; `method` is the request's. NotHttp for anything that is not exactly a head. The head may be shared
-    with whoever got the same bytes."""
-    return _known_answer_head(data, method == "HEAD") if len(data) < _MAX_KNOWN_HEAD else _read_answer_head(data, method == "HEAD")
+def read_response_head(data: bytes, method: str) -> ResponseHead:
+    """`data` ends with the empty line; `method` is the request's. InvalidResponse for anything that is not exactly a head. The head may be
+    shared with whoever got the same bytes.
+    """
+    return _known_response_head(data, method == "HEAD") if len(data) < _MAX_KNOWN_HEAD else _read_response_head(data, method == "HEAD")
 
 
-def _read_answer_head(data: bytes, is_for_head: bool) -> AnswerHead:
+def _read_response_head(data: bytes, is_for_head: bool) -> ResponseHead:
     lines = data.decode("latin-1").split("\r\n")
     line = _STATUS_LINE.fullmatch(lines[0])
     if line is None:
-        raise NotHttp("its status line is not valid HTTP")
+        raise InvalidResponse("its status line is not valid HTTP")
     fields = lines[1:-2]
     values = _read_fields(fields)
     if values is None:
-        raise NotHttp("a header of its answer is not valid HTTP")
+        raise InvalidResponse("a header of its answer is not valid HTTP")
     minor, digits = line.groups()
     status = int(digits)
     if status == 101:
-        raise NotHttp("it wants to speak another protocol, which nobody asked for")
+        raise InvalidResponse("it wants to speak another protocol, which nobody asked for")
     keeps_alive = _keeps_alive(values["connection"], minor == "1") if "connection" in values else minor == "1"
     coding, length = values.get("transfer-encoding"), values.get("content-length")
     if coding is not None and (length is not None or coding.lower() != "chunked" or minor == "0"):
-        raise NotHttp("the length of its answer is told in two ways, or in one that is not known")
+        raise InvalidResponse("the length of its answer is told in two ways, or in one that is not known")
     if length is not None and not _is_length(length):
-        raise NotHttp("the length of its answer is no number")
+        raise InvalidResponse("the length of its answer is no number")
     size = int(length) if length is not None else 0
     headers = Headers(fields, values)
     if is_for_head or status < 200 or status in (204, 304):
-        return AnswerHead(status, headers, _NONE, size, keeps_alive)
+        return ResponseHead(status, headers, _NONE, size, keeps_alive)
     if coding is not None:
-        return AnswerHead(status, headers, _CHUNKED, 0, keeps_alive)
+        return ResponseHead(status, headers, _CHUNKED, 0, keeps_alive)
     if length is not None:
-        return AnswerHead(status, headers, _LENGTH, size, keeps_alive)
-    return AnswerHead(status, headers, BodyKind.UNTIL_CLOSE, 0, False)
+        return ResponseHead(status, headers, _LENGTH, size, keeps_alive)
+    return ResponseHead(status, headers, BodyKind.UNTIL_CLOSE, 0, False)
 
 
-def check_beginning(data: bytes) -> bool:
+def check_partial_head(data: bytes) -> bool:
     """Look at a head that is not whole. RequestRefused as soon as it cannot become one (a TLS handshake, another protocol); whether its
     first line is whole, and so was looked at for the last time."""
     end = data.find(b"\n")
@@ -169,7 +170,7 @@ def _read_request_line(line: str) -> tuple[str, str, str, bool] | None:
 _known_field = lru_cache(4096)(_read_field)
 _known_request_line = lru_cache(256)(_read_request_line)
 # An engine begins all streams of a second with the same bytes; its whole answers differ in their length.
-_known_answer_head = lru_cache(512)(_read_answer_head)
+_known_response_head = lru_cache(512)(_read_response_head)
 
 
 def _request_body(coding: str | None, length: str | None, is_http11: bool) -> tuple[BodyKind, int]:

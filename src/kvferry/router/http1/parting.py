@@ -15,21 +15,21 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from kvferry.router.http1.errors import NotHttp
-from kvferry.router.http1.framing import NotFramed, make_body
-from kvferry.router.http1.parsing import read_answer_head
+from kvferry.router.http1.errors import InvalidResponse
+from kvferry.router.http1.framing import FramingError, make_body
+from kvferry.router.http1.parsing import read_response_head
 
 if TYPE_CHECKING:
     from kvferry.router.http1.upstream_connection import UpstreamConnection
 
-__all__ = ["PARTING_S", "LateAnswer", "OnLeft", "Partings", "half_close", "whole_answer"]
+__all__ = ["ABANDON_TIMEOUT_S", "AbandonedConnections", "LateResponse", "OnLateResponse", "half_close", "parse_complete_response"]
 
-OnLeft = Callable[[int, bytes], None]
+OnLateResponse = Callable[[int, bytes], None]
 """Hears status and body of an answer that came whole after its asker had left."""
 
-PARTING_S = 5.0
+ABANDON_TIMEOUT_S = 5.0
 """How long an instance may take to close its side. One that runs does so at once."""
-_MAX_PARTING, _MAX_PARTING_OF_ONE = 4096, 2048
+_MAX_ABANDONED, _MAX_ABANDONED_PER_TARGET = 4096, 2048
 """All clients of a router may leave at once, and an instance that stands still must not take what the others need."""
 _MAX_HEAD = 64 * 1024
 _MAX_KEPT = 2 * 1024 * 1024
@@ -39,7 +39,7 @@ _WARN_S = 60.0
 _log = logging.getLogger(__name__)
 
 
-class Partings:
+class AbandonedConnections:
     """Connections that are being left. Bounded: what is too much is closed at once, and with it what it would have brought."""
 
     __slots__ = ("_idle", "_members", "_warned_at")
@@ -51,19 +51,19 @@ class Partings:
         self._warned_at = -inf
 
     def admit(self, connection: "UpstreamConnection") -> bool:
-        site = connection.site
-        if len(self._members) >= _MAX_PARTING or site.num_parting >= _MAX_PARTING_OF_ONE:
-            self._warn(str(site.target.address))
+        pool = connection.pool
+        if len(self._members) >= _MAX_ABANDONED or pool.num_abandoned >= _MAX_ABANDONED_PER_TARGET:
+            self._warn(str(pool.target.address))
             return False
         self._members.add(connection)
-        site.num_parting += 1
+        pool.num_abandoned += 1
         self._idle.clear()
         return True
 
     def discard(self, connection: "UpstreamConnection") -> None:
         if connection in self._members:
             self._members.remove(connection)
-            connection.site.num_parting -= 1
+            connection.pool.num_abandoned -= 1
         if not self._members:
             self._idle.set()
 
@@ -72,35 +72,35 @@ class Partings:
             self._warned_at = time.monotonic()
             _log.warning("too many requests are being left at once: what their answers would bring is lost instance=%s", where)
 
-    async def settle(self, timeout_s: float) -> None:
+    async def wait_idle(self, timeout_s: float) -> None:
         """Until none is left, or the time is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
 
 
-class LateAnswer:
+class LateResponse:
     """An answer from its first byte on, for somebody who wants it even when its asker has left."""
 
-    __slots__ = ("_method", "_on_left", "_pieces", "_size")
+    __slots__ = ("_method", "_on_late_response", "_segments", "_size")
 
-    def __init__(self, method: str, on_left: OnLeft) -> None:
+    def __init__(self, method: str, on_late_response: OnLateResponse) -> None:
         self._method = method
-        self._on_left = on_left
-        self._pieces: list[bytes] = []
+        self._on_late_response = on_late_response
+        self._segments: list[bytes] = []
         self._size = 0
 
     def add(self, data: bytes) -> bool:
         """False: it is too long to be kept."""
-        self._pieces.append(data)
+        self._segments.append(data)
         self._size += len(data)
         return self._size <= _MAX_KEPT
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         """Its asker has left, and nothing more will come."""
-        answer = whole_answer(b"".join(self._pieces), self._method)
+        answer = parse_complete_response(b"".join(self._segments), self._method)
         if answer is not None:
-            self._on_left(*answer)
+            self._on_late_response(*answer)
 
 
 def half_close(transport: asyncio.Transport) -> bool:
@@ -116,7 +116,7 @@ def half_close(transport: asyncio.Transport) -> bool:
     return True
 
 
-def whole_answer(raw: bytes, method: str) -> tuple[int, bytes] | None:
+def parse_complete_response(raw: bytes, method: str) -> tuple[int, bytes] | None:
     """Status and body of an answer whose connection is closed; None: it is not whole, or is no answer. Pure."""
     status = start = 0
     while status < 200:
@@ -124,13 +124,13 @@ def whole_answer(raw: bytes, method: str) -> tuple[int, bytes] | None:
         if end < 4:
             return None
         try:
-            head = read_answer_head(raw[start:end], method)
-        except NotHttp:
+            head = read_response_head(raw[start:end], method)
+        except InvalidResponse:
             return None
         status, start = head.status, end
     body, decoded = make_body(head.body, head.length), list[bytes]()
     try:
         body.advance(raw[start:], decoded)
-    except NotFramed:
+    except FramingError:
         return None
-    return (status, b"".join(decoded)) if body.is_ended or body.is_whole_at_close else None
+    return (status, b"".join(decoded)) if body.is_ended or body.is_complete_at_close else None

@@ -1,4 +1,4 @@
-"""Warm connections to instances: the one that was used last is used first, so that those too many grow old and are closed."""
+"""Keep-alive connections to instances: the one that was used last is used first, so that those too many grow old and are closed."""
 
 import ssl
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 from kvferry.types import Address
 
-__all__ = ["Site", "Target"]
+__all__ = ["Target", "TargetPool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +24,17 @@ class Target:
         return self._hash
 
 
-class Site:
+class TargetPool:
     """A target and the connections to it that wait for their next request. An idle one's deadline is when it is too old."""
 
-    __slots__ = ("_idle", "host", "num_heard", "num_parting", "target")
+    __slots__ = ("_idle", "host", "num_abandoned", "num_received", "target")
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.host = str(target.address)
-        self.num_heard = 0
+        self.num_received = 0
         """How often something has come from there."""
-        self.num_parting = 0
+        self.num_abandoned = 0
         self._idle: list[UpstreamConnection] = []
 
     def take(self, now: float) -> UpstreamConnection | None:

@@ -3,20 +3,20 @@
 import re
 
 from kvferry.errors import RequestRefused
-from kvferry.router.http1.framing import ChunkedBody, NotFramed
+from kvferry.router.http1.framing import ChunkedBody, FramingError
 from kvferry.router.http1.limits import ServerLimits
-from kvferry.router.http1.parsing import BodyKind, RequestHead, check_beginning, read_request_head
+from kvferry.router.http1.parsing import BodyKind, RequestHead, check_partial_head, read_request_head
 
 __all__ = ["RequestReader"]
 
-_MAX_PIECES = 1024
+_MAX_SEGMENTS = 1024
 _EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
 
 
 class RequestReader:
     """Give it bytes, then take a head, then that head's body, then the next head. RequestRefused ends it: what follows cannot be read."""
 
-    __slots__ = ("_chunked", "_data", "_is_line_checked", "_left", "_limits", "_pieces", "_size")
+    __slots__ = ("_chunked", "_data", "_is_line_checked", "_left", "_limits", "_segments", "_size")
 
     def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
@@ -24,8 +24,8 @@ class RequestReader:
         self._is_line_checked = False
         self._left = -1  # of a body of known length; -1 when none is being read
         self._chunked: ChunkedBody | None = None
-        self._pieces: list[bytes] = []
-        self._size = 0  # of the pieces
+        self._segments: list[bytes] = []
+        self._size = 0  # of the segments
 
     @property
     def num_waiting(self) -> int:
@@ -68,7 +68,7 @@ class RequestReader:
         if len(data) > self._limits.head_bytes:
             raise _too_long(self._limits)
         if data and not self._is_line_checked and data != b"\r":
-            self._is_line_checked = check_beginning(data)
+            self._is_line_checked = check_partial_head(data)
 
     def _begin_body(self, head: RequestHead, rest: bytes) -> None:
         self._data = rest
@@ -77,7 +77,7 @@ class RequestReader:
                 raise _too_large(self._limits)
             self._left = head.length
             self._data = b""
-            self._pieces = [rest]
+            self._segments = [rest]
             self._size = len(rest)
         elif head.body is BodyKind.CHUNKED:
             self._chunked = ChunkedBody()
@@ -86,7 +86,7 @@ class RequestReader:
         length = self._left
         if self._size < length:
             return None
-        joined = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        joined = self._segments[0] if len(self._segments) == 1 else b"".join(self._segments)
         self._end_body()
         if len(joined) == length:
             return joined
@@ -97,30 +97,30 @@ class RequestReader:
         decoded: list[bytes] = []
         try:
             used = chunked.advance(self._data, decoded)
-        except NotFramed as error:
+        except FramingError as error:
             raise RequestRefused(f"the body of the request is not chunked as it says: {error}") from None
         self._data = self._data[used:]
-        piece = b"".join(decoded)  # tiny chunks must not become many objects
-        if piece:
-            self._keep(piece)
+        segment = b"".join(decoded)  # tiny chunks must not become many objects
+        if segment:
+            self._keep(segment)
         if self._size > self._limits.body_bytes:
             raise _too_large(self._limits)
         if not chunked.is_ended:
             return None
-        body = b"".join(self._pieces)
+        body = b"".join(self._segments)
         self._end_body()
         return body
 
-    def _keep(self, piece: bytes) -> None:
-        self._pieces.append(piece)
-        self._size += len(piece)
-        if len(self._pieces) > _MAX_PIECES:
-            self._pieces = [b"".join(self._pieces)]
+    def _keep(self, segment: bytes) -> None:
+        self._segments.append(segment)
+        self._size += len(segment)
+        if len(self._segments) > _MAX_SEGMENTS:
+            self._segments = [b"".join(self._segments)]
 
     def _end_body(self) -> None:
         self._left = -1
         self._chunked = None
-        self._pieces = []
+        self._segments = []
         self._size = 0
 
 

@@ -6,10 +6,10 @@ Back-pressure: while the client's buffer is full, the instance is not read, and 
 import asyncio
 from collections.abc import Callable, Iterable
 
-from kvferry.router.http1.errors import BrokenOff, NotHttp
-from kvferry.router.http1.framing import Body, ChunkedBody, Framing, LengthBody, NotFramed
-from kvferry.router.http1.parsing import AnswerHead, BodyKind
-from kvferry.router.http1.reply import Reply
+from kvferry.router.http1.errors import InvalidResponse, UpstreamDisconnected
+from kvferry.router.http1.framing import Body, ChunkedBody, Framing, FramingError, LengthBody
+from kvferry.router.http1.parsing import BodyKind, ResponseHead
+from kvferry.router.http1.reply import ResponseWriter
 from kvferry.router.http1.sweep import NEVER
 from kvferry.router.http1.upstream_connection import UpstreamConnection
 
@@ -34,11 +34,11 @@ class Relay:
         "_out",
         "_reply",
         "_waiter",
-        "has_rest",
+        "has_extra_bytes",
         "is_over",
     )
 
-    def __init__(self, connection: UpstreamConnection, body: Body, reply: Reply, filter: Filter | None) -> None:
+    def __init__(self, connection: UpstreamConnection, body: Body, reply: ResponseWriter, filter: Filter | None) -> None:
         self._connection = connection
         self._body = body
         self._reply = reply
@@ -50,13 +50,15 @@ class Relay:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self.is_over = False
-        self.has_rest = False
+        self.has_extra_bytes = False
         """Whether the instance sent more than the body."""
 
-    def begin(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes, on_first: Callable[[], None] | None = None) -> None:
+    def begin(
+        self, head: ResponseHead, headers: Iterable[tuple[str, str]], start: bytes, on_first: Callable[[], None] | None = None
+    ) -> None:
         """The head, what was read of the body already, and what has come of it since, in one write."""
         out = self._out
-        out.hold()
+        out.cork()
         try:
             self._start(head, headers, start)
             if start and on_first is not None:
@@ -70,18 +72,18 @@ class Relay:
                 if data:
                     self.receive(data)
         finally:
-            out.let_go()
+            out.uncork()
 
     async def run(self, idle_timeout_s: float) -> None:
         """Until the end of the body, or its failure."""
         connection = self._connection
         if connection.is_lost:
-            self.lose()
+            self.on_connection_lost()
             return
         self._idle_s = idle_timeout_s
         self._waiter = connection.loop.create_future()
         connection.receiver = self
-        self._out.flow = self
+        self._out.source = self
         connection.deadline = connection.loop.time() + idle_timeout_s
         if self._out.is_paused:
             self.pause()
@@ -90,19 +92,19 @@ class Relay:
         finally:
             connection.receiver = None
             connection.deadline = NEVER
-            self._out.flow = None
-            self._settle()
+            self._out.source = None
+            self._update_can_write()
 
     def check(self) -> None:
         """Raises what it failed by, if it did."""
-        self._settle()
+        self._update_can_write()
         if self._error is not None:
             raise self._error
 
-    def _settle(self) -> None:
-        self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_between)
+    def _update_can_write(self) -> None:
+        self._reply.can_write = not self._reply.is_finished and (not self._is_raw or self._body.is_at_boundary)
 
-    def _start(self, head: AnswerHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
+    def _start(self, head: ResponseHead, headers: Iterable[tuple[str, str]], start: bytes) -> None:
         reply, body = self._reply, self._body
         if self._filter is None and head.body <= _LENGTH:
             reply.start_framed(head.status, headers, _BY_LENGTH, head.length)
@@ -134,27 +136,27 @@ class Relay:
                 self._out.put(data if used == len(data) else data[:used])
             else:
                 used = self._convert(data)
-        except NotFramed as error:
+        except FramingError as error:
             self._is_raw, self._body = True, LengthBody(1)  # where the client's chunk ends is not known: nothing can follow
-            self.fail(NotHttp(f"its answer is not chunked as it says: {error}"))
+            self.fail(InvalidResponse(f"its answer is not chunked as it says: {error}"))
             return
         except Exception as error:
             self.fail(error)
             return
         if self._body.is_ended:
-            self.has_rest = used < len(data)
+            self.has_extra_bytes = used < len(data)
             self._end()
         elif self._connection.deadline != NEVER:
             self._connection.deadline = self._connection.loop.time() + self._idle_s
 
-    def lose(self) -> None:
+    def on_connection_lost(self) -> None:
         """The instance's connection is gone."""
         if self.is_over:
             return
-        if self._body.is_whole_at_close and self._connection.error is None:
+        if self._body.is_complete_at_close and self._connection.error is None:
             self._end()
         else:
-            self.fail(BrokenOff("it closed the connection in the middle of its answer", has_answered=True))
+            self.fail(UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True))
 
     def fail(self, error: Exception) -> None:
         if not self.is_over:
@@ -176,9 +178,9 @@ class Relay:
     def _convert(self, data: bytes) -> int:
         decoded: list[bytes] = []
         used = self._body.advance(data, decoded)
-        for piece in decoded:
-            if piece:
-                self._reply.put(self._filter(piece) if self._filter is not None else piece)
+        for segment in decoded:
+            if segment:
+                self._reply.put(self._filter(segment) if self._filter is not None else segment)
         return used
 
     def _end(self) -> None:

@@ -3,27 +3,27 @@
 from collections.abc import Iterable
 
 from kvferry.router.http1.framing import Framing, chunk
-from kvferry.router.http1.outflow import Outflow
+from kvferry.router.http1.outflow import ConnectionWriter
 from kvferry.router.http1.parsing import RequestHead
-from kvferry.router.http1.wire import answer_head
+from kvferry.router.http1.wire import response_head
 
-__all__ = ["Reply"]
+__all__ = ["ResponseWriter"]
 
 _WHOLE, _CHUNKED, _UNTIL_CLOSE = Framing.WHOLE, Framing.CHUNKED, Framing.UNTIL_CLOSE
 _JOINED_BYTES = 64 * 1024
 _BODILESS = (204, 304)
 
 
-class Reply:
+class ResponseWriter:
     """Either one `send`, or `start`, any number of `write`, `finish`. `abort` at any time. Belongs to the loop's thread.
 
-    An answer that is passed on raw (`UpstreamAnswer.relay`) and breaks off cannot always be continued: inside a chunk, or within a body of
-    known length, whatever we write would become part of the data. `can_write` says so; then `abort` is all that is left.
+    An answer that is passed on raw (`UpstreamResponse.relay`) and breaks off cannot always be continued: inside a chunk, or within a body
+    of known length, whatever we write would become part of the data. `can_write` says so; then `abort` is all that is left.
     """
 
     __slots__ = ("_framing", "_sent_before", "can_write", "has_body", "is_finished", "is_http11", "out", "status")
 
-    def __init__(self, out: Outflow, head: RequestHead | None) -> None:
+    def __init__(self, out: ConnectionWriter, head: RequestHead | None) -> None:
         self.out = out
         self._sent_before = out.num_sent
         out.keeps_alive = head is not None and head.keeps_alive and not out.is_draining
@@ -80,10 +80,10 @@ class Reply:
         """Waits until there is room. ConnectionError when the client is gone, or reads nothing for too long."""
         self.put(data)
         if self.out.is_paused:
-            await self.out.wait_for_room()
+            await self.out.wait_writable()
 
     async def finish(self) -> None:
-        """The end of the stream. Once more is nothing."""
+        """The end of the stream. Idempotent."""
         if not self.is_finished:
             self.end()
 
@@ -100,7 +100,7 @@ class Reply:
             self.out.abort()
 
     def put(self, data: bytes) -> None:
-        """A piece of the stream, without waiting."""
+        """A segment of the stream, without waiting."""
         if not self.can_write:
             raise ConnectionError("this answer cannot be continued")
         if data and self.has_body:
@@ -134,6 +134,6 @@ class Reply:
             framing += "Connection: close\r\n"
         elif not self.is_http11:
             framing += "Connection: keep-alive\r\n"
-        head = answer_head(status, headers, framing)
+        head = response_head(status, headers, framing)
         self.status = status
         return head

@@ -9,13 +9,13 @@ from kvferry.errors import RequestRefused
 from kvferry.router.http1.connection import Handler, ServerConnection
 from kvferry.router.http1.limits import ServerLimits
 from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.reply import Reply
-from kvferry.router.http1.sweep import Sweep
+from kvferry.router.http1.reply import ResponseWriter
+from kvferry.router.http1.sweep import DeadlineTimer
 
-__all__ = ["Admit", "Handler", "HttpServer", "Reply", "WholeAnswer"]
+__all__ = ["Admit", "Handler", "HttpServer", "ResponseParts", "ResponseWriter"]
 
-WholeAnswer = tuple[int, Iterable[tuple[str, str]], bytes]
-Admit = Callable[[ServerRequest], WholeAnswer | None]
+ResponseParts = tuple[int, Iterable[tuple[str, str]], bytes]
+Admit = Callable[[ServerRequest], ResponseParts | None]
 
 _BACKLOG = 1024
 
@@ -41,7 +41,7 @@ class HttpServer:
         self.on_malformed = on_malformed
         self.is_draining = False
         self.loop = asyncio.get_running_loop()
-        self._sweep = Sweep(self.loop)
+        self._deadline_timer = DeadlineTimer(self.loop)
         self._connections: set[ServerConnection] = set()
         self._servers: list[asyncio.Server] = []
         self._is_empty: asyncio.Future[None] | None = None
@@ -85,18 +85,18 @@ class HttpServer:
             connection.abort()
         if tasks:
             await asyncio.wait(tasks)
-        self._sweep.close()
+        self._deadline_timer.close()
 
     # -- what connections tell -----------------------------------------------------------------------------------------
 
     def add(self, connection: ServerConnection) -> int:
         """By how many there are too many now. One that is turned away is ours too until it is gone."""
         self._connections.add(connection)
-        self._sweep.add(connection)
+        self._deadline_timer.add(connection)
         return len(self._connections) - self.limits.num_connections
 
     def remove(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
-        self._sweep.discard(connection)
+        self._deadline_timer.discard(connection)
         if not self._connections and self._is_empty is not None and not self._is_empty.done():
             self._is_empty.set_result(None)

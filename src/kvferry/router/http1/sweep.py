@@ -6,7 +6,7 @@ A timer handle per wait would be made and cancelled several times in every reque
 import asyncio
 from typing import Protocol
 
-__all__ = ["NEVER", "PERIOD_S", "HasDeadline", "Sweep"]
+__all__ = ["NEVER", "PERIOD_S", "DeadlineTimer", "HasDeadline"]
 
 NEVER = float("inf")
 PERIOD_S = 0.1
@@ -16,10 +16,10 @@ class HasDeadline(Protocol):
     deadline: float
     """On the loop's clock."""
 
-    def run_out(self, now: float) -> None: ...
+    def on_deadline(self, now: float) -> None: ...
 
 
-class Sweep:
+class DeadlineTimer:
     """Runs while there is anybody to look at."""
 
     __slots__ = ("_loop", "_members", "_timer")
@@ -32,7 +32,7 @@ class Sweep:
     def add(self, member: HasDeadline) -> None:
         self._members.add(member)
         if self._timer is None:
-            self._timer = self._loop.call_later(PERIOD_S, self._look)
+            self._timer = self._loop.call_later(PERIOD_S, self._check_deadlines)
 
     def discard(self, member: HasDeadline) -> None:
         self._members.discard(member)
@@ -43,8 +43,8 @@ class Sweep:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(PERIOD_S, self._look) if self._members else None
+    def _check_deadlines(self) -> None:
+        self._timer = self._loop.call_later(PERIOD_S, self._check_deadlines) if self._members else None
         now = self._loop.time()
         for member in [member for member in self._members if member.deadline <= now]:
-            member.run_out(now)
+            member.on_deadline(now)

@@ -1,6 +1,6 @@
 """One connection to an instance: a request out, the head and then the raw bytes of its answer in.
 
-A request whose answer matters to somebody even after its asker has left (`on_left`) is left in good order: see `parting`.
+A request whose answer matters to somebody even after its asker has left (`on_late_response`) is left in good order: see `parting`.
 
 An instance may answer before it has read the whole request, and then reset the connection. The loop reads before it writes, so the
 answer is there before the failed write ends the connection.
@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from kvferry.router.http1.errors import BrokenOff, NotHttp, TimedOut
-from kvferry.router.http1.parsing import AnswerHead, read_answer_head
-from kvferry.router.http1.parting import PARTING_S, LateAnswer, OnLeft, Partings, half_close
+from kvferry.router.http1.errors import InvalidResponse, UpstreamDisconnected, UpstreamTimeout
+from kvferry.router.http1.parsing import ResponseHead, read_response_head
+from kvferry.router.http1.parting import ABANDON_TIMEOUT_S, AbandonedConnections, LateResponse, OnLateResponse, half_close
 from kvferry.router.http1.sweep import NEVER
 
 if TYPE_CHECKING:
-    from kvferry.router.http1.pool import Site
+    from kvferry.router.http1.pool import TargetPool
 
 __all__ = ["Receiver", "UpstreamConnection"]
 
@@ -30,51 +30,55 @@ class Receiver(Protocol):
 
     def receive(self, data: bytes) -> None: ...
     def fail(self, error: Exception) -> None: ...
-    def lose(self) -> None:
+    def on_connection_lost(self) -> None:
         """The connection is gone; its `error` says how."""
 
 
 # Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with too many connections answers before it is
 # asked. Idle, after an exchange: what comes is an answer to nothing. Parting: the asker has left.
-_FRESH, _HEAD, _BODY, _IDLE, _PARTING = range(5)
+_FRESH, _HEAD, _BODY, _IDLE, _ABANDONED = range(5)
 
 
 class UpstreamConnection(asyncio.Protocol):
     """Belongs to the loop's thread. `on_lost` hears of its end once."""
 
     __slots__ = (
-        "_asker",
+        "_abandoned",
+        "_head_waiter",
         "_late",
         "_method",
         "_on_lost",
-        "_partings",
         "_phase",
-        "_pieces",
+        "_segments",
         "_size",
         "_waiter",
         "deadline",
         "error",
         "has_answered",
         "loop",
+        "pool",
         "receiver",
-        "site",
         "transport",
     )
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, site: "Site", on_lost: Callable[["UpstreamConnection"], None], partings: Partings
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pool: "TargetPool",
+        on_lost: Callable[["UpstreamConnection"], None],
+        abandoned: AbandonedConnections,
     ) -> None:
         self.loop = loop
-        self.site = site
-        self._partings = partings
+        self.pool = pool
+        self._abandoned = abandoned
         self._on_lost = on_lost
         self._method = ""
         self._phase = _FRESH
-        self._pieces: list[bytes] = []
+        self._segments: list[bytes] = []
         self._size = 0
-        self._asker: asyncio.Future[AnswerHead] | None = None
+        self._head_waiter: asyncio.Future[ResponseHead] | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._late: LateAnswer | None = None
+        self._late: LateResponse | None = None
         self.transport: asyncio.Transport | None = None
         self.deadline = NEVER
         self.error: Exception | None = None
@@ -92,7 +96,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self._size
 
     @property
-    def is_awaited(self) -> bool:
+    def is_pending(self) -> bool:
         """Somebody waits for an answer of which nothing has been passed on."""
         return self.receiver is None and self._phase in (_HEAD, _BODY)
 
@@ -104,32 +108,34 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- the exchange --------------------------------------------------------------------------------------------------
 
-    def ask(self, method: str, data: bytes, timeout_s: float, on_left: OnLeft | None = None) -> "asyncio.Future[AnswerHead]":
+    def send_request(
+        self, method: str, data: bytes, timeout_s: float, on_late_response: OnLateResponse | None = None
+    ) -> "asyncio.Future[ResponseHead]":
         """Send a request; the head of its answer comes by the future."""
         self._method = method
-        self._late = LateAnswer(method, on_left) if on_left is not None else None
+        self._late = LateResponse(method, on_late_response) if on_late_response is not None else None
         self._phase = _HEAD
         self.has_answered = False
         self.deadline = self.loop.time() + timeout_s
-        waiter = self._asker = self.loop.create_future()
-        if self._pieces:
+        waiter = self._head_waiter = self.loop.create_future()
+        if self._segments:
             self.has_answered = True
             if self._late is not None:
-                self._late.add(b"".join(self._pieces))
+                self._late.add(b"".join(self._segments))
             self._read_head()
         if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
         elif not waiter.done():
-            waiter.set_exception(BrokenOff("it closed the connection before it had answered", self.has_answered))
+            waiter.set_exception(UpstreamDisconnected("it closed the connection before it had answered", self.has_answered))
         return waiter
 
     def take(self) -> bytes:
         """The raw bytes of the body that have come and that nobody has taken."""
-        pieces = self._pieces
-        if not pieces:
+        segments = self._segments
+        if not segments:
             return b""
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        self._pieces = []
+        data = segments[0] if len(segments) == 1 else b"".join(segments)
+        self._segments = []
         if self._size > _MAX_WAITING:
             self.resume_reading()
         self._size = 0
@@ -137,28 +143,28 @@ class UpstreamConnection(asyncio.Protocol):
 
     def peek(self) -> bytes:
         """The same, and they stay."""
-        pieces = self._pieces
-        if len(pieces) > 1:
-            pieces[:] = [b"".join(pieces)]
-        return pieces[0] if pieces else b""
+        segments = self._segments
+        if len(segments) > 1:
+            segments[:] = [b"".join(segments)]
+        return segments[0] if segments else b""
 
-    async def more(self, deadline: float) -> None:
-        """Until there is something to take, or the connection is lost. TimedOut, and then it is closed."""
-        if self._phase == _PARTING:
-            raise BrokenOff("it was left before it had answered", self.has_answered)
+    async def wait_readable(self, deadline: float) -> None:
+        """Until there is something to take, or the connection is lost. UpstreamTimeout, and then it is closed."""
+        if self._phase == _ABANDONED:
+            raise UpstreamDisconnected("it was left before it had answered", self.has_answered)
         self.deadline = deadline
         self._waiter = self.loop.create_future()
         try:
             await self._waiter
         finally:
-            if self._phase != _PARTING:
+            if self._phase != _ABANDONED:
                 self.deadline = NEVER
 
-    def settle(self) -> None:
+    def mark_complete(self) -> None:
         """The answer is whole and its asker has it."""
         self._late = None
 
-    def rest(self, deadline: float) -> None:
+    def set_idle(self, deadline: float) -> None:
         """The exchange is over; until the deadline another may begin."""
         self._phase = _IDLE
         self.deadline = deadline
@@ -181,16 +187,16 @@ class UpstreamConnection(asyncio.Protocol):
             receiver.fail(error)
 
     def abort(self) -> None:
-        """Whoever asked wants nothing more from it. Once more is nothing."""
+        """Whoever asked wants nothing more from it. Idempotent."""
         self.receiver = None
-        if self._phase == _PARTING:
+        if self._phase == _ABANDONED:
             return
-        if self._late is not None and self._phase in (_HEAD, _BODY) and self._partings.admit(self):
-            self._part()
+        if self._late is not None and self._phase in (_HEAD, _BODY) and self._abandoned.admit(self):
+            self._abandon()
         else:
-            self.cut()
+            self.abort_transport()
 
-    def cut(self) -> None:
+    def abort_transport(self) -> None:
         """Nobody wants anything more from it."""
         self.deadline = NEVER
         if self.transport is not None:
@@ -202,17 +208,17 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
-        self.site.num_heard += 1
+        self.pool.num_received += 1
         if self._late is not None and not self._late.add(data):
             self._late = None
-            if self._phase == _PARTING:
-                self.cut()
-        if self._phase == _PARTING:
+            if self._phase == _ABANDONED:
+                self.abort_transport()
+        if self._phase == _ABANDONED:
             return
         if self.receiver is not None:
             self.receiver.receive(data)
             return
-        self._pieces.append(data)
+        self._segments.append(data)
         self._size += len(data)
         if self._phase == _HEAD:
             self.has_answered = True
@@ -230,75 +236,75 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = None
         self.deadline = NEVER
         self._on_lost(self)
-        if self._phase == _PARTING:
-            self._end_parting()
+        if self._phase == _ABANDONED:
+            self._finish_abandoned()
         elif self.receiver is not None:
-            self.receiver.lose()
+            self.receiver.on_connection_lost()
         elif self._phase == _HEAD:
-            self._fail(BrokenOff("it closed the connection before it had answered", self.has_answered))
+            self._fail(UpstreamDisconnected("it closed the connection before it had answered", self.has_answered))
         elif self._phase == _BODY:
             self._wake()
 
-    def run_out(self, now: float) -> None:
+    def on_deadline(self, now: float) -> None:
         """The deadline has passed."""
-        if self._phase == _PARTING:
-            self.cut()
-        elif not self._has_news:  # whoever has some has not looked yet
-            self.fail(TimedOut("it was silent for too long"))
+        if self._phase == _ABANDONED:
+            self.abort_transport()
+        elif not self._is_response_ready:  # whoever has some has not looked yet
+            self.fail(UpstreamTimeout("it was silent for too long"))
 
     # -- its own -------------------------------------------------------------------------------------------------------
 
-    def _part(self) -> None:
-        self._fail(BrokenOff("it was left before it had answered", self.has_answered))
-        self._phase = _PARTING
-        self._pieces = []
+    def _abandon(self) -> None:
+        self._fail(UpstreamDisconnected("it was left before it had answered", self.has_answered))
+        self._phase = _ABANDONED
+        self._segments = []
         self._size = 0
         if self.transport is None:
-            self._end_parting()  # all that would come has come
+            self._finish_abandoned()  # all that would come has come
             return
-        self.deadline = self.loop.time() + PARTING_S
+        self.deadline = self.loop.time() + ABANDON_TIMEOUT_S
         self.resume_reading()
         if not half_close(self.transport):
-            self.cut()
+            self.abort_transport()
 
-    def _end_parting(self) -> None:
-        self._partings.discard(self)
+    def _finish_abandoned(self) -> None:
+        self._abandoned.discard(self)
         late, self._late = self._late, None
         if late is not None:
-            late.tell()
+            late.deliver()
 
     def _read_head(self) -> None:
-        pieces = self._pieces
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        segments = self._segments
+        data = segments[0] if len(segments) == 1 else b"".join(segments)
         while True:
             end = data.find(b"\r\n\r\n")
             if end < 0 or end > _MAX_HEAD:
-                self._pieces = [data]
+                self._segments = [data]
                 if len(data) > _MAX_HEAD or data[:7] != b"HTTP/1."[: len(data)]:
-                    self._fail(NotHttp("its answer is not HTTP"))
-                    self.cut()
+                    self._fail(InvalidResponse("its answer is not HTTP"))
+                    self.abort_transport()
                 return
             try:
-                head = read_answer_head(data[: end + 4], self._method)
-            except NotHttp as error:
+                head = read_response_head(data[: end + 4], self._method)
+            except InvalidResponse as error:
                 self._fail(error)
-                self.cut()
+                self.abort_transport()
                 return
             data = data[end + 4 :]
             if head.status >= 200:
                 break
         self._phase = _BODY
         self.deadline = NEVER
-        self._pieces = [data] if data else []
+        self._segments = [data] if data else []
         self._size = len(data)
-        asker = self._asker
+        asker = self._head_waiter
         if asker is not None and not asker.done():
             asker.set_result(head)
 
     @property
-    def _has_news(self) -> bool:
+    def _is_response_ready(self) -> bool:
         """Of an answer, for its asker: in this very turn."""
-        waiter = self._asker if self._phase == _HEAD else self._waiter if self._phase == _BODY else None
+        waiter = self._head_waiter if self._phase == _HEAD else self._waiter if self._phase == _BODY else None
         return self.receiver is None and waiter is not None and waiter.done()
 
     def _wake(self) -> None:
@@ -306,6 +312,6 @@ class UpstreamConnection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        waiter = self._asker if self._phase == _HEAD else self._waiter
+        waiter = self._head_waiter if self._phase == _HEAD else self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_exception(error)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from http import HTTPStatus
 
-__all__ = ["Fields", "answer_head", "request_fields", "request_head"]
+__all__ = ["Fields", "request_fields", "request_head", "response_head"]
 
 Fields = Iterable[tuple[str, str]] | bytes
 """Of a request: by name and value, or as `request_fields` has made them."""
@@ -16,7 +16,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {"host", "expect"}
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n" for status in HTTPStatus}
 
 
-def answer_head(status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
+def response_head(status: int, headers: Iterable[tuple[str, str]], framing: str) -> bytes:
     """`framing`: our own fields, each with its line end. ValueError when a field would break out of its line."""
     line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"
     return _join(line, headers, f"{framing}\r\n", _HOP_BY_HOP, 2 + framing.count("\n")).encode("latin-1")
