@@ -114,7 +114,7 @@ clean:  ## remove the environment and what tools left
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
-$(STAMP): pyproject.toml setup.py constraints.txt src/kvferry/planes/_copy.c
+$(STAMP): pyproject.toml setup.py constraints.txt src/kvferry/transports/copy/_copy.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvferry needs Python 3.11 or newer; name one with make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null \

@@ -8,8 +8,8 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            "kvferry.planes._copy",
-            ["src/kvferry/planes/_copy.c"],
+            "kvferry.transports.copy._copy",
+            ["src/kvferry/transports/copy/_copy.c"],
             extra_compile_args=["-O3"],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             py_limited_api=True,

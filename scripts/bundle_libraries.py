@@ -51,8 +51,8 @@ export UCX_MODULE_DIR="$_libraries/@LIBRARIES@/ucx"
 export LD_LIBRARY_PATH="$_cuda:$_libraries/@LIBRARIES@:$_libraries/@CORE@${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 _include="$("$_python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')"
 [ -d src/kvferry ] || echo "this is not the root of the repository: go there, and source this again"
-if "${CC:-gcc}" -O3 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$_include" src/kvferry/planes/_copy.c -o src/kvferry/planes/_copy.new
-then mv src/kvferry/planes/_copy.new src/kvferry/planes/_copy.abi3.so
+if "${CC:-gcc}" -O3 -shared -fPIC -DPy_LIMITED_API=0x030B0000 -I"$_include" src/kvferry/transports/copy/_copy.c -o src/kvferry/transports/copy/_copy.new
+then mv src/kvferry/transports/copy/_copy.new src/kvferry/transports/copy/_copy.abi3.so
 else echo "no compiler, or no headers of Python: kvferry copies with numpy"
 fi
 """

@@ -15,10 +15,10 @@ from typing import Any, get_type_hints
 from kvferry.cli.main import make_parser
 from kvferry.config import KVTransferConfig, NixlExtraConfig
 from kvferry.config.fields import described
-from kvferry.protocol.transfers import TRANSITIONS
-from kvferry.router.admission import AdmissionOptions
-from kvferry.router.health import HealthOptions
+from kvferry.protocol.transfer import TRANSITIONS
+from kvferry.router.fleet.health import HealthOptions
 from kvferry.router.options import ConversationOptions, RouterLimits, RouterOptions, RoutingOptions, Timeouts
+from kvferry.router.serving.admission import AdmissionOptions
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "kvferry"

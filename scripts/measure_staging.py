@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.planes.nixl import NetworkReach, NixlTransport
-from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
-from kvferry.ports.data import DataTransport, Segments
+from kvferry.transports.base import DataTransport, Segments
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
 from kvferry.types import EngineId, Epoch, MemoryKind, PeerId, Region
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvferry.breath import short_sleep
+from kvferry.sleep import short_sleep
 
 TURNS = 200
 

@@ -45,7 +45,7 @@ def test_protocol_modules_reach_nothing_outside(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["import time", "import os.path", "from threading import Lock", "import random as r", "import torch", "from kvferry.ports import data",
+    ["import time", "import os.path", "from threading import Lock", "import random as r", "import torch", "from kvferry.transports.base import data",
      "def f():\n    import socket", "import logging", "import zmq", "from asyncio import sleep", "import kvferry.config", "print(1)"],
 )  # fmt: skip
 def test_the_check_sees_what_is_impure(line: str) -> None:

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.arrivals import BackgroundReader, Pace
-from kvferry.bench.decode_beside import StepTimes, make_rows
-from kvferry.bench.decode_stream import HEADROOM_TOKENS, DecodeStream
-from kvferry.bench.transfer_memory import HostAllocator
-from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
-from kvferry.bench.transfer_sides import Shape, start_producer
-from kvferry.engine.make_model import make_model
+from kvferry.bench.decode_interference import HEADROOM_TOKENS, BackgroundReader, DecodeStream, Pace, StepTimes, make_rows
+from kvferry.bench.transfer.memory import HostAllocator
+from kvferry.bench.transfer.moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer.processes import Shape, start_producer
+from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import KVFerryError
 
 COMMAND = [sys.executable, "-m", "kvferry", "bench", "decode-interference"]

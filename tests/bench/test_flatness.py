@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvferry.bench.flatness import MIN_SAMPLES, Tolerance, judge
+from kvferry.bench.figures import MIN_SAMPLES, Tolerance, judge
 
 LITTLE = Tolerance(4.0, 0.02)
 

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from kvferry.bench.handover import HandoverSamples, make_rows
-from kvferry.bench.handover_pair import CHUNK_TOKENS, Mode, Moved
+from kvferry.bench.handover import CHUNK_TOKENS, HandoverSamples, Mode, Moved, make_rows
 
 TOKEN_BYTES = 4 * 2 * 2 * 64 * 4
 """4 layers, 2 heads, K and V, 64 floats each."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.multiturn import Lengths, TurnSample, make_rows
-from kvferry.bench.multiturn_fleet import Arrangement, PrefillCounts
+from kvferry.bench.multiturn import Arrangement, Lengths, PrefillCounts, TurnSample, make_rows
 from kvferry.errors import ConfigError
 
 CACHED, UNCACHED = Arrangement(2, prefix_caching=True), Arrangement(1, prefix_caching=False)

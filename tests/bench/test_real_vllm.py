@@ -9,9 +9,9 @@ import pytest
 from tests.e2e.harness import GIVEN
 from tests.vllm.fleet import PYTHON, VLLM
 
-from kvferry.bench import vllm_servers
+from kvferry.bench.vllm import servers as vllm_servers
+from kvferry.cli.cluster.processes import ChildProcess, spawn_process
 from kvferry.cli.main import main
-from kvferry.cli.processes import ChildProcess, spawn_process
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

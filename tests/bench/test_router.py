@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.bench.router_contestants import Tools, default_router_python, missing_packages
-from kvferry.bench.router_rows import Router, RouterCell, Sample, make_rows, table
-from kvferry.bench.router_talk import EVENTS, BenchMessages, PrefillLedger
+from kvferry.bench.router.contestants import Tools, default_router_python, missing_packages
+from kvferry.bench.router.messages import EVENTS, BenchMessages, PrefillLedger
+from kvferry.bench.router.report import Router, RouterCell, Sample, make_rows, table
 from kvferry.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

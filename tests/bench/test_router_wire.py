@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.router_wire import MalformedHttp, ResponseReader, StubRequestReader
+from kvferry.bench.router.http1 import MalformedHttp, ResponseReader, StubRequestReader
 
 PLAIN = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3;name=value\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"

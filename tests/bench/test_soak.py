@@ -9,10 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvferry.bench.flatness import Verdict
-from kvferry.bench.process_probe import cpu_seconds, parse_device_bytes, process_tree, read_usage
-from kvferry.bench.soak import SoakResult
-from kvferry.bench.soak_pair import ABORTED_OUTCOMES, SoakOutcome, SoakTally
+from kvferry.bench.figures import Verdict
+from kvferry.bench.process_usage import cpu_seconds, parse_device_bytes, process_tree, read_usage
+from kvferry.bench.soak import ABORTED_OUTCOMES, SoakOutcome, SoakResult, SoakTally
 from kvferry.errors import KVFerryError
 
 TRANSFERS = {"shm": 600, "nixl": 300, "tcp": 300}

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.bench.transfer import parse_device, parse_plot
-from kvferry.bench.transfer_memory import HostAllocator
-from kvferry.bench.transfer_moves import RUN_BLOCKS, Blocks, Pattern, plan_move
-from kvferry.bench.transfer_plot import draw
-from kvferry.bench.transfer_rows import MEMCPY, RAW_NIXL, TransferCell, make_baselines, make_device_rows, make_rows, table
+from kvferry.bench.transfer.command import parse_device, parse_plot
+from kvferry.bench.transfer.memory import HostAllocator
+from kvferry.bench.transfer.moves import RUN_BLOCKS, Blocks, Pattern, plan_move
+from kvferry.bench.transfer.report import MEMCPY, RAW_NIXL, TransferCell, draw, make_baselines, make_device_rows, make_rows, table
 from kvferry.errors import ConfigError
-from kvferry.planes.runs import coalesce
+from kvferry.transports.copy.segments import coalesce
 
 FACTS = {"processor": "a <fast> one", "cores": 2, "moved_mib": 256, "spread": 1}
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.bench.transfer import Scope, measure
-from kvferry.bench.transfer_device import DeviceAllocator
-from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
-from kvferry.bench.transfer_rows import make_baselines, make_device_rows
-from kvferry.bench.transfer_sides import BenchConsumer, Shape, start_producer
-from kvferry.cli.interrupts import StopRequest
+from kvferry.bench.transfer.command import Scope, measure
+from kvferry.bench.transfer.device import DeviceAllocator
+from kvferry.bench.transfer.moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer.processes import BenchConsumer, Shape, start_producer
+from kvferry.bench.transfer.report import make_baselines, make_device_rows
+from kvferry.cli.runtime import StopRequest
 from kvferry.errors import KVFerryError
 
 DEADLINE_S = 60.0

@@ -2,9 +2,9 @@
 
 import json
 
-from kvferry.bench.vllm_client import PromptMaker, ServerTransferTotals
-from kvferry.bench.vllm_handover import VllmHandoverSamples, make_rows, rounds
-from kvferry.bench.vllm_pairs import OURS, STOCK
+from kvferry.bench.vllm.client import PromptMaker, ServerTransferTotals
+from kvferry.bench.vllm.handover import VllmHandoverSamples, make_rows, rounds
+from kvferry.bench.vllm.servers import OURS, STOCK
 
 
 def test_rounds_are_short_and_add_up() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.vllm_servers import VllmServer, check_vllm, default_python, free_ports
+from kvferry.bench.vllm.servers import VllmServer, check_vllm, default_python, free_ports
 from kvferry.errors import ConfigError
 
 PULL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.vllm_pairs import OURS, ROLES, STOCK
-from kvferry.bench.vllm_steps import SideTotals, Totals, make_handover, make_rows, read_totals, subtract
+from kvferry.bench.vllm.servers import OURS, ROLES, STOCK
+from kvferry.bench.vllm.steps import SideTotals, Totals, make_handover, make_rows, read_totals, subtract
 from kvferry.errors import KVFerryError
 
 STEP = {"scheduler": "build_connector_meta", "worker": "get_transfer_results"}

@@ -15,7 +15,7 @@ from tests.chaos.mode import Mode
 from tests.chaos.router import main as router_chaos
 from tests.chaos.run import Report, Settings, run
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
 
-from kvferry.cli.announce import announce_address
+from kvferry.cli.cluster.addresses import announce_address
 from kvferry.types import Address
 
 METRICS = """\

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.addresses import check_listenable, curl_command, dialable
+from kvferry.cli.cluster.addresses import check_listenable, curl_command, dialable
 from kvferry.cli.main import main
 from kvferry.cli.serve import check_before_start
 from kvferry.config import KVTransferConfig
-from kvferry.engine.make_model import make_model
-from kvferry.engine.model_config import read_model_config
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
 from kvferry.types import Address

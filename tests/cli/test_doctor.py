@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.doctor import examine
+from kvferry.cli.doctor import ProbeOutput, can_share_memory, examine, is_port_free, probe_nixl, run_probe
 from kvferry.cli.findings import (
     NixlReport,
     ProbeFailed,
@@ -25,7 +25,6 @@ from kvferry.cli.findings import (
     transport_finding,
 )
 from kvferry.cli.main import main
-from kvferry.cli.probes import ProbeOutput, can_share_memory, is_port_free, probe_nixl, run_probe
 
 TABLE = """
 [vm:1 :0]   | Type       | Component | Transport | Device (System device)  |

@@ -5,11 +5,19 @@ import os
 import msgspec
 import pytest
 
-from kvferry.bench.transfer_moves import Blocks, Pattern, plan_move
-from kvferry.bench.transfer_rows import TransferCell, make_baselines, make_device_rows
-from kvferry.cli.findings import ProbeFailed, Severity
-from kvferry.cli.gpu_findings import GpuReport, GpuSpeeds, bounce_advice_bytes, gpu_speed_findings, gpu_speeds, ucx_settings_finding
-from kvferry.cli.probes import measure_gpu
+from kvferry.bench.transfer.moves import Blocks, Pattern, plan_move
+from kvferry.bench.transfer.report import TransferCell, make_baselines, make_device_rows
+from kvferry.cli.doctor import measure_gpu
+from kvferry.cli.findings import (
+    GpuReport,
+    GpuSpeeds,
+    ProbeFailed,
+    Severity,
+    bounce_advice_bytes,
+    gpu_speed_findings,
+    gpu_speeds,
+    ucx_settings_finding,
+)
 
 SETTINGS = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y", "UCX_RCACHE_MAX_UNRELEASED": "1024"}
 GPU = "cuda:0 (H200)"

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from kvferry.cli.interrupts import FINISH_S, STOP_SIGNALS, StopRequest
+from kvferry.cli.runtime import FINISH_S, STOP_SIGNALS, StopRequest
 
 SWALLOWED = """
 import os, sys
-from kvferry.cli.interrupts import stop_requests, stop_signals
+from kvferry.cli.runtime import stop_requests, stop_signals
 
 class Swallowing:
     def __del__(self):
@@ -32,7 +32,7 @@ with stop_signals():
 """
 HANGING = """
 import os, signal, threading
-from kvferry.cli.interrupts import stop_requests
+from kvferry.cli.runtime import stop_requests
 
 with stop_requests(end_s=0.1) as stop:
     os.kill(os.getpid(), signal.SIGTERM)

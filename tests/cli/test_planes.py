@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.planes import ConfiguredTransportKit, nixl_settings
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.errors import ConfigError
-from kvferry.ports.control import Received
-from kvferry.ports.memory import CacheMemory
+from kvferry.transports.base import CacheMemory, Received
+from kvferry.transports.registry import ConfiguredTransportKit, nixl_settings
 
 SECRET = ClusterSecret.load({"KVFERRY_SECRET": "0123456789abcdef0123456789abcdef"})
 ANY_PORT = SideChannelConfig(port=0)

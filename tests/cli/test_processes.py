@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvferry.cli.announce import announce_address, parse_announcement
-from kvferry.cli.guardian import members_of_group
-from kvferry.cli.local_cluster import LocalCluster
-from kvferry.cli.processes import ChildProcess, ProcessGroup
-from kvferry.cli.startup_view import StartupView
+from kvferry.cli.cluster.addresses import announce_address, parse_announcement
+from kvferry.cli.cluster.local_cluster import LocalCluster, StartupView
+from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
+from kvferry.cli.cluster.reaper import members_of_group
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.arguments import split_transfer_arguments
-from kvferry.cli.parser import Parser
+from kvferry.cli.arguments import Parser, parse_size, split_transfer_arguments
 from kvferry.cli.serve import add_arguments, api_host, engine_options
-from kvferry.cli.sizes import parse_size
 from kvferry.config import SideChannelConfig, find_checkpoint
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError

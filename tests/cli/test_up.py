@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from tests.cli.test_processes import eventually, is_alive, stub
 
-from kvferry.cli.http_client import TransportTotals, complete, is_healthy, read_transport_totals, sum_transport_totals
-from kvferry.cli.launch import LocalLaunch, UpOptions, child_environment
+from kvferry.cli.cluster.http_client import TransportTotals, complete, is_healthy, read_transport_totals, sum_transport_totals
+from kvferry.cli.cluster.local_cluster import LocalLaunch, UpOptions, child_environment
+from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.cli.main import main
-from kvferry.cli.processes import ChildProcess, ProcessGroup
 from kvferry.errors import ConfigError, TransportError
 from kvferry.types import Address
 

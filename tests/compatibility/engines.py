@@ -14,19 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorRole, ParallelConfig
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.engine.core import limits_of
-from kvferry.engine.messages import AddRequest, RequestOutput
-from kvferry.engine.options import EngineOptions
+from kvferry.engine.messages import AddRequest, RequestOutput, SamplingParams
+from kvferry.engine.options import EngineOptions, EngineSetup
+from kvferry.engine.runner import Worker, connector_config
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.setup import EngineSetup
-from kvferry.engine.step import SamplingParams
-from kvferry.engine.totals import ConnectorTotals
-from kvferry.engine.worker import Worker, connector_config
+from kvferry.engine.transfer_log import ConnectorTotals
+from kvferry.transports.registry import ConfiguredTransportKit
 
 __all__ = ["LocalEngine", "run_all"]
 

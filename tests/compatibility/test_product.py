@@ -14,7 +14,7 @@ import pytest
 from tests.compatibility.engines import LocalEngine, run_all
 from tests.compatibility.table import Form, Outcomes
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.options import EngineOptions
 from kvferry.types import KVLayout
 

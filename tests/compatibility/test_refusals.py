@@ -11,7 +11,7 @@ import pytest
 from tests.compatibility.engines import LocalEngine, run_all
 from tests.compatibility.table import Outcomes
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 from kvferry.engine.options import EngineOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -22,15 +22,11 @@ from kvferry.connectors.contract import (
     SupportsHMA,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.planes.block_store import HostBlockStore
-from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
-from kvferry.planes.mirror import CpuHostBuffer
-from kvferry.ports.block_store import BlockStore
-from kvferry.ports.control import ControlTransport
-from kvferry.ports.data import DataTransport
-from kvferry.ports.memory import CacheMemory
-from kvferry.ports.order import EngineStream, HostStream
-from kvferry.testing.local_kit import LocalMemory
+from kvferry.testing.local import LocalMemory
+from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.host_buffer.host import CpuHostBuffer
+from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork, MemoryTransport
 from kvferry.types import Region
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 32

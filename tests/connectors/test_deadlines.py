@@ -9,14 +9,13 @@ from tests.protocol.caches import no_writers
 
 from kvferry.config import KVTransferConfig, NixlExtraConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
-from kvferry.connectors.pull_worker import transfer_worker_settings
+from kvferry.connectors.worker import transfer_worker_settings
 from kvferry.events import LeaseEnded, TransferAbandoned, TransferFailed
-from kvferry.ferry.ferry import TransferWorkerSettings
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import ClosePeer, Send, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     Attach,
@@ -31,10 +30,10 @@ from kvferry.protocol.messages import (
     RegionInfo,
 )
 from kvferry.protocol.producer import Producer
-from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
+from kvferry.testing.local import LocalTransportKit
 from kvferry.types import EngineId, Epoch, KVLayout, LeaseEnd, PeerId, Region, RequestId, Route
+from kvferry.worker.worker import TransferWorkerSettings
 
 SECRET = b"a secret of the cluster"
 VALUES = {

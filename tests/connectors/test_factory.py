@@ -22,9 +22,9 @@ from kvferry.connectors.contract import (
     supports_hma,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.connectors.pull import NixlConnector
+from kvferry.connectors.nixl import NixlConnector
 from kvferry.errors import ConfigError
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 
 
 def config(name: str, module: str | None = None) -> KVTransferConfig:
@@ -50,11 +50,11 @@ def test_a_connector_that_is_not_built_yet_is_not_taken_for_a_typing_error() -> 
 
 
 def test_a_module_path_wins_and_is_checked() -> None:
-    assert KVConnectorFactory.get_connector_class(config("NixlConnector", "kvferry.connectors.pull")) is NixlConnector
+    assert KVConnectorFactory.get_connector_class(config("NixlConnector", "kvferry.connectors.nixl")) is NixlConnector
     with pytest.raises(ConfigError, match="cannot be imported"):
         KVConnectorFactory.get_connector_class(config("X", "no.such.module"))
     with pytest.raises(ConfigError, match="has no connector class 'X'"):
-        KVConnectorFactory.get_connector_class(config("X", "kvferry.connectors.pull"))
+        KVConnectorFactory.get_connector_class(config("X", "kvferry.connectors.nixl"))
     with pytest.raises(ConfigError, match="has no connector class 'dataclass'"):
         KVConnectorFactory.get_connector_class(config("dataclass", "dataclasses"))
     with pytest.raises(ConfigError, match=r"must take \(config, role, kv_cache_config\)"):
@@ -72,7 +72,7 @@ def test_names_are_registered_once() -> None:
 
 
 def test_registration_imports_nothing() -> None:
-    code = "import sys, kvferry.connectors.factory; sys.exit('kvferry.connectors.pull' in sys.modules)"
+    code = "import sys, kvferry.connectors.factory; sys.exit('kvferry.connectors.nixl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.host_buffer import host_buffer_bytes, host_buffer_regions
-from kvferry.connectors.pull_metadata import NixlHandshakeMetadata
-from kvferry.planes.memory import MemoryNetwork
-from kvferry.protocol import codec
+from kvferry.connectors.geometry import host_buffer_bytes, host_buffer_regions
+from kvferry.connectors.metadata import NixlHandshakeMetadata
+from kvferry.protocol import messages as codec
 from kvferry.protocol.tickets import HOLE
+from kvferry.transports.memory import MemoryNetwork
 from kvferry.types import MemoryKind, Region
 
 TOKENS = list(range(100, 110))

@@ -10,12 +10,12 @@ import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus
-from kvferry.connectors.pull_metadata import NixlHandshakeMetadata
+from kvferry.connectors.metadata import NixlHandshakeMetadata
 from kvferry.errors import ConfigError
-from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Release
 from kvferry.protocol.tickets import HOLE
+from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
 TOKENS = list(range(100, 110))
 

@@ -9,8 +9,8 @@ import pytest
 from tests.connectors.pair import Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import RequestStatus, SupportsHMA
-from kvferry.planes.memory import MemoryNetwork
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey
+from kvferry.transports.memory import MemoryNetwork
 
 TOKENS = list(range(100, 110))
 KEY = PushTicketKey(b"a secret of the cluster")

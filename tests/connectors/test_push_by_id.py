@@ -7,7 +7,7 @@ import pytest
 from tests.connectors.pair import Blocks, EngineRequest, step_until
 from tests.connectors.test_push import D_ID, P_ID, TOKENS, Legs, closed, legs_between, push_side
 
-from kvferry.planes.memory import MemoryNetwork
+from kvferry.transports.memory import MemoryNetwork
 
 ALL = [f"memory:{port}" for port in range(50_000, 50_032)]
 

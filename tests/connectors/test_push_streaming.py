@@ -9,7 +9,7 @@ from tests.connectors.pair import Blocks, EngineRequest, step_until
 from tests.connectors.test_push import D_ID, P_ID, TOKENS, WAYS, Legs, closed, legs_between, push_side
 
 from kvferry.connectors.contract import RequestStatus, SupportsHMA
-from kvferry.planes.memory import MemoryNetwork
+from kvferry.transports.memory import MemoryNetwork
 
 BLOCK_BYTES = 3 * 4 * 16
 """Of three layers."""

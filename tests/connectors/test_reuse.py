@@ -9,11 +9,11 @@ import pytest
 from tests.connectors.pair import DEADLINE_S, Blocks, EngineRequest, EngineSide, step_until
 
 from kvferry.connectors.contract import KVCacheGroup, RequestStatus, SupportsHMA
-from kvferry.planes.memory import MemoryControlTransport, MemoryNetwork
-from kvferry.ports.control import Received
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import Release, RetainedTurnReply, RetainedTurnRequest
 from kvferry.protocol.tickets import HOLE, TicketKey
+from kvferry.transports.base import Received
+from kvferry.transports.memory import MemoryControlTransport, MemoryNetwork
 
 TURN = list(range(100, 110))
 """What D has computed when it ends: 2 blocks of 4 and a half."""

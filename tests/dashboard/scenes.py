@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass, field
 
-from kvferry.router.dashboard_state import InstanceFacts, RouterFacts
-from kvferry.router.instance_metrics import MetricsWatcher, read_metrics
+from kvferry.router.dashboard.state import InstanceFacts, RouterFacts
+from kvferry.router.fleet.instance_metrics import MetricsWatcher, read_metrics
+from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
-from kvferry.router.vital_signs import TimeSeries
-from kvferry.web.handover_records import TransferRecord
+from kvferry.web.transfer_records import TransferRecord
 
 __all__ = ["NOW", "Scene", "busy_scene", "hostile_scene", "large_scene"]
 

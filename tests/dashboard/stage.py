@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 from tests.dashboard.scenes import Scene
 
-from kvferry.router.dashboard_files import DATA_HEADERS, DashboardFiles
-from kvferry.router.dashboard_state import build_state, encode_state
-from kvferry.router.request_view import view_request
+from kvferry.router.dashboard.files import DATA_HEADERS, DashboardFiles
+from kvferry.router.dashboard.request_view import view_request
+from kvferry.router.dashboard.state import build_state, encode_state
 
 __all__ = ["Stage", "raise_stage"]
 

@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.harness import Cluster, Engine, Prompt
 from tests.e2e.hosts import Hosts, skip_unless_possible
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from uuid import uuid4
 import aiohttp
 from tests.e2e.harness import Engine, Prompt, ask, metrics, until
 
-from kvferry.planes.zmq import CurveKeys, ZmqTransport
-from kvferry.ports.control import Received
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import RetainedTurnReply, RetainedTurnRequest
+from kvferry.transports.base import Received
+from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 __all__ = ["BLOCK", "PULLED", "Talk", "Told", "ask_side_channel", "blocks", "retained_turns", "says", "side_channel_of", "take_turn"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvferry.planes.zmq import CurveKeys, ZmqTransport
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import WIRE_VERSION, Confirm, HandshakeRefused, HandshakeReply, HandshakeRequest, Refused, Release
+from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 __all__ = ["forged_params", "knock", "malformed_params", "send_as_member", "send_garbage"]
 

@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 import psutil
-from tests.nursery.nursery import ForkServer
+from tests.forkserver.nursery import ForkServer
 
-from kvferry.cli.processes import ChildProcess, ProcessGroup, ProcessStarter, spawn_process
+from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup, ProcessStarter, spawn_process
 from kvferry.types import Address
 
 START_S = 90.0
@@ -27,7 +27,7 @@ LOOK_AGAIN_S, LATER_S, SELDOM_S = 0.05, 2.0, 0.2
 """Whoever waits for long, for a lease to run out, looks less often after a while: every look costs the engines something."""
 OURS = ForkServer(
     Path(sys.executable),
-    ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.cli.planes", "kvferry.engine.api.serve", "kvferry.engine.core"),
+    ("kvferry.cli.serve", "kvferry.cli.proxy", "kvferry.transports.registry", "kvferry.engine.api.serve", "kvferry.engine.core"),
 )
 GIVEN = frozenset(os.environ)
 """Variables that were there before any test ran."""

@@ -13,7 +13,7 @@ from tests.e2e.handovers import FINISHED, assert_ended_well, count, fresh
 from tests.e2e.harness import HERE, Answer, Cluster, Engine, Host, Prompt, Starting, ask, new_session, prefill, until
 
 from kvferry.errors import KVFerryError
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
 __all__ = ["EXPIRED", "Legs", "Shape", "assert_all_ended_well", "count_now"]
 

@@ -10,10 +10,10 @@ from tests.e2e.conftest import Fleet
 from tests.e2e.forgeries import forged_params, knock, malformed_params, send_as_member
 from tests.e2e.harness import Prompt, ask, assert_quiescent, metrics, new_session, post, prefill
 
-from kvferry.planes.zmq import CurveKeys, ZmqTransport
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeRequest
 from kvferry.protocol.tickets import TicketKey
+from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

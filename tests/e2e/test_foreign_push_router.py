@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from tests.e2e.harness import PREFILL_PARAMS, Answer, Cluster, Engine, Prompt, ask_all, assert_quiescent, metrics, new_session
 
-from kvferry.bench.vllm_servers import free_ports
+from kvferry.bench.vllm.servers import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

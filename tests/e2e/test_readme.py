@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.e2e.harness import START_S, Engine, Prompt, ask, assert_quiescent, metrics, new_session, until
 
-from kvferry.bench.vllm_servers import free_ports
-from kvferry.cli.processes import ChildProcess, ProcessGroup
+from kvferry.bench.vllm.servers import free_ports
+from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
 from kvferry.types import Address
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

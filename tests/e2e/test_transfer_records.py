@@ -11,9 +11,9 @@ import pytest
 from tests.e2e.conftest import Pair
 from tests.e2e.harness import Engine, Prompt, ask, assert_quiescent, metrics, new_session, prefill
 
-from kvferry.router.request_view import view_request
+from kvferry.router.dashboard.request_view import view_request
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
-from kvferry.web.handover_records import TransferRecord, read_transfer_records
+from kvferry.web.transfer_records import TransferRecord, read_transfer_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

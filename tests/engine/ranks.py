@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from kvferry.connectors.contract import KVCacheConfig, ParallelConfig
-from kvferry.engine.cache_groups import form_groups
-from kvferry.engine.model_config import read_model_config
+from kvferry.engine.cache.layout import form_groups
+from kvferry.engine.messages import SampledToken, SamplingParams, SequenceSlice
+from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
-from kvferry.engine.step import SampledToken, SamplingParams, SequenceSlice
 from kvferry.errors import KVFerryError
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 
 __all__ = [
     "DEADLINE_S",

@@ -25,13 +25,12 @@ from kvferry.connectors.contract import (
     Request,
     SupportsHMA,
 )
-from kvferry.connectors.kept_turns import RetainedTurns
+from kvferry.connectors.scheduler_tables import RetainedTurns
 from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.messages import AddRequest, RequestOutput
+from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken, SamplingParams, StepPlan, StepResult
 from kvferry.engine.scheduler import Scheduler
-from kvferry.engine.step import SampledToken, SamplingParams, StepPlan, StepResult
 from kvferry.protocol.tickets import HOLE
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 from kvferry.types import RequestId
 
 GARBAGE = -1

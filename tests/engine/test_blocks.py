@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.blocks import BlockPool, BlockRequest, BlockTable, GroupTable, hash_block, hash_root
-from kvferry.engine.prefix import find_prefix
+from kvferry.engine.cache.blocks import BlockPool, BlockRequest, BlockTable, GroupTable, hash_block, hash_root
+from kvferry.engine.cache.prefix import find_prefix
 from kvferry.errors import LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 

@@ -9,12 +9,12 @@ import transformers
 from tests.engine.ranks import GREEDY, by_token, one_rank, poison, runs_of, tables_of
 from tests.engine.test_model import distance, random_tokens, reference_logits
 
-from kvferry.engine.kv_cache import LayerCache
-from kvferry.engine.make_model import make_model
+from kvferry.engine.cache.layout import LayerCache
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SequenceSlice
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
-from kvferry.engine.step import SequenceSlice
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 from kvferry.types import KVLayout
 
 FORMATS = {

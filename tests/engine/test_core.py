@@ -17,14 +17,13 @@ from kvferry.config import KVTransferConfig, SideChannelConfig
 from kvferry.config.transfer import KVRole
 from kvferry.connectors.contract import ParallelConfig
 from kvferry.engine.client import EngineClient
-from kvferry.engine.executor import _rendezvous_file
-from kvferry.engine.make_model import make_model
-from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput
+from kvferry.engine.core import _rendezvous_file
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput, SamplingParams
+from kvferry.engine.model.tensor_parallel import join_group
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.parallel import join_group
-from kvferry.engine.step import SamplingParams
 from kvferry.errors import ConfigError, KVFerryError, RemoteProtocolError
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 from kvferry.types import FailurePolicy
 
 T = TypeVar("T")

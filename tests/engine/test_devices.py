@@ -9,22 +9,20 @@ import torch
 from tests.engine.ranks import GREEDY, runs_of
 
 from kvferry.connectors.contract import ParallelConfig
-from kvferry.engine.cache_shape import plan_cache_layout
-from kvferry.engine.checkpoint import open_checkpoint
+from kvferry.engine.cache.layout import plan_cache_layout
 from kvferry.engine.client import EngineClient
-from kvferry.engine.device_names import first_gpu, gpu_of_rank, ranks_on_gpu
-from kvferry.engine.flat_batch import make_flat_batch
-from kvferry.engine.make_model import make_model
-from kvferry.engine.model import Model
-from kvferry.engine.model_config import read_model_config
-from kvferry.engine.options import EngineOptions
-from kvferry.engine.parallel import SoloGroup
-from kvferry.engine.precision import FLOAT64_WEIGHTS_LIMIT_BYTES, choose_precision
-from kvferry.engine.rank_device import CPU, open_device
-from kvferry.engine.step import SequenceSlice
-from kvferry.engine.weights import load_weights
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SequenceSlice
+from kvferry.engine.model.checkpoint import open_checkpoint
+from kvferry.engine.model.config import read_model_config
+from kvferry.engine.model.device import CPU, open_device
+from kvferry.engine.model.flat_batch import make_flat_batch
+from kvferry.engine.model.tensor_parallel import SoloGroup
+from kvferry.engine.model.transformer import Model
+from kvferry.engine.model.weights import FLOAT64_WEIGHTS_LIMIT_BYTES, choose_precision, load_weights
+from kvferry.engine.options import EngineOptions, first_gpu, gpu_of_rank, ranks_on_gpu
 from kvferry.errors import ConfigError
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 
 SMALL, LARGE = FLOAT64_WEIGHTS_LIMIT_BYTES, FLOAT64_WEIGHTS_LIMIT_BYTES + 1
 

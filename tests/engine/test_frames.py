@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.stats import KVConnectorStats, TransferStats
-from kvferry.engine.frames import MAX_FRAME_BYTES, FrameAssembler, FrameSocket, pack_frame
-from kvferry.engine.totals import ConnectorTotals
-from kvferry.engine.wakeup import Wakeup
+from kvferry.engine.ipc import MAX_FRAME_BYTES, FrameAssembler, FrameSocket, Wakeup, pack_frame
+from kvferry.engine.transfer_log import ConnectorTotals
 from kvferry.errors import TransportError
 
 

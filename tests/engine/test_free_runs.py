@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.engine.free_runs import FreeExtents
+from kvferry.engine.cache.blocks import FreeExtents
 
 
 def runs_of(blocks: set[int]) -> list[range]:

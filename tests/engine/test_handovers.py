@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.handovers import MAX_REPORTED, TransferLog
-from kvferry.engine.messages import AddRequest, RequestOutput
-from kvferry.engine.step import SampledToken, SamplingParams, SequenceSlice
+from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken, SamplingParams, SequenceSlice
+from kvferry.engine.transfer_log import MAX_REPORTED, TransferLog
 from kvferry.events import TransferTimes
 
 PULLED: dict[str, Any] = {"do_remote_prefill": True}

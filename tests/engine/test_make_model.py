@@ -10,9 +10,9 @@ import transformers
 from tests.engine.ranks import Tables, greedy, one_rank, prefill
 from tokenizers import Tokenizer
 
-from kvferry.engine.cache_groups import form_groups
-from kvferry.engine.make_model import make_model
-from kvferry.engine.model_config import read_model_config
+from kvferry.engine.cache.layout import form_groups
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
 from kvferry.errors import ConfigError

@@ -13,11 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.engine.ranks import GREEDY, Tables, one_rank, poison, runs_of, tables_of
 
-from kvferry.engine.layer_kinds import RopeConfig
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SequenceSlice
+from kvferry.engine.model.attention import make_rotary_table
+from kvferry.engine.model.config import RopeConfig
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.rope import make_rotary_table
-from kvferry.engine.step import SequenceSlice
 from kvferry.errors import LocalProtocolError
 from kvferry.types import KVLayout
 

@@ -9,12 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.connectors.contract import ParallelConfig
-from kvferry.engine.checkpoint import open_checkpoint
-from kvferry.engine.layer_kinds import LayerConfig, LinearScaling, Llama3Scaling, RopeConfig
-from kvferry.engine.make_model import make_model
-from kvferry.engine.model_config import LatentShape, ModelConfig, read_model_config
-from kvferry.engine.precision import Precision
-from kvferry.engine.weights import HeadWeights, LatentWeights, ModelWeights, load_weights
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.model.checkpoint import open_checkpoint
+from kvferry.engine.model.config import LatentShape, LayerConfig, LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, read_model_config
+from kvferry.engine.model.weights import HeadWeights, LatentWeights, ModelWeights, Precision, load_weights
 from kvferry.errors import ConfigError
 
 LLAMA = {

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.prefix import find_prefix
+from kvferry.engine.cache.prefix import find_prefix
 from kvferry.protocol.tickets import HOLE
 
 GROUPS = st.one_of(

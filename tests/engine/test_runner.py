@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.ranks import GREEDY, one_rank
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SamplingParams, SequenceSlice
 from kvferry.engine.options import EngineOptions
 from kvferry.engine.runner import Runner
-from kvferry.engine.step import SamplingParams, SequenceSlice
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 from kvferry.types import KVLayout
 
 NAMES = [f"model.layers.{layer}.self_attn" for layer in range(4)]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.sampling import choose, choose_tokens, uniform
-from kvferry.engine.step import SamplingParams, SequenceSlice
+from kvferry.engine.messages import SamplingParams, SequenceSlice
+from kvferry.engine.model.sampling import choose, choose_tokens, uniform
 
 LOGITS = np.log(np.array([0.5, 0.2, 0.15, 0.1, 0.05]))
 

@@ -3,8 +3,7 @@
 import pytest
 from tests.engine.scripted import GARBAGE, PROMPT, Rig, assert_quiescent, make_limits, make_request, predict
 
-from kvferry.engine.messages import AddRequest
-from kvferry.engine.step import SamplingParams, StepResult
+from kvferry.engine.messages import AddRequest, SamplingParams, StepResult
 from kvferry.errors import LocalProtocolError
 
 

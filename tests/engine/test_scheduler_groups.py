@@ -4,7 +4,7 @@ import pytest
 from tests.engine.scripted import FULL, PROMPT, Rig, Script, assert_quiescent, make_limits, make_request, predict, window
 
 from kvferry.connectors.contract import KVCacheGroup
-from kvferry.engine.step import SequenceSlice
+from kvferry.engine.messages import SequenceSlice
 from kvferry.protocol.tickets import HOLE
 
 LONG = list(range(1, 41))

@@ -4,8 +4,7 @@ import pytest
 from tests.engine.scripted import GARBAGE, PROMPT, Rig, Script, assert_quiescent, make_limits, make_request, predict
 
 from kvferry.connectors.contract import RequestStatus
-from kvferry.engine.messages import AddRequest
-from kvferry.engine.step import SamplingParams, StepResult
+from kvferry.engine.messages import AddRequest, SamplingParams, StepResult
 from kvferry.types import FailurePolicy
 
 # -- loads -----------------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import transformers
 from tests.engine.ranks import DEADLINE_S, GREEDY, one_rank, runs_of, several_ranks, tables_of
 
 from kvferry.connectors.contract import ParallelConfig
-from kvferry.engine.make_model import make_model
-from kvferry.engine.make_shapes import FAMILIES
+from kvferry.engine.make_model.weights import FAMILIES
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SamplingParams, SequenceSlice
+from kvferry.engine.model.tensor_parallel import join_group
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.parallel import join_group
 from kvferry.engine.runner import Runner
-from kvferry.engine.step import SamplingParams, SequenceSlice
 from kvferry.errors import ConfigError, TransportError
 
 pytestmark = pytest.mark.slow

@@ -10,11 +10,11 @@ import transformers
 from tests.engine.ranks import GREEDY, Tables, by_token, one_rank, poison, runs_of, tables_of
 from tests.engine.test_model import distance, random_tokens, reference_logits
 
-from kvferry.engine.cache_groups import form_groups
-from kvferry.engine.make_model import make_model
-from kvferry.engine.model_config import read_model_config
+from kvferry.engine.cache.layout import form_groups
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SequenceSlice
+from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.step import SequenceSlice
 from kvferry.errors import ConfigError, LocalProtocolError
 from kvferry.protocol.tickets import HOLE
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 
 
 @pytest.fixture(scope="session")

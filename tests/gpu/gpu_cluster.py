@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.e2e.harness import Cluster, Starting
 
-from kvferry.cli.processes import ProcessStarter, spawn_process
+from kvferry.cli.cluster.processes import ProcessStarter, spawn_process
 
 __all__ = ["CONNECTORS", "DTYPES", "TRANSPORTS", "GpuCluster", "Shape"]
 

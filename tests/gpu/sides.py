@@ -6,11 +6,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from kvferry.planes.cuda_ipc import CudaIpcTransport
-from kvferry.planes.nixl import NixlTransport
-from kvferry.planes.staged_nixl import BounceNixlTransport, BounceSettings
-from kvferry.ports.data import DataTransport
-from kvferry.testing.plane_sides import MEMORY_BYTES, Bytes, TransportSide, layout
+from kvferry.testing.transport_pairs import MEMORY_BYTES, Bytes, TransportSide, layout
+from kvferry.transports.base import DataTransport
+from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.transport import NixlTransport
 from kvferry.types import MemoryKind, Region
 
 __all__ = ["DeviceBytes", "cuda_ipc_side", "nixl_side", "over_device", "roomy_staged_nixl_side", "staged_nixl_side", "vram_regions"]

@@ -8,9 +8,8 @@ import sys
 import pytest
 import torch
 
-from kvferry.cli.findings import ProbeFailed, Severity
-from kvferry.cli.gpu_findings import GpuSpeeds, gpu_speed_findings, gpu_speeds
-from kvferry.cli.probes import measure_gpu
+from kvferry.cli.doctor import measure_gpu
+from kvferry.cli.findings import GpuSpeeds, ProbeFailed, Severity, gpu_speed_findings, gpu_speeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.planes.address_copy import AddressCopies, CopyJob
-from kvferry.planes.copy_table import TABLE_ROWS, split_by_launch
-from kvferry.planes.cuda_copier import CudaAddressCopier, copy_by_torch
-from kvferry.planes.cuda_table import CudaTable
+from kvferry.transports.copy.cuda import CudaAddressCopier, CudaTable, copy_by_torch
+from kvferry.transports.copy.gather import AddressCopies, CopyJob
+from kvferry.transports.copy.table import TABLE_ROWS, split_by_launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
@@ -132,7 +131,7 @@ def test_a_pause_ends_with_a_job_and_lasts_as_long_as_it_is_told_without_one(cop
 
 
 def test_triton_compiles_and_the_driver_starts() -> None:
-    from kvferry.planes.piece_kernel import SegmentKernel  # needs triton, which machines without a GPU have not
+    from kvferry.transports.copy.kernel import SegmentKernel  # needs triton, which machines without a GPU have not
 
     kernel = SegmentKernel(CudaTable(torch.device("cuda", 0)), torch.empty(128 * 1024, dtype=torch.uint8, device="cuda"))
     assert kernel.is_started_by_driver, "every transfer would cost what triton takes for a launch"

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvferry.errors import LocalProtocolError
-from kvferry.planes.block_store import HostBlockStore
-from kvferry.planes.cuda_mirror import CudaHostBuffer
-from kvferry.planes.shared_memory import SharedMemory
-from kvferry.ports.block_store import StoreCompletion, StoreHandle
+from kvferry.transports.base import StoreCompletion, StoreHandle
+from kvferry.transports.host_buffer.cuda import CudaHostBuffer
+from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.shm import SharedMemory
 from kvferry.types import MemoryKind, Region
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]

@@ -11,17 +11,16 @@ from tests.engine.ranks import GREEDY, Tables, one_rank, several_ranks
 from torch._C._distributed_c10d import FileStore
 
 from kvferry.connectors.contract import ParallelConfig
-from kvferry.engine.cache_groups import form_groups
-from kvferry.engine.make_model import make_model
-from kvferry.engine.model_config import read_model_config
-from kvferry.engine.nccl_group import NcclGroup
+from kvferry.engine.cache.layout import form_groups
+from kvferry.engine.make_model.writer import make_model
+from kvferry.engine.messages import SampledToken, SequenceSlice
+from kvferry.engine.model.config import read_model_config
+from kvferry.engine.model.device import open_device
+from kvferry.engine.model.tensor_parallel import GlooGroup, NcclGroup
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.parallel import GlooGroup
-from kvferry.engine.rank_device import open_device
 from kvferry.engine.runner import Runner
-from kvferry.engine.step import SampledToken, SequenceSlice
 from kvferry.errors import ConfigError
-from kvferry.testing.local_kit import LocalTransportKit
+from kvferry.testing.local import LocalTransportKit
 from kvferry.types import KVLayout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]

@@ -8,9 +8,9 @@ import torch
 from tests.gpu.sides import cuda_ipc_side, nixl_side, staged_nixl_side
 
 from kvferry.errors import KVFerryError
-from kvferry.ports.data import Segments
-from kvferry.testing.plane_conformance import CASES, Case, SpawnedFarSide, TransportPairSource
-from kvferry.testing.plane_sides import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION
+from kvferry.testing.transport_conformance import CASES, Case, SpawnedFarSide, TransportPairSource
+from kvferry.testing.transport_pairs import LARGE_BLOCK_BYTES, LARGE_BLOCKS, LARGE_REGION
+from kvferry.transports.base import Segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 

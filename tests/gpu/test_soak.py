@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from kvferry.bench.soak_pair import ABORTED_OUTCOMES
+from kvferry.bench.soak import ABORTED_OUTCOMES
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from tests.gpu.sides import roomy_staged_nixl_side
-from tests.planes.staged_plans import LARGE_BYTES, check_read, check_write, mixed, read_as_planned, shuffled
+from tests.transports.staged_plans import LARGE_BYTES, check_read, check_write, mixed, read_as_planned, shuffled
 
-from kvferry.ports.data import Segments
-from kvferry.testing.plane_sides import LARGE_REGION, SpawnedFarSide, TransportPair, TransportPairSource
+from kvferry.testing.transport_pairs import LARGE_REGION, SpawnedFarSide, TransportPair, TransportPairSource
+from kvferry.transports.base import Segments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 

@@ -5,14 +5,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.protocol.arrangement import dense_axes
-from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.layout import Geometry, dense_axes, heads_of, rank_mappings
 from kvferry.protocol.peers import PeerSettings, PeerTable
-from kvferry.protocol.placement import BlockPermutation
-from kvferry.protocol.planning import plan_permutations, plan_read
-from kvferry.protocol.ranks import heads_of, rank_mappings
+from kvferry.protocol.planning import BlockPermutation, plan_permutations, plan_read
+from kvferry.protocol.push_writer import PushWriter, WriterSettings
 from kvferry.protocol.tickets import HOLE
-from kvferry.protocol.writers import PushWriter, WriterSettings
 from kvferry.types import AxisKind, EngineId, KVLayout, MemoryKind, Region
 
 Bytes = npt.NDArray[np.uint8]

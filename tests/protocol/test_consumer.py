@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.events import Event, HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, PlaceBlocks, Send, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_settings import ConsumerSettings
+from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.heartbeats import READ_BEGINS
+from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     WIRE_VERSION,
     Attach,

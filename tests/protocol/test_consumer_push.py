@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, connect, failures, make_consumer, of, reply, sent, ticket
 
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
@@ -25,8 +25,8 @@ from kvferry.protocol.messages import (
     Refused,
 )
 from kvferry.protocol.peers import UNKNOWN_EPOCH
-from kvferry.protocol.pulls import PushInfo
 from kvferry.protocol.tickets import Ticket
+from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineIncarnation, RequestId
 
 READER = "d/r1/0"

@@ -6,11 +6,10 @@ from tests.protocol.test_consumer import CONTROL, FACTORS, R1, R2, SIDE, failure
 
 from kvferry.events import HandshakeFailed, TransferAbandoned, TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send, StartRead, StopRead
-from kvferry.protocol.arrangement import dense_axes
 from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_settings import ConsumerSettings
+from kvferry.protocol.consumer_context import ConsumerSettings
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.geometry import Geometry, region_info
+from kvferry.protocol.layout import Geometry, dense_axes, region_info
 from kvferry.protocol.messages import (
     Attach,
     Confirm,

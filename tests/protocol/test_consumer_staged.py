@@ -11,8 +11,8 @@ from tests.protocol.test_consumer import CONTROL, PEER, R1, SIDE, ConsumerMachin
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import PlaceBlocks, StartRead
 from kvferry.protocol.consumer import Consumer
-from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import (
     Attach,
     Confirmed,

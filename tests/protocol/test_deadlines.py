@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.operations import count_instructions
 
-from kvferry.protocol.deadlines import Deadlines
+from kvferry.protocol.heartbeats import Deadlines
 
 KEYS = st.sampled_from("abcde")
 CHANGES = st.lists(st.one_of(st.tuples(KEYS, st.integers(0, 9)), st.tuples(KEYS, st.none()), st.tuples(st.none(), st.integers(0, 9))))

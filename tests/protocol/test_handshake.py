@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.handshake import MAX_OFFERS, ServedEngine, answer, candidate_transports, check_reply
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
 from kvferry.types import EngineId, Epoch

@@ -8,7 +8,7 @@ from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.leases import EndedLease, LeaseTable
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, Ready, Refused
 from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
-from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId
 
 

@@ -6,11 +6,10 @@ from tests.protocol.test_consumer import CONTROL, PEER, R1, R2, SIDE, connect, f
 from tests.protocol.test_consumer_push import CANCEL, READER, REGISTRATION, expect, offer
 
 from kvferry.events import PrefillCompleted, TransferAbandoned, TransferFailed, TransferFinished
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import GrantWrites, RevokeWrites, StartRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.lending import MAX_GRANTED_BLOCKS
 from kvferry.protocol.messages import (
     HandshakeRequest,
     Heartbeat,
@@ -24,6 +23,7 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
     Written,
 )
+from kvferry.protocol.receiving import MAX_GRANTED_BLOCKS
 
 LEASE_S = 30
 TAKE_BACK = RevokeWrites(R1, "memory", 1)
@@ -138,7 +138,7 @@ def test_a_producer_that_gives_back_what_it_was_not_asked_for_has_not_written_it
 
 
 def test_a_request_whose_blocks_fill_more_than_a_message_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.protocol.lending.MAX_GRANTED_BLOCKS", 1)
+    monkeypatch.setattr("kvferry.protocol.receiving.MAX_GRANTED_BLOCKS", 1)
     consumer = lender()
     assert of(consumer.take_actions(), GrantWrites) == []
 

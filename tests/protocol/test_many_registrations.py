@@ -13,9 +13,8 @@ from kvferry.protocol.actions import StartRead
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Heartbeat, HeartbeatReply, PushRegistration
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import PushInfo
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
-from kvferry.protocol.tickets import Ticket, TicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
+from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 COUNT = 100_000

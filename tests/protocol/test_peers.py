@@ -2,9 +2,9 @@
 
 import msgspec
 
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.actions import Action, ClosePeer, OpenPeer, Send
-from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.layout import Geometry
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout, RegionInfo
 from kvferry.protocol.peers import Peer, PeerSettings, PeerTable
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, KVLayout, PeerId, Region

@@ -10,8 +10,7 @@ from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.heartbeats import READ_BEGINS
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Refused
 from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
-from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.protocol.tickets import Ticket, TicketKey
+from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
 KEY = TicketKey(b"secret")

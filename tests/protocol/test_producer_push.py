@@ -21,8 +21,7 @@ from kvferry.protocol.messages import (
     WriteGrantInfo,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
-from kvferry.protocol.tickets import Ticket, TicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey, Ticket, TicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
 KEY, PUSH_KEY = TicketKey(b"secret"), PushTicketKey(b"secret")

@@ -5,17 +5,7 @@ from tests.protocol.test_producer_push import KEY, ROUTE, TICKET, A, cancel, gra
 
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.leases import EndedLease
-from kvferry.protocol.messages import (
-    Attach,
-    Confirm,
-    Confirmed,
-    Detach,
-    Heartbeat,
-    HeartbeatReply,
-    PushOffer,
-    PushWithdrawal,
-    Refused,
-)
+from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, PushOffer, PushWithdrawal, Refused
 from kvferry.protocol.tickets import Ticket
 from kvferry.types import LeaseEnd
 

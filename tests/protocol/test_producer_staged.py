@@ -9,7 +9,7 @@ from tests.protocol.test_producer import KEY, A, D, ProducerMachine, ended, make
 from kvferry.protocol.actions import CopyToHostBuffer
 from kvferry.protocol.messages import Attach, Confirm, Confirmed, Detach, Heartbeat, HeartbeatReply, Ready, Refused
 from kvferry.protocol.producer import Producer, ProducerReply, ProducerSettings
-from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.protocol.tickets import PushTicketKey
 from kvferry.types import EngineId, Epoch, LeaseEnd, RequestId, Route
 
 E = Route(b"e")

@@ -3,10 +3,10 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.protocol import push_desk, push_endings
-from kvferry.protocol.matching import MatchKey
+from kvferry.protocol import push_matcher as push_desk
+from kvferry.protocol import push_matcher as push_endings
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, PushWithdrawal, Refused
-from kvferry.protocol.push_desk import PushMatcher
+from kvferry.protocol.push_matcher import MatchKey, PushMatcher
 from kvferry.types import RequestId, Route
 
 LEASE_S = 30.0

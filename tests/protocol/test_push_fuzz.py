@@ -14,7 +14,6 @@ from tests.protocol.test_producer_push import KEY, PUSH_KEY, push_ticket
 
 from kvferry.events import TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, StartRead
-from kvferry.protocol.codec import encode_layout
 from kvferry.protocol.fingerprints import fingerprint
 from kvferry.protocol.messages import (
     Attach,
@@ -30,10 +29,11 @@ from kvferry.protocol.messages import (
     RankLayout,
     Ready,
     Refused,
+    encode_layout,
 )
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.pulls import PushInfo
 from kvferry.protocol.tickets import HOLE, Ticket
+from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
 
 NUM_LIVES, NUM_STEPS = 150, 150

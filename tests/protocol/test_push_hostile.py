@@ -17,10 +17,10 @@ from tests.protocol.test_producer_push import (
     said,
 )
 
-from kvferry.protocol import push_desk
+from kvferry.protocol import push_matcher as push_desk
 from kvferry.protocol.messages import PushCancel, PushOffer, PushRegistration, Refused
 from kvferry.protocol.producer import Producer, ProducerSettings
-from kvferry.protocol.push_desk import PushMatcher
+from kvferry.protocol.push_matcher import PushMatcher
 from kvferry.types import EngineId, Epoch, RequestId, Route
 
 EVIL = Route(b"evil")

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import InvalidTicket
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
-from kvferry.protocol.tickets import MAX_NAME_CHARS, Seal, TicketKey
+from kvferry.protocol.tickets import MAX_TICKET_NAME_CHARS, PushTicket, PushTicketKey, Seal, TicketKey
 from kvferry.types import Address, EngineId, EngineIncarnation, Epoch
 
 KEY = PushTicketKey(b"secret")
@@ -36,7 +35,7 @@ def test_a_push_ticket_is_no_ticket_to_read_with_nor_the_other_way_round() -> No
         {"port": 70_000},
         {"tp_size": 0},
         {"match_id": ""},
-        {"engine": "e" * (MAX_NAME_CHARS + 1)},
+        {"engine": "e" * (MAX_TICKET_NAME_CHARS + 1)},
         {"host": ""},
         {"version": 3},
     ],

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.ranks import RankMapping, can_divide, heads_of, rank_mappings
+from kvferry.protocol.layout import RankMapping, can_divide, heads_of, rank_mappings
 
 
 @st.composite

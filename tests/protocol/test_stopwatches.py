@@ -1,7 +1,6 @@
 from kvferry.events import TransferTimes
-from kvferry.protocol.stopwatches import TransferTimings
-from kvferry.protocol.transfers import TransferEvent as E
-from kvferry.protocol.transfers import TransferState, next_state
+from kvferry.protocol.transfer import TransferEvent as E
+from kvferry.protocol.transfer import TransferState, TransferTimings, next_state
 from kvferry.types import RequestId
 
 R = RequestId("r")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LocalProtocolError
-from kvferry.protocol.transfers import FINAL, TRANSITIONS, TransferEvent, TransferState, next_state
+from kvferry.protocol.transfer import FINAL, TRANSITIONS, TransferEvent, TransferState, next_state
 
 FAILURE_EVENTS = (TransferEvent.REFUSED, TransferEvent.PEER_LOST, TransferEvent.DEADLINE_PASSED, TransferEvent.ABORTED)
 

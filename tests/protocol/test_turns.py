@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.protocol.turns import EndedTurns
+from kvferry.protocol.leases import EndedTurns
 
 
 def test_a_turn_is_found_by_its_word_while_it_is_kept() -> None:

@@ -9,14 +9,8 @@ from tests.protocol.test_consumer_streaming import WHOLE, ended, offer, waiting
 from kvferry.protocol.actions import StartRead, StopRead
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import fingerprint
-from kvferry.protocol.messages import (
-    HandshakeRequest,
-    HeartbeatReply,
-    PushRegistration,
-    PushWithdrawal,
-    Ready,
-)
-from kvferry.protocol.pulls import PushInfo
+from kvferry.protocol.messages import HandshakeRequest, HeartbeatReply, PushRegistration, PushWithdrawal, Ready
+from kvferry.protocol.transfer import PushInfo
 from kvferry.types import Address, EngineIncarnation
 
 

@@ -12,8 +12,8 @@ from kvferry.protocol.actions import StartWrite, StopWrite
 from kvferry.protocol.consumer import Consumer
 from kvferry.protocol.fingerprints import Fingerprint, fingerprint
 from kvferry.protocol.messages import HandshakeRefused, PushRegistration, RegionInfo, Revoke, Revoked, WriteFailed, WriteGrantInfo, Written
+from kvferry.protocol.push_writer import Landed, PushWriter, WriterSettings
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.writers import Landed, PushWriter, WriterSettings
 from kvferry.types import EngineId, RequestId, Route
 
 READER, ROUTE = "p/r/0", Route(b"route")

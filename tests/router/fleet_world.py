@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 
-from kvferry.router.fleet import Fleet, FleetOptions, Leg, MemberState, RoutingHints
-from kvferry.router.health import HealthOptions
-from kvferry.router.instances import Instance, Outcome, Role
+from kvferry.router.fleet.fleet import Fleet, FleetOptions, Leg, MemberState, RoutingHints
+from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.instances import Instance, Outcome, Role
 from kvferry.types import Address
 
 __all__ = [

@@ -12,15 +12,15 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.app import RouterApp
-from kvferry.router.instances import Instance, Role
-from kvferry.router.legs import Handover
+from kvferry.router.conversations.turns import TurnQuery
+from kvferry.router.fleet.instances import Instance, Role
+from kvferry.router.fleet.registration import Registrar
 from kvferry.router.options import RouterOptions
-from kvferry.router.registration import Registrar
-from kvferry.router.release import BlockReleaser
 from kvferry.router.server import make_server, server_tls
-from kvferry.router.turn_keeper import TurnQuery
+from kvferry.router.serving.client_request import Handover
+from kvferry.router.serving.side_channel import BlockReleaser
 from kvferry.types import Address, FailurePolicy
 
 DEADLINE_S = 50.0

@@ -13,10 +13,9 @@ from tests.router.stubs import completes, prefills, stage
 from tests.router.test_proxy import ONE, message
 
 from kvferry.errors import ConfigError
-from kvferry.router.access import AccessPolicy
-from kvferry.router.http1.messages import Headers
+from kvferry.router.access import AccessPolicy, ApiKeys, read_key_file, tenant_of_header
+from kvferry.router.http.messages import Headers
 from kvferry.router.options import AccessOptions
-from kvferry.router.tenants import ApiKeys, read_key_file, tenant_of_header
 
 KEYS = (("one", "sk-one"), ("two", "sk-two"))
 

@@ -11,8 +11,8 @@ from aiohttp import web
 from tests.router.stubs import Stage, StubEngine, completes, prefills, stage, stub_engine
 from tests.router.test_proxy import ONE, message
 
-from kvferry.router.instances import Role
-from kvferry.router.registration import Registrar, Statement
+from kvferry.router.fleet.instances import Role
+from kvferry.router.fleet.registration import Registrar, Statement
 
 REGISTRAR = Registrar(b"a secret of the cluster")
 

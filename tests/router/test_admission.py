@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.errors import ConfigError, LocalProtocolError
-from kvferry.router.admission import AdmissionController, AdmissionOptions, AdmissionQueue, AdmissionRefused, AdmissionSlot, RefusalReason
+from kvferry.router.serving.admission import (
+    AdmissionController,
+    AdmissionOptions,
+    AdmissionQueue,
+    AdmissionRefused,
+    AdmissionSlot,
+    RefusalReason,
+)
 
 DEADLINE_S = 30.0
 T = TypeVar("T")

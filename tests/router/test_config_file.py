@@ -5,7 +5,7 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_config_file
-from kvferry.router.release import NullReleaser
+from kvferry.router.serving.side_channel import NullReleaser
 from kvferry.types import FailurePolicy
 
 WHOLE = """

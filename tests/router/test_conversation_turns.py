@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.stubs import PARAMS, Behaviour, Stage, completes, drops_connection, prefills, stage, streams
 
-from kvferry.router.instances import Instance
-from kvferry.router.turns import TurnParamsFilter, take_turn_params
+from kvferry.router.conversations.turn_params import TurnParamsFilter, take_turn_params
+from kvferry.router.fleet.instances import Instance
 
 TURN = {"do_remote_decode": True, "do_remote_prefill": False, "ticket": "ticket-of-d", "remote_num_tokens": 40, "ttl_s": 60.0}
 TALK = {"messages": [{"role": "user", "content": "hi"}], "conversation_id": "c1"}

@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.router.fleet_world import make_instance
 
 from kvferry.errors import ConfigError
-from kvferry.router.conversations import Conversations, LastTurn
-from kvferry.router.instances import Instance, Role
+from kvferry.router.conversations.store import Conversations, LastTurn
+from kvferry.router.fleet.instances import Instance, Role
 
 D1, D2 = make_instance(1, Role.DECODE), make_instance(2, Role.DECODE)
 P = make_instance(3)

@@ -1,6 +1,6 @@
 import re
 
-from kvferry.router.dashboard_files import DashboardFiles
+from kvferry.router.dashboard.files import DashboardFiles
 
 
 def test_the_page_and_all_that_it_names_are_there() -> None:

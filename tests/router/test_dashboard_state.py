@@ -5,12 +5,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.dashboard_state import SHOWN_LIVE, SHOWN_RECENT, InstanceFacts, RouterFacts, build_state, encode_state
-from kvferry.router.instance_metrics import MetricsWatcher, read_metrics
-from kvferry.router.request_view import RequestDetail, state_of, view_request
+from kvferry.router.dashboard.request_view import RequestDetail, state_of, view_request
+from kvferry.router.dashboard.state import SHOWN_LIVE, SHOWN_RECENT, InstanceFacts, RouterFacts, build_state, encode_state
+from kvferry.router.fleet.instance_metrics import MetricsWatcher, read_metrics
+from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome, Timeline
-from kvferry.router.vital_signs import TimeSeries
-from kvferry.web.handover_records import TransferRecord, TransferRecords, read_transfer_records
+from kvferry.web.transfer_records import TransferRecord, TransferRecords, read_transfer_records
 
 ROUTER = RouterFacts(version="1", uptime_s=5.0, policies={"prefill": "round_robin"})
 

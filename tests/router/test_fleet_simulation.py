@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.router.fleet_world import Engine, World, conversation_texts, make_fleet, make_instance
 
-from kvferry.router.health import HealthOptions
-from kvferry.router.policies import POLICIES
+from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.policies import POLICIES
 
 
 def simulate(policy: str, engines: list[Engine], arrivals: list[tuple[float, bytes]]) -> World:

@@ -29,9 +29,9 @@ from tests.router.fuzzing import (
 )
 from tests.router.stubs import PARAMS, RecordedReleases, changed, instance, listening, serving
 
-from kvferry.router.instances import Instance, Role
+from kvferry.router.fleet.instances import Instance, Role
+from kvferry.router.fleet.registration import Registrar
 from kvferry.router.options import RouterOptions
-from kvferry.router.registration import Registrar
 
 GOOD = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 14\r\n\r\n{"prompt":"x"}'
 MANY = settings(max_examples=150)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.router.fleet_world import answer, begin_trial, chosen, fail, make_fleet, make_instance, refuse, state_of
 
 from kvferry.errors import ConfigError
-from kvferry.router.fleet import Fleet, FleetOptions, MemberState, RoutingHints
-from kvferry.router.health import Breaker, BreakerPhase, HealthOptions
-from kvferry.router.instances import COOLDOWN_S, Instance, Outcome, Role
+from kvferry.router.fleet.fleet import Fleet, FleetOptions, MemberState, RoutingHints
+from kvferry.router.fleet.health import Breaker, BreakerPhase, HealthOptions
+from kvferry.router.fleet.instances import COOLDOWN_S, Instance, Outcome, Role
 
 UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)
 A, B, C = (make_instance(number) for number in range(3))

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from kvferry.connectors.stats import TransferStats
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.messages import CoreStatus, TransferSummary
-from kvferry.router.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsDelta, MetricsWatcher, read_metrics
+from kvferry.router.fleet.instance_metrics import MAX_PAGE_BYTES, InstanceReading, MetricsDelta, MetricsWatcher, read_metrics
 
 VLLM_PAGE = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

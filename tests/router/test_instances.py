@@ -1,7 +1,7 @@
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.router.instances import Role, pair_instances, parse_instance
+from kvferry.router.fleet.instances import Role, pair_instances, parse_instance
 from kvferry.router.options import RouterLimits, RouterOptions, Timeouts
 
 PREFILL = pair_instances(Role.PREFILL, ["a", "b", "c"], [1, 2, 3])

@@ -27,7 +27,7 @@ from tests.router.stubs import (
 from tests.router.test_proxy import ONE
 from tests.router.test_twins import KEY, PUSHED, first_then
 
-from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.protocol.tickets import PushTicketKey
 
 TICKET = json.dumps({"id": "p", "kv_transfer_params": PARAMS}).encode()
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(TICKET)

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RemoteProtocolError, RequestRefused
-from kvferry.router.failures import error_event
-from kvferry.router.legs import ClientRequest, Handover, InvalidRequest, read_client_request, read_prefill_answer
-from kvferry.router.request_ids import choose_request_id
+from kvferry.router.serving.client_request import ClientRequest, Handover, InvalidRequest, read_client_request, read_prefill_answer
+from kvferry.router.serving.context import choose_request_id, error_event
 from kvferry.types import Address
 from kvferry.web.errors import error_body
 

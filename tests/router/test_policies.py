@@ -12,12 +12,21 @@ from tests.operations import count_instructions
 from tests.router.fleet_world import conversation_texts, make_fleet, make_instance
 
 from kvferry.errors import ConfigError
-from kvferry.router.fleet import Fleet, FleetOptions
-from kvferry.router.health import Breaker, HealthOptions
-from kvferry.router.instances import Instance, Outcome, Role
-from kvferry.router.members import Member, RoutingHints, leg_weight
-from kvferry.router.policies import POLICIES, LeastLoad, Policy, PowerOfTwo, PrefixAffinity, RoundRobin, make_policy
-from kvferry.router.prefix_index import PrefixIndex, hash_prefixes
+from kvferry.router.fleet.fleet import Fleet, FleetOptions
+from kvferry.router.fleet.health import Breaker, HealthOptions
+from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import Member, RoutingHints, leg_weight
+from kvferry.router.fleet.policies import (
+    POLICIES,
+    LeastLoad,
+    Policy,
+    PowerOfTwo,
+    PrefixAffinity,
+    PrefixIndex,
+    RoundRobin,
+    hash_prefixes,
+    make_policy,
+)
 
 chances = st.floats(0, 1, exclude_max=True)
 loads = st.lists(st.integers(0, 50), min_size=1, max_size=16)

@@ -2,9 +2,9 @@
 
 from tests.router.fleet_world import answer, begin_trial, chosen, fail, make_fleet, make_instance, state_of
 
-from kvferry.router.fleet import Fleet, MemberState
-from kvferry.router.health import HealthOptions
-from kvferry.router.instances import Outcome
+from kvferry.router.fleet.fleet import Fleet, MemberState
+from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.instances import Outcome
 
 PROBED = HealthOptions(jitter=0)
 UNPROBED = HealthOptions(probe_interval_s=0, jitter=0)

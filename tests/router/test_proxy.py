@@ -22,8 +22,8 @@ from tests.router.stubs import (
     streams,
 )
 
-from kvferry.router.legs import read_prefill_answer
-from kvferry.router.release import PrefilledBlocks
+from kvferry.router.serving.client_request import read_prefill_answer
+from kvferry.router.serving.side_channel import PrefilledBlocks
 
 EVENTS = [b'data: {"text":"a"}\n\n', b"data: {", b'"text":"\xc3', b'\xa9"}\n', b"\n", b": comment\n\n", b"data: [DONE]\n\n"]
 ONE = {"prompt": "hello", "max_tokens": 4}

@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from kvferry.errors import TransportError
-from kvferry.planes.zmq import CurveKeys, ZmqTransport
-from kvferry.ports.control import ControlEvent, ControlTransport, Disconnected, Received, Route
-from kvferry.protocol.codec import decode
-from kvferry.protocol.messages import Release
-from kvferry.router.legs import Handover
-from kvferry.router.release import NullReleaser, SideChannelSender
+from kvferry.protocol.messages import Release, decode
+from kvferry.router.serving.client_request import Handover
+from kvferry.router.serving.side_channel import NullReleaser, SideChannelSender
+from kvferry.transports.base import ControlEvent, ControlTransport, Disconnected, Received, Route
+from kvferry.transports.zmq import CurveKeys, ZmqTransport
 from kvferry.types import Address
 
 SIDE_CHANNEL = Address("127.0.0.1", 5600)

@@ -10,7 +10,7 @@ from aiohttp import web
 from tests.router.stubs import Behaviour, answers, completes, drops_connection, hangs, prefills, stage, streams
 from tests.router.test_proxy import ONE, STREAMED, free_port, message
 
-from kvferry.router.calls import excerpt
+from kvferry.router.serving.instance_client import excerpt
 from kvferry.types import FailurePolicy
 
 GOOD = [b'data: {"text":"a"}\n\n', b"data: [DONE]\n\n"]

@@ -14,9 +14,9 @@ from kvferry.types import Address
 
 SCRIPT = """
 from kvferry.router.app import RouterApp
-from kvferry.router.instances import Role, pair_instances
+from kvferry.router.fleet.instances import Role, pair_instances
 from kvferry.router.options import RouterOptions
-from kvferry.router.release import NullReleaser
+from kvferry.router.serving.side_channel import NullReleaser
 from kvferry.router.server import run_router
 
 options = RouterOptions(pair_instances(Role.PREFILL, ["127.0.0.1"], [1]), pair_instances(Role.DECODE, ["127.0.0.1"], [2]), port=0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvferry.router.time_limits import TimeLimit, TimeLimits
+from kvferry.router.http.deadlines import TimeLimit, TimeLimits
 
 FOREVER_S = 3600.0
 

@@ -21,8 +21,8 @@ from tests.router.stubs import (
     streams,
 )
 
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
-from kvferry.router import last_look
+from kvferry.protocol.tickets import PushTicket, PushTicketKey
+from kvferry.router.serving import push as last_look
 
 KEY = PushTicketKey(b"secret")
 ONE = {"prompt": "hello", "max_tokens": 4}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.vital_signs import GROWTH, KEPT_S, SMALLEST_S, LatencyHistogram, TimeSeries, quantile
+from kvferry.router.time_series import GROWTH, KEPT_S, SMALLEST_S, LatencyHistogram, TimeSeries, quantile
 
 
 def histogram_of(values: list[float]) -> LatencyHistogram:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.sizing import configs
 
 from kvferry.errors import ConfigError
-from kvferry.sizing.from_config import auto_dtype, shape_of_config
+from kvferry.sizing.hf_config import auto_dtype, shape_of_config
 
 BASES = [
     configs.LLAMA_8B,

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_segments, planned_segments
+from kvferry.sizing.segments import CROSS_LAYER, LAYOUTS, Sides, count_segments, planned_segments
 from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape
 
 LLAMA = ModelCacheShape((LayerGroup(LayerCacheKind.FULL, 80, 8, 256),), "bfloat16")

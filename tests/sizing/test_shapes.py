@@ -6,7 +6,7 @@ import pytest
 from tests.sizing import configs
 
 from kvferry.errors import ConfigError
-from kvferry.sizing.from_config import auto_dtype, shape_of_config
+from kvferry.sizing.hf_config import auto_dtype, shape_of_config
 from kvferry.sizing.shape import LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
 
 GEMMA3_4B_GLOBAL = 5

@@ -10,7 +10,7 @@ from tests.vllm.documented import documented
 from tests.vllm.fleet import PYTHON, Fleet, ready
 from tests.vllm.right import Right, ask_plain
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 
 # Needs vLLM's interpreter: see test_inside.py.
 collect_ignore = ["inside"]

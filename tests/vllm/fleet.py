@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.harness import Engine, ProcessRegistry
-from tests.nursery.nursery import ForkServer
+from tests.forkserver.nursery import ForkServer
 
-from kvferry.bench.vllm_servers import VllmServer, free_ports
-from kvferry.cli.http_client import is_healthy
+from kvferry.bench.vllm.servers import VllmServer, free_ports
+from kvferry.cli.cluster.http_client import is_healthy
 from kvferry.errors import KVFerryError
 from kvferry.types import Address
 

@@ -22,7 +22,7 @@ from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from tests.vllm.yard import kill
 
 from kvferry.config import ClusterSecret
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -21,7 +21,7 @@ from tests.vllm.right import BYTES_PER_TOKEN
 from tests.vllm.vllm_asking import stream
 from tests.vllm.yard import kill
 
-from kvferry.bench.vllm_servers import free_ports
+from kvferry.bench.vllm.servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

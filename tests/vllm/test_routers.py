@@ -13,9 +13,9 @@ from tests.vllm.fleet import ROOT, ready
 from tests.vllm.vllm_asking import ONLY_THE_BEST, assert_free, stream
 from tests.vllm.yard import SOON_S
 
-from kvferry.bench.router_contestants import Tools, missing_packages
-from kvferry.bench.router_rows import Router
-from kvferry.bench.vllm_servers import free_ports
+from kvferry.bench.router.contestants import Tools, missing_packages
+from kvferry.bench.router.report import Router
+from kvferry.bench.vllm.servers import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 from kvferry.errors import ConfigError
 from kvferry.vllm.weights import sample_adapter, sample_weights
 

@@ -10,7 +10,7 @@ from tests.vllm.conftest import Trio
 from tests.vllm.fleet import PYTHON, Fleet, ready
 from tests.vllm.vllm_asking import assert_free, random_prompts
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -6,9 +6,9 @@ import aiohttp
 import msgspec
 from tests.e2e.harness import Engine, Prompt, ask, prefill
 
-from kvferry.planes.zmq import CurveKeys, ZmqTransport
-from kvferry.protocol import codec
+from kvferry.protocol import messages as codec
 from kvferry.protocol.messages import WIRE_VERSION, HandshakeReply, HandshakeRequest, RankLayout
+from kvferry.transports.zmq import CurveKeys, ZmqTransport
 
 
 def greet(secret: bytes, address: str) -> RankLayout:

@@ -1,24 +1,134 @@
-"""`--kv-transfer-config` in its two spellings, as one mapping. Pure.
+"""An argument parser whose complaints are `ConfigError`s: one sentence, with the nearest flag there is. Pure."""
 
-    --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
-    --kv-transfer-config.kv_role kv_both
-    --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC      (appends to a list)
-
-Values that are JSON are decoded, others are text; a key that takes a text gets one whatever it looks like.
-Where both spellings name a key, the dotted one wins.
-"""
-
+import argparse
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from kvferry.config import kind_of_setting
-from kvferry.config.fields import is_list, is_text, list_takes_text, may_be_null, shown
+from kvferry.config.fields import RENAMED_FLAGS, is_list, is_text, list_takes_text, may_be_null, nearest, shown
+from kvferry.engine.options import first_gpu
 from kvferry.errors import ConfigError
 
-__all__ = ["TRANSFER_CONFIG_FLAG", "TransferArguments", "dashed", "split_transfer_arguments"]
+__all__ = [
+    "TRANSFER_CONFIG_FLAG",
+    "FlagRow",
+    "Parser",
+    "TransferArguments",
+    "dashed",
+    "parse_device",
+    "parse_port",
+    "parse_size",
+    "split_transfer_arguments",
+]
+
+
+DEFAULT = re.compile(r"\s*\(default: (.*?)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class FlagRow:
+    """One argument, for a table in the documentation."""
+
+    names: tuple[str, ...]
+    values: str
+    default: str
+    meaning: str
+
+
+class Parser(argparse.ArgumentParser):
+    """Like its base, but it raises instead of exiting, and a long flag is never abbreviated."""
+
+    def __init__(self, prog: str, description: str, examples: str = "") -> None:
+        self._flags: list[str] = []
+        self._unsupported: dict[tuple[str, str], str] = {}
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=f"examples:\n{examples}" if examples else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        action = super().add_argument(*names, **settings)
+        self._flags += action.option_strings
+        return action
+
+    def add_switch(self, name: str, *, default: bool, meaning: str) -> None:
+        """A flag with a `--no-` twin. Python's own action writes its default into the help in some versions only."""
+        action = self.add_argument(name, action=argparse.BooleanOptionalAction, default=default)
+        action.help = f"{meaning} (default: {'on' if default else 'off'})"
+
+    def add_unsupported(self, name: str, value: str = "", *, advice: str) -> None:
+        """A flag, or one value of a flag, that people know from elsewhere and that is not built yet: a guess would lead them astray."""
+        self._unsupported[name, value] = advice
+
+    def flag_rows(self) -> list[FlagRow]:
+        return [_row(action) for action in self._actions if action.dest != "help"]
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """ConfigError for a value that does not fit, a missing or an unknown argument."""
+        self._refuse_unsupported(arguments)
+        found, unknown = self.parse_known_args(arguments)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            if RENAMED_FLAGS.get(word) in self._flags:
+                raise ConfigError(f"{word} of `{self.prog}` is now called {RENAMED_FLAGS[word]}")
+            if word.startswith("-"):
+                guess = nearest(word, self._flags, f"`{self.prog} --help`")
+                raise ConfigError(f"{show_argument(word)} is not an argument of `{self.prog}`; {guess}")
+            raise ConfigError(f"{show_argument(word)} is one argument too many for `{self.prog}`; remove it")
+        return found
+
+    def _refuse_unsupported(self, arguments: Sequence[str]) -> None:
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+            if word == "--":
+                return
+            flag, equals, inline = word.partition("=")
+            for value in ("", inline if equals else following):
+                if (flag, value) in self._unsupported:
+                    raise ConfigError(f"{f'{flag} {value}'.strip()} is not supported yet; {self._unsupported[flag, value]}")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")
+
+
+def show_argument(word: str) -> str:
+    return word if word.isprintable() and len(word) <= 80 else shown(word)
+
+
+def _row(action: argparse.Action) -> FlagRow:
+    text = (action.help or "").replace("%(default)s", str(action.default))
+    default = DEFAULT.search(text)
+    names = tuple(action.option_strings) or (str(action.metavar or action.dest),)
+    return FlagRow(names, _values(action), default[1] if default else "", DEFAULT.sub("", text).strip())
+
+
+def _values(action: argparse.Action) -> str:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        return ""
+    if action.choices is not None:
+        return ", ".join(map(str, action.choices))
+    name = "number" if action.type in (int, float) else KINDS.get(getattr(action.type, "__name__", ""), "text")
+    return f"{name} …" if action.nargs == "+" else name
+
+
+KINDS = {"parse_size": "size", "parse_device": "device", "parse_port": "port", "Path": "folder", "parse_backend": "name"}
+
+
+# -------------------- arguments --------------------
+# `--kv-transfer-config` in its two spellings, as one mapping. Pure.
+#
+#     --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+#     --kv-transfer-config.kv_role kv_both
+#     --kv-transfer-config.kv_connector_extra_config.backends+ LIBFABRIC      (appends to a list)
+#
+# Values that are JSON are decoded, others are text; a key that takes a text gets one whatever it looks like.
+# Where both spellings name a key, the dotted one wins.
+
 
 TRANSFER_CONFIG_FLAG = "--kv-transfer-config"
 DOTTED_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*\+?")
@@ -173,3 +283,40 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def shown_flag(flag: str) -> str:
     return flag if flag.isprintable() and len(flag) <= 120 else shown(flag)
+
+
+# -------------------- sizes --------------------
+# Numbers as people write them, `4096`, `1G`, `8k`, `512Mi`, a port or a device: how a flag's text becomes a value. Pure.
+
+
+SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)([kKmMgGtT]?)i?")
+# As `vllm serve` reads them: small letters count in thousands, capitals in powers of two.
+FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """For argparse: a whole number, with a unit or without."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!a} is no size; write it like 4096, 8k or 1G")
+    number, unit = match.groups()
+    size = float(number) * FACTORS[unit] if "." in number else int(number) * FACTORS[unit]
+    if size != int(size):
+        raise argparse.ArgumentTypeError(f"{text!a} is not a whole number; write it like 4096, 8k or 1G")
+    return int(size)
+
+
+def parse_port(text: str) -> int:
+    """For argparse: a port number, or 0."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a port number from 0 to 65535, got {text[:80]!a}")
+    return int(text)
+
+
+def parse_device(text: str) -> str:
+    """For argparse: what an engine can be told to compute on."""
+    try:
+        first_gpu(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--device ")) from None
+    return text

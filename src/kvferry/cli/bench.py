@@ -9,8 +9,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from kvferry.cli.arguments import dashed
-from kvferry.cli.parser import Parser, show_argument
+from kvferry.cli.arguments import Parser, dashed, show_argument
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError
 
@@ -25,7 +24,7 @@ class BenchmarkEntry:
 
 BENCHMARKS = {
     "decode-interference": BenchmarkEntry(
-        "kvferry.bench.decode_beside", "a decode step of the embedded engine while KV arrives, and without"
+        "kvferry.bench.decode_interference", "a decode step of the embedded engine while KV arrives, and without"
     ),
     "handover": BenchmarkEntry("kvferry.bench.handover", "from P's last token to D's first: pull, push, and push while P computes"),
     "leases": BenchmarkEntry("kvferry.bench.leases", "what 10, 1,000 and 10,000 live leases cost an engine per step, and an idle process"),
@@ -33,17 +32,19 @@ BENCHMARKS = {
         "kvferry.bench.multiturn", "the first token of each turn of a conversation, with and without what D has of the turns before"
     ),
     "router": BenchmarkEntry(
-        "kvferry.bench.router", "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router"
+        "kvferry.bench.router.command", "what the router costs with stub engines, beside none, vLLM's toy proxy and vllm-router"
     ),
     "soak": BenchmarkEntry(
         "kvferry.bench.soak", "many transfers between two embedded engines; whether memory, files and threads stay flat"
     ),
-    "transfer": BenchmarkEntry("kvferry.bench.transfer", "KV moved between two processes on every transport, beside memcpy and raw NIXL"),
+    "transfer": BenchmarkEntry(
+        "kvferry.bench.transfer.command", "KV moved between two processes on every transport, beside memcpy and raw NIXL"
+    ),
     "vllm-handover": BenchmarkEntry(
-        "kvferry.bench.vllm_handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
+        "kvferry.bench.vllm.handover", "from P's answer to D's first token inside real vLLM, beside vLLM's own NixlConnector"
     ),
     "vllm-steps": BenchmarkEntry(
-        "kvferry.bench.vllm_steps", "the engine's time in the connector per step inside real vLLM, beside vLLM's own NixlConnector"
+        "kvferry.bench.vllm.steps", "the engine's time in the connector per step inside real vLLM, beside vLLM's own NixlConnector"
     ),
 }
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvferry import __version__
-from kvferry.cli.arguments import TRANSFER_CONFIG_FLAG, dashed, split_transfer_arguments
-from kvferry.cli.limits import raise_file_limit
-from kvferry.cli.parser import Parser, show_argument
+from kvferry.cli.arguments import TRANSFER_CONFIG_FLAG, Parser, dashed, show_argument, split_transfer_arguments
+from kvferry.cli.runtime import raise_file_limit
 from kvferry.config.fields import nearest
 from kvferry.errors import ConfigError, KVFerryError
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from kvferry.cli.parser import Parser
+from kvferry.cli.arguments import Parser
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     # Imported here because it brings torch, which takes a second.
-    from kvferry.engine.make_model import make_model
+    from kvferry.engine.make_model.writer import make_model
 
     make_model(arguments.directory, family=arguments.family, seed=arguments.seed, heads=arguments.heads)
     print(f"wrote {arguments.directory}; try `kvferry serve {arguments.directory}`")

@@ -1,4 +1,4 @@
-"""`kvferry plan`: how large a model's KV cache is, how long it takes to move, and what to set. Computes nothing else; loads no weights."""
+"""A plan as text and as JSON. Pure."""
 
 import argparse
 import json
@@ -6,23 +6,159 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.parser import Parser
-from kvferry.cli.plan_view import Plan, plan_as_json, plan_as_text
+from kvferry.cli.arguments import Parser
 from kvferry.config import find_checkpoint
 from kvferry.config.fields import shown
 from kvferry.errors import ConfigError
-from kvferry.protocol.ranks import can_divide
-from kvferry.sizing.advice import advise_block_size, advise_lease, advise_read_timeout
-from kvferry.sizing.from_config import auto_dtype, shape_of_config
-from kvferry.sizing.keys import MAX_HEADS, MAX_LAYERS
-from kvferry.sizing.pieces import CROSS_LAYER, LAYOUTS, Sides, count_segments
+from kvferry.protocol.layout import can_divide
+from kvferry.sizing.hf_config import MAX_HEADS, MAX_LAYERS, auto_dtype, shape_of_config
+from kvferry.sizing.segments import CROSS_LAYER, LAYOUTS, SegmentCount, Sides, count_segments
 from kvferry.sizing.shape import DTYPE_BYTES, LATENT_DTYPE, LayerCacheKind, LayerGroup, ModelCacheShape, canonical_dtype
-from kvferry.sizing.transfer import DEFAULT_LINKS, DEFAULT_TOKENS, NetworkLink, Units, prompt_row
+from kvferry.sizing.transfer import (
+    DEFAULT_LINKS,
+    DEFAULT_TOKENS,
+    Advice,
+    NetworkLink,
+    PromptRow,
+    Units,
+    advise_block_size,
+    advise_lease,
+    advise_read_timeout,
+    prompt_row,
+    show_ms,
+    show_size,
+    show_tokens,
+)
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "Plan", "add_arguments", "make_plan", "parse_link", "parse_tokens", "run"]
+__all__ = [
+    "DESCRIPTION",
+    "EXAMPLES",
+    "Plan",
+    "add_arguments",
+    "make_plan",
+    "parse_link",
+    "parse_tokens",
+    "plan_as_json",
+    "plan_as_text",
+    "run",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is known, before it is shown."""
+
+    name: str
+    shape: ModelCacheShape
+    block_size: int
+    tp: int
+    links: tuple[NetworkLink, ...]
+    rows: tuple[PromptRow, ...]
+    segments: tuple[SegmentCount, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+
+def plan_as_text(plan: Plan, units: Units) -> str:
+    shape = plan.shape
+    per_token = shape.bytes_per_token()
+    lines = [
+        f"{plan.name}: {'; '.join(map(_describe, shape.groups))}; {shape.dtype}",
+        f"Per token = {_formula(shape)} = {per_token:,} bytes ≈ {per_token / 1024:,.0f} KB",
+        f"Per block of {plan.block_size} tokens = {per_token * plan.block_size:,} bytes",
+    ]
+    if plan.tp > 1:
+        rank = shape.bytes_per_token(plan.tp)
+        lines.append(f"On each of {plan.tp} ranks = {rank:,} bytes per token, {rank * plan.block_size:,} bytes per block")
+    head = ["Prompt Length", "KV Cache Size", *(link.title for link in plan.links)]
+    body = [[show_tokens(row.tokens), show_size(row.gigabytes), *map(show_ms, row.ms)] for row in plan.rows]
+    rule = "1K = 1,000 tokens, 1 KB = 1,024 bytes, 1 GB = 1,000,000 KB; --exact counts 1,000,000,000 bytes in a GB"
+    lines += ["", *_table(head, body), rule if units is Units.ROUND else "1 GB = 1,000,000,000 bytes"]
+    longest = max(row.tokens for row in plan.rows)
+    head = ["P to D", *dict.fromkeys(count.layout for count in plan.segments)]
+    lines += [
+        "",
+        f"Segments of one transfer of {show_tokens(longest)} into one rank, before adjacent blocks are joined (bytes of a segment):",
+    ]
+    lines += _table(head, _segment_rows(plan.segments))
+    lines += ["", "Advice:", *(f"  {advice.setting} {advice.value}: {advice.reason}" for advice in plan.advice)]
+    return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
+
+
+def _describe(group: LayerGroup) -> str:
+    window = "" if group.window is None else f" of {group.window:,} tokens"
+    if group.kind is LayerCacheKind.LATENT:
+        return f"{group.layers} latent layers of {group.width} numbers"
+    return f"{group.layers} {group.kind} layers{window}, {group.kv_heads} KV heads of {group.width // 2}"
+
+
+def _formula(shape: ModelCacheShape) -> str:
+    parts = []
+    for group in shape.groups:
+        if group.fixed_bytes or shape.dtype == LATENT_DTYPE:
+            parts.append(f"{group.layers} × {group.head_bytes(shape.dtype)}")
+        elif group.kind is LayerCacheKind.LATENT:
+            parts.append(f"{group.layers} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
+        elif group.width % 2 == 0:
+            parts.append(f"{group.layers} × 2 × {group.kv_heads} × {group.width // 2} × {DTYPE_BYTES[shape.dtype]}")
+        else:
+            parts.append(f"{group.layers} × {group.kv_heads} × {group.width} × {DTYPE_BYTES[shape.dtype]}")
+    return " + ".join(parts)
+
+
+def _segment_rows(segments: tuple[SegmentCount, ...]) -> list[list[str]]:
+    rows: dict[Sides, list[str]] = {}
+    for count in segments:
+        rows.setdefault(count.sides, [count.sides.title]).append(f"{count.segments:,} ({count.segment_bytes:,})")
+    return list(rows.values())
+
+
+def _table(head: list[str], body: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
+    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [head, *body]]
+    return [f"| {line} |" for line in [lines[0], "-|-".join("-" * width for width in widths), *lines[1:]]]
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    shape = plan.shape
+    return {
+        "model": plan.name,
+        "dtype": shape.dtype,
+        "layers": shape.layers,
+        "groups": [{**asdict(group), "bytes_per_token": group.layers * shape.layer_bytes(group)} for group in shape.groups],
+        "bytes_per_token": shape.bytes_per_token(),
+        "bytes_per_token_beyond_windows": shape.bytes_per_late_token(),
+        "block_size": plan.block_size,
+        "bytes_per_block": shape.bytes_per_token() * plan.block_size,
+        "tp": plan.tp,
+        "bytes_per_token_per_rank": shape.bytes_per_token(plan.tp),
+        "bytes_per_block_per_rank": shape.bytes_per_token(plan.tp) * plan.block_size,
+        "links": [asdict(link) for link in plan.links],
+        "prompts": [_row_as_json(row, plan.links) for row in plan.rows],
+        "segments": [
+            {"layout": count.layout, **asdict(count.sides), "segments": count.segments, "segment_bytes": count.segment_bytes}
+            for count in plan.segments
+        ],
+        "advice": {advice.setting: {"value": advice.value, "reason": advice.reason} for advice in plan.advice},
+        "notes": list(plan.notes),
+    }
+
+
+def _row_as_json(row: PromptRow, links: tuple[NetworkLink, ...]) -> dict[str, Any]:
+    """`bytes` and `exact_ms` are exact; `gb` and `ms` are what the table shows, before rounding."""
+    times = [
+        {"link": link.name, "ms": ms, "exact_ms": row.size_bytes * 8 / (link.gbit * 1e6)} for link, ms in zip(links, row.ms, strict=True)
+    ]
+    return {"tokens": row.tokens, "bytes": row.size_bytes, "bytes_per_rank": row.rank_bytes, "gb": row.gigabytes, "times": times}
+
+
+# -------------------- plan --------------------
+# `kvferry plan`: how large a model's KV cache is, how long it takes to move, and what to set. Computes nothing else; loads no weights.
+
 
 DESCRIPTION = (
     "Say how large a model's KV cache is, how long a prompt's takes over a link, into how many segments it falls, and what to set."

@@ -8,24 +8,22 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvferry.cli.addresses import dialable
-from kvferry.cli.announce import announce_address
-from kvferry.cli.json_logs import configure_logs
-from kvferry.cli.parser import Parser
-from kvferry.cli.planes import ConfiguredTransportKit
-from kvferry.cli.sizes import parse_port
+from kvferry.cli.arguments import Parser, parse_port
+from kvferry.cli.cluster.addresses import announce_address, dialable
+from kvferry.cli.runtime import configure_logs
 from kvferry.config import ClusterSecret, SideChannelConfig
 from kvferry.errors import ConfigError
-from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.app import RouterApp
 from kvferry.router.config_file import read_access, read_config_file
-from kvferry.router.instances import Instance, Role, pair_instances
+from kvferry.router.conversations.turns import make_turn_query_by
+from kvferry.router.fleet.instances import Instance, Role, pair_instances
+from kvferry.router.fleet.policies import POLICIES
+from kvferry.router.fleet.registration import Registrar
 from kvferry.router.options import AccessOptions, RouterOptions, RoutingOptions
-from kvferry.router.policies import POLICIES
-from kvferry.router.registration import Registrar
-from kvferry.router.release import SideChannelSender
 from kvferry.router.server import run_router
-from kvferry.router.turn_questions import make_turn_query_by
+from kvferry.router.serving.side_channel import SideChannelSender
+from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address, FailurePolicy
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "router_options", "run"]

@@ -1,18 +1,110 @@
-"""`kvferry register`: keeps an engine that was started elsewhere, vLLM for one, in the fleets of routers while it is well."""
+"""Keeps one instance in the fleets of routers while it is well. One thread; every wait has a deadline."""
 
 import argparse
+import json
+import logging
 import os
 import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import FrameType
+from urllib.parse import urlsplit
 
-from kvferry.cli.json_logs import configure_logs
-from kvferry.cli.parser import Parser
-from kvferry.cli.registering import Registration, check_router_url
+from kvferry.cli.arguments import Parser
+from kvferry.cli.runtime import configure_logs
 from kvferry.config import ClusterSecret
-from kvferry.router.instances import Role, parse_instance
-from kvferry.router.registration import DEFAULT_TTL_S, Registrar
+from kvferry.errors import ConfigError
+from kvferry.router.fleet.instances import Instance, Role, parse_instance
+from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar, Statement
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "Registration", "add_arguments", "check_router_url", "run"]
+
+
+_log = logging.getLogger(__name__)
+
+_CALL_S = 5.0
+_RENEWALS = 3
+"""Within one life of a registration: so many may get lost, less one."""
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+def check_router_url(url: str) -> str:
+    """`http://HOST:PORT` without a path. ConfigError."""
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.path in ("", "/")
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(f"{url!r:.200} is no address of a router; give http://HOST:PORT")
+    return url.rstrip("/")
+
+
+@dataclass(slots=True)
+class Registration:
+    """`run` in a thread of its own, or in the main one; `stop` from anywhere. It leaves the fleets in good order."""
+
+    instance: Instance
+    routers: Sequence[str]
+    registrar: Registrar
+    ttl_s: float
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _joined: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            if self._is_healthy():
+                for router in self.routers:
+                    self._send(router)
+            self._stop.wait(self.ttl_s / _RENEWALS)
+        for router in list(self._joined):
+            self._send(router, is_leaving=True)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _is_healthy(self) -> bool:
+        """One that is not is renewed no more, and is out of the fleets soon."""
+        try:
+            with _open(f"{self.instance.url}/health", timeout=_CALL_S) as answer:
+                return bool(answer.status == 200)
+        except (OSError, ValueError) as error:
+            _log.warning("not registered: %s is not well (%s)", self.instance, error)
+            return False
+
+    def _send(self, router: str, is_leaving: bool = False) -> None:
+        statement = Statement(self.instance.role, self.instance.url, self.ttl_s, time.time(), is_leaving)
+        body = json.dumps({"statement": self.registrar.sign(statement)}).encode()
+        request = urllib.request.Request(f"{router}/admin/register", body, {"Content-Type": "application/json"})
+        try:
+            with _open(request, timeout=_CALL_S) as answer:
+                answer.read()
+        except (OSError, ValueError) as error:
+            self._joined.discard(router)
+            _log.warning("not registered router=%s: %s", router, _error_text(error))
+            return
+        if router not in self._joined and not is_leaving:
+            self._joined.add(router)
+            _log.info("registered router=%s as %s", router, self.instance)
+
+
+def _error_text(error: Exception) -> str:
+    """What the router answered, if it answered."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return str(error)
+    try:
+        return f"{error.code}: {json.loads(error.read(4096))['error']['message']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return str(error)
+
+
+# -------------------- register --------------------
+# `kvferry register`: keeps an engine that was started elsewhere, vLLM for one, in the fleets of routers while it is well.
+
 
 DESCRIPTION = "Keep an instance in the fleets of routers for as long as it is well; it leaves them when this is stopped."
 EXAMPLES = """\

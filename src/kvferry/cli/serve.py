@@ -7,12 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-from kvferry.cli.addresses import check_listenable, curl_command, dialable
-from kvferry.cli.announce import announce_address
-from kvferry.cli.parser import Parser
-from kvferry.cli.planes import ConfiguredTransportKit
-from kvferry.cli.registering import Registration, check_router_url
-from kvferry.cli.sizes import parse_device, parse_port, parse_size
+from kvferry.cli.arguments import Parser, parse_device, parse_port, parse_size
+from kvferry.cli.cluster.addresses import announce_address, check_listenable, curl_command, dialable
+from kvferry.cli.register import Registration, check_router_url
 from kvferry.config import (
     ClusterSecret,
     KVTransferConfig,
@@ -24,15 +21,15 @@ from kvferry.config import (
     kv_cache_layout_from_environment,
 )
 from kvferry.connectors.factory import KVConnectorFactory
-from kvferry.engine.api.serve import announce, run_on_fast_loop
+from kvferry.engine.api.serve import StoppedBySignal, announce, run_on_fast_loop, stop_signals
 from kvferry.engine.api.serve import serve as serve_api
-from kvferry.engine.api.signals import StoppedBySignal, stop_signals
 from kvferry.engine.client import EngineClient
-from kvferry.engine.model_config import read_model_config
+from kvferry.engine.model.config import read_model_config
 from kvferry.engine.options import EngineOptions
 from kvferry.errors import ConfigError
-from kvferry.router.instances import Role, parse_instance
-from kvferry.router.registration import DEFAULT_TTL_S, Registrar
+from kvferry.router.fleet.instances import Role, parse_instance
+from kvferry.router.fleet.registration import DEFAULT_TTL_S, Registrar
+from kvferry.transports.registry import ConfiguredTransportKit
 from kvferry.types import Address
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "api_host", "check_before_start", "engine_options", "run"]

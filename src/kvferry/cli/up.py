@@ -15,16 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvferry.cli.addresses import check_listenable, curl_command
-from kvferry.cli.http_client import TransportTotals, complete, read_transport_totals, sum_transport_totals
-from kvferry.cli.interrupts import STOP_SIGNALS, stop_signals
-from kvferry.cli.launch import CONNECTORS, LOOPBACK, LocalLaunch, UpOptions, child_environment
-from kvferry.cli.local_cluster import LocalCluster
-from kvferry.cli.parser import Parser
-from kvferry.cli.processes import ProcessGroup
-from kvferry.cli.sizes import parse_device, parse_port
-from kvferry.cli.startup_view import StartupView
-from kvferry.engine.model_config import read_model_config
+from kvferry.cli.arguments import Parser, parse_device, parse_port
+from kvferry.cli.cluster.addresses import check_listenable, curl_command
+from kvferry.cli.cluster.http_client import TransportTotals, complete, read_transport_totals, sum_transport_totals
+from kvferry.cli.cluster.local_cluster import CONNECTORS, LOOPBACK, LocalCluster, LocalLaunch, StartupView, UpOptions, child_environment
+from kvferry.cli.cluster.processes import ProcessGroup
+from kvferry.cli.runtime import STOP_SIGNALS, stop_signals
+from kvferry.engine.model.config import read_model_config
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 

@@ -3,8 +3,7 @@
 Every `ConfigError` is one sentence that starts with the dotted key and ends with the fix.
 """
 
-from kvferry.config.checkpoint import find_checkpoint
-from kvferry.config.environment import fault_spec_from_environment, ignored_variables, kv_cache_layout_from_environment
+from kvferry.config.environment import fault_spec_from_environment, find_checkpoint, ignored_variables, kv_cache_layout_from_environment
 from kvferry.config.extra import (
     ExampleExtraConfig,
     ExtraConfig,

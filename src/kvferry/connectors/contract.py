@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.stats import KVConnectorPromMetrics, KVConnectorStats
     from kvferry.events import TransferTimes
-    from kvferry.ports.kit import TransportKit
-    from kvferry.ports.memory import CacheMemory
+    from kvferry.transports.base import CacheMemory, TransportKit
 
 __all__ = [
     "ConnectorConfig",

@@ -93,6 +93,6 @@ def _load(entry: _RegisteredConnector, key: str) -> type[KVConnectorBase_V1]:
     return found
 
 
-KVConnectorFactory.register_connector("NixlConnector", "kvferry.connectors.pull", "NixlConnector")
-KVConnectorFactory.register_connector("NixlPullConnector", "kvferry.connectors.pull", "NixlConnector")
-KVConnectorFactory.register_connector("NixlPushConnector", "kvferry.connectors.push", "NixlPushConnector")
+KVConnectorFactory.register_connector("NixlConnector", "kvferry.connectors.nixl", "NixlConnector")
+KVConnectorFactory.register_connector("NixlPullConnector", "kvferry.connectors.nixl", "NixlConnector")
+KVConnectorFactory.register_connector("NixlPushConnector", "kvferry.connectors.nixl", "NixlPushConnector")

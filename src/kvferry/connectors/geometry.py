@@ -1,19 +1,17 @@
 """From an engine's cache tensors to the geometry that planning works on. Pure but for reading tensor addresses."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVTensor
 from kvferry.errors import ConfigError
-from kvferry.protocol.arrangement import dense_axes
-from kvferry.protocol.geometry import Geometry
+from kvferry.protocol.layout import Geometry, dense_axes, heads_of
 from kvferry.protocol.messages import Factor
-from kvferry.protocol.ranks import heads_of
 from kvferry.types import Axis, AxisKind, KVLayout, MemoryKind, Region
 
-__all__ = ["compatibility_factors", "geometry_of"]
+__all__ = ["compatibility_factors", "geometry_of", "host_buffer_bytes", "host_buffer_regions"]
 
 
 def geometry_of(config: ConnectorConfig, cache: KVCacheConfig, kv_caches: Mapping[str, KVTensor]) -> Geometry:
@@ -133,3 +131,42 @@ def _bundle(members: list[Region]) -> Region:
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key that puts layer 2 before layer 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+
+
+# -------------------- host buffer --------------------
+# Where the regions of an engine's cache lie in its host buffer in host memory: the same blocks, densely, region after region. Pure.
+
+
+ALIGNMENT = 4096
+"""Of each region, so that none shares a page with its neighbour."""
+
+
+def host_buffer_bytes(regions: Sequence[Region]) -> int:
+    return sum(_padded_bytes(region) for region in _largest_of_each(regions).values())
+
+
+def host_buffer_regions(regions: Sequence[Region], address: int) -> tuple[Region, ...]:
+    """The same regions in a buffer of `host_buffer_bytes` at this address. Those that share memory (groups whose layers take turns with the
+    blocks of one tensor) share their host buffer."""
+    places = {}
+    for start, region in _largest_of_each(regions).items():
+        places[start] = (address, region.block_bytes)
+        address += _padded_bytes(region)
+    return tuple(
+        replace(region, address=places[region.address][0], stride_bytes=places[region.address][1], memory=MemoryKind.DRAM, device=0)
+        for region in regions
+    )
+
+
+def _largest_of_each(regions: Sequence[Region]) -> dict[int, Region]:
+    """By address, the one whose blocks are largest."""
+    largest: dict[int, Region] = {}
+    for region in regions:
+        known = largest.get(region.address)
+        if known is None or known.block_bytes < region.block_bytes:
+            largest[region.address] = region
+    return largest
+
+
+def _padded_bytes(region: Region) -> int:
+    return -(-region.block_bytes * region.num_blocks // ALIGNMENT) * ALIGNMENT

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.config.side_channel import numeric_host
-from kvferry.protocol.push_tickets import MAX_TP_SIZE
-from kvferry.protocol.tickets import MAX_NAME_CHARS
-from kvferry.protocol.turns import MAX_TURN_ID_CHARS
+from kvferry.protocol.leases import MAX_TURN_ID_CHARS
+from kvferry.protocol.tickets import MAX_TP_SIZE, MAX_TICKET_NAME_CHARS
 from kvferry.types import Address
 
 __all__ = ["BadParams", "LoadFromPeer", "NoTransfer", "PrefillForPeer", "TransferRole", "TurnRetention", "UnsignedPeer", "read_params"]
@@ -111,7 +110,7 @@ def _unsigned_peer(params: Mapping[str, Any]) -> UnsignedPeer | None:
 
 def _name(value: object) -> str:
     """Empty for what is none."""
-    return value if isinstance(value, str) and len(value) <= MAX_NAME_CHARS else ""
+    return value if isinstance(value, str) and len(value) <= MAX_TICKET_NAME_CHARS else ""
 
 
 def _count(value: object, maximum: int) -> int:

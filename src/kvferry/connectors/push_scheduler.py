@@ -1,25 +1,34 @@
-"""The push connector in the process that schedules: as pull's, but a request may come before there is anything to fetch for it.
+"""Prefills that are handed over while they are computed: how far each has come, and when it has to start again. Pure.
 
-As a consumer it takes a router's push ticket, or the name of a prefill side that it believes, for a promise of the whole prompt: the
-transfer workers register for it, and compare what they are offered with the prompt before they read. As a producer it has the transfer
-workers offer every prefill to whoever registers for it, block by block while it computes, beside returning its ticket in the end, so that a
-router that asks the prefill side first is served as in pull. Runs on the engine's main thread.
+A prefill's full blocks are published as soon as the step that filled them is over, while the next one computes. One that the engine
+preempts loses its blocks: what was published is withdrawn, before anything else is written into them.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from kvferry.config import NixlExtraConfig
-from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorOutput, Request, ScheduledSlice
-from kvferry.connectors.offers import LoadOffer
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVConnectorOutput,
+    Request,
+    RequestStatus,
+    ScheduledSlice,
+)
+from kvferry.connectors.metadata import NixlConnectorMetadata
 from kvferry.connectors.params import LoadFromPeer, PrefillForPeer, UnsignedPeer, read_params
-from kvferry.connectors.prefill_streams import PrefillStreams, StreamAdvance
-from kvferry.connectors.pull_metadata import NixlConnectorMetadata
-from kvferry.connectors.pull_scheduler import NixlConnectorScheduler
-from kvferry.connectors.shared_tickets import SharedTicketKey
+from kvferry.connectors.scheduler import NixlConnectorScheduler
+from kvferry.connectors.scheduler_tables import LoadOffer, SharedTicketKey
 from kvferry.errors import InvalidTicket
-from kvferry.ferry.commands import (
+from kvferry.protocol.fingerprints import Fingerprint, fingerprint
+from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, PushTicketKey, Ticket
+from kvferry.types import Address, RequestId
+from kvferry.worker.commands import (
     AbandonLease,
     CloseStream,
     FailPush,
@@ -30,12 +39,122 @@ from kvferry.ferry.commands import (
     SkipLoad,
     WithdrawStream,
 )
-from kvferry.protocol.fingerprints import Fingerprint, fingerprint
-from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.protocol.tickets import MAX_NAME_CHARS, Ticket
-from kvferry.types import Address, RequestId
 
-__all__ = ["NixlPushConnectorScheduler"]
+__all__ = ["NixlPushConnectorScheduler", "PrefillStream", "PrefillStreams", "StreamAdvance"]
+
+
+@dataclass(slots=True)
+class PrefillStream:
+    request: Request
+    match_id: str
+    tokens: Fingerprint
+    """Of the whole prompt."""
+    serial: int = 0
+    """0: nothing is published."""
+    num_published: int = 0
+    blocks: Sequence[Sequence[int]] = ()
+    """Tables of what is published."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdvance:
+    """There is more of a prefill than was published."""
+
+    stream: PrefillStream
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+    """Tables of the whole prompt, with holes for what is yet to come, and for what its last token does not look at."""
+
+    def new_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
+        first, end = self.stream.num_published // block_size, self.num_tokens // block_size
+        return tuple(table[first:end] for table in self.blocks)
+
+
+@dataclass(slots=True)
+class PrefillStreams:
+    block_size: int
+    groups: Sequence[KVCacheGroup]
+    _streams: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
+    _published: dict[RequestId, PrefillStream] = field(default_factory=dict, init=False)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, request: Request, match_id: str) -> None:
+        tokens = fingerprint(request.prompt_token_ids, self.block_size, request.cache_salt)
+        self._streams[RequestId(request.request_id)] = PrefillStream(request, match_id, tokens)
+
+    def get(self, request: RequestId) -> PrefillStream | None:
+        return self._streams.get(request)
+
+    def end(self, request: RequestId) -> PrefillStream | None:
+        """It is computed, or will never be."""
+        self._published.pop(request, None)
+        return self._streams.pop(request, None)
+
+    def take_preempted(self, slices: Iterable[ScheduledSlice]) -> list[PrefillStream]:
+        """Those that have lost what was published of them, as their counts or this step's tables tell. They may be published anew."""
+        tables = {scheduled.request_id: scheduled for scheduled in slices if scheduled.request_id in self._published}
+        lost = []
+        for request, stream in self._published.items():
+            scheduled = tables.get(request)
+            if _has_lost_tokens(stream) or (scheduled is not None and self.has_lost_blocks(stream, scheduled.block_ids)):
+                lost.append(stream)
+        for stream in lost:
+            del self._published[RequestId(stream.request.request_id)]
+        return lost
+
+    def advances(self, slices: Iterable[ScheduledSlice]) -> list[StreamAdvance]:
+        """What earlier steps have filled of the requests that this one goes on with."""
+        found = []
+        for scheduled in slices:
+            stream = self._streams.get(RequestId(scheduled.request_id))
+            num_tokens = scheduled.start // self.block_size * self.block_size
+            if stream is not None and num_tokens > stream.num_published and scheduled.start < stream.request.num_prompt_tokens:
+                found.append(
+                    StreamAdvance(stream, num_tokens, self._padded(scheduled.block_ids, num_tokens, stream.request.num_prompt_tokens))
+                )
+        return found
+
+    def note_published(self, advance: StreamAdvance, serial: int) -> None:
+        stream = advance.stream
+        stream.serial, stream.num_published, stream.blocks = serial, advance.num_tokens, advance.blocks
+        self._published[RequestId(stream.request.request_id)] = stream
+
+    def has_lost_blocks(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> bool:
+        """Whether the engine no longer holds a block that was published.
+        A request that was preempted and taken up again at once may have as many tokens as before, but in other blocks."""
+        return any(
+            any(was not in (HOLE, now) for was, now in zip_longest(before, after, fillvalue=HOLE))
+            for before, after in zip(stream.blocks, blocks, strict=True)
+        )
+
+    def unpublished(self, stream: PrefillStream, blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        """What the engine holds at the end beyond that."""
+        return tuple(
+            tuple(now for was, now in zip_longest(before[: len(after)], after, fillvalue=HOLE) if now not in (HOLE, was))
+            for before, after in zip(stream.blocks, blocks, strict=True)
+        )
+
+    def _padded(self, tables: Sequence[Sequence[int]], num_tokens: int, num_prompt_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """The engine lets go of what the last token does not look at, when it likes: whoever read that would not hear of it."""
+        ready, total = num_tokens // self.block_size, -(-num_prompt_tokens // self.block_size)
+        firsts = [min(ready, group.first_visible_token(num_prompt_tokens - 1) // self.block_size) for group in self.groups]
+        return tuple((*[HOLE] * first, *table[first:ready], *[HOLE] * (total - ready)) for first, table in zip(firsts, tables, strict=True))
+
+
+def _has_lost_tokens(stream: PrefillStream) -> bool:
+    return stream.request.status is RequestStatus.PREEMPTED or stream.request.num_computed_tokens < stream.num_published
+
+
+# -------------------- push scheduler --------------------
+# The push connector in the process that schedules: as pull's, but a request may come before there is anything to fetch for it.
+#
+# As a consumer it takes a router's push ticket, or the name of a prefill side that it believes, for a promise of the whole prompt: the
+# transfer workers register for it, and compare what they are offered with the prompt before they read. As a producer it has the transfer
+# workers offer every prefill to whoever registers for it, block by block while it computes, beside returning its ticket in the end, so that a
+# router that asks the prefill side first is served as in pull. Runs on the engine's main thread.
+
 
 MAX_DECLINED = 10_000
 
@@ -55,7 +174,7 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
         super().on_new_request(request)
         role = read_params(request.kv_transfer_params)
         can_stream = self._extra.push_streaming and self._config.kv_transfer.is_kv_producer and self._issuer.address is not None
-        if isinstance(role, PrefillForPeer) and can_stream and len(request.request_id) <= MAX_NAME_CHARS:
+        if isinstance(role, PrefillForPeer) and can_stream and len(request.request_id) <= MAX_TICKET_NAME_CHARS:
             self._streams.add(request, self._match_id(role))
 
     # -- consumer --------------------------------------------------------------------------------------------------
@@ -85,8 +204,8 @@ class NixlPushConnectorScheduler(NixlConnectorScheduler):
             return
         if str(unsigned_peer.address) not in self._extra.peer_addresses:
             self._refuse(request, f"there is no ticket, and {unsigned_peer.address} is not among this engine's `peers`")
-        elif len(request.request_id) > MAX_NAME_CHARS:
-            self._refuse(request, f"there is no ticket, and the request's id is longer than {MAX_NAME_CHARS} characters")
+        elif len(request.request_id) > MAX_TICKET_NAME_CHARS:
+            self._refuse(request, f"there is no ticket, and the request's id is longer than {MAX_TICKET_NAME_CHARS} characters")
         else:
             request_id, tokens = RequestId(request.request_id), self._fingerprint(request)
             command = RegisterForPushByAddress(

@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvferry.connectors.contract import KVConnectorBase_V1, RequestStatus
-from kvferry.engine.blocks import BlockTable
-from kvferry.engine.counters import Counters
-from kvferry.engine.holdings import BlockAllocation, BlockAllocator
-from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.prefix import CachedPrefix
-from kvferry.engine.queues import SequenceQueues
-from kvferry.engine.sequence import KVSource, Match, Sequence
-from kvferry.engine.step import SequenceSlice
-from kvferry.engine.stopping import banned_token_ids
+from kvferry.engine.cache.allocator import BlockAllocation, BlockAllocator
+from kvferry.engine.cache.blocks import BlockTable
+from kvferry.engine.cache.prefix import CachedPrefix
+from kvferry.engine.limits import SchedulerLimits, banned_token_ids
+from kvferry.engine.messages import SequenceSlice
+from kvferry.engine.sequence import Counters, KVSource, Match, Sequence, SequenceQueues
 
 __all__ = ["Batcher", "StepBatch"]
 

@@ -1,17 +1,50 @@
-"""What an embedded engine is started with. Plain data, checked on construction; flags of `kvferry serve` come from these fields."""
+"""Which device an engine computes on: what `--device` says, and the GPU of each tensor-parallel rank.
 
-from dataclasses import dataclass
+Pure and without torch: the API process reads it too, and must not touch a GPU.
+"""
+
+import re
+import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.engine.device_names import first_gpu
 from kvferry.errors import ConfigError
+from kvferry.transports.base import TransportKit
 from kvferry.types import KVLayout
 
 if TYPE_CHECKING:
-    from kvferry.config import KVTransferConfig
+    from kvferry.config import KVTransferConfig, SideChannelConfig
 
-__all__ = ["EngineOptions", "flag_of"]
+__all__ = ["EngineOptions", "EngineSetup", "first_gpu", "flag_of", "gpu_of_rank", "ranks_on_gpu"]
+
+
+_GPU = re.compile(r"cuda(?::([0-9]{1,4}))?")
+
+
+def first_gpu(device: str) -> int | None:
+    """The GPU of rank 0; None: the engine computes on CPUs. ConfigError when `device` is neither."""
+    if device == "cpu":
+        return None
+    match = _GPU.fullmatch(device)
+    if match is None:
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device[:80]!a}")
+    return int(match[1] or 0)
+
+
+def gpu_of_rank(first: int, rank: int, num_gpus: int) -> int:
+    """Ranks take the GPUs in turn, from `first` on; the last is followed by GPU 0."""
+    return (first + rank) % num_gpus
+
+
+def ranks_on_gpu(gpu: int, first: int, tp_size: int, num_gpus: int) -> int:
+    """How many of an engine's ranks compute there."""
+    return sum(gpu_of_rank(first, rank, num_gpus) == gpu for rank in range(tp_size))
+
+
+# -------------------- options --------------------
+# What an embedded engine is started with. Plain data, checked on construction; flags of `kvferry serve` come from these fields.
+
 
 MAX_TIMEOUT_S = 86_400
 """Event loops take no timers that are much longer."""
@@ -75,3 +108,24 @@ def flag_of(name: str) -> str:
     """The flag of `kvferry serve` that sets an option: what a sentence for its user names."""
     renamed = {"num_blocks": "--num-gpu-blocks-override"}
     return renamed.get(name, f"--{name.removesuffix('_s').replace('_', '-')}")
+
+
+# -------------------- setup --------------------
+# All that an engine's processes are started with: the options, the makers of transports and what identifies this life of the engine.
+#
+# Picklable plain data; the core and every tensor-parallel rank get the same one.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetup:
+    options: EngineOptions
+    kit: TransportKit
+    secret: bytes = field(default=b"", repr=False)
+    """The cluster secret; empty without a connector."""
+    side_channel: "SideChannelConfig | None" = None
+    epoch: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Made once per start, so one setup starts one engine."""
+    log_level: int = 30
+    """Of the processes' own logging; 30 is WARNING."""
+    rank_timeout_s: float = 60.0
+    """How long the core waits for a rank that should have answered."""

@@ -17,16 +17,11 @@ import msgspec
 
 from kvferry.connectors.contract import KVConnectorBase_V1, KVConnectorOutput, RequestStatus, SupportsHMA
 from kvferry.engine.batch import Batcher, StepBatch
-from kvferry.engine.blocks import BlockPool
-from kvferry.engine.counters import Counters
-from kvferry.engine.holdings import BlockAllocator
-from kvferry.engine.intake import choose_draw_seed, find_length_error, find_validation_error
-from kvferry.engine.limits import SchedulerLimits
-from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput
-from kvferry.engine.queues import SequenceQueues
-from kvferry.engine.sequence import Hold, KVSource, Sequence
-from kvferry.engine.step import SampledToken, SequenceSlice, StepPlan, StepResult
-from kvferry.engine.stopping import FINISH_REASONS, find_stop
+from kvferry.engine.cache.allocator import BlockAllocator
+from kvferry.engine.cache.blocks import BlockPool
+from kvferry.engine.limits import FINISH_REASONS, SchedulerLimits, choose_draw_seed, find_length_error, find_stop, find_validation_error
+from kvferry.engine.messages import AddRequest, CoreStatus, RequestOutput, SampledToken, SequenceSlice, StepPlan, StepResult
+from kvferry.engine.sequence import Counters, Hold, KVSource, Sequence, SequenceQueues
 from kvferry.errors import LocalProtocolError
 from kvferry.types import FailurePolicy
 

@@ -2,21 +2,10 @@
 
 from dataclasses import dataclass
 
-from kvferry.protocol.geometry import Geometry
 from kvferry.protocol.handshake import TransportChoice
-from kvferry.protocol.messages import (
-    Attach,
-    Confirm,
-    Detach,
-    HandshakeRequest,
-    Heartbeat,
-    OfferInfo,
-    PushCancel,
-    PushRegistration,
-    Revoke,
-)
-from kvferry.protocol.placement import BlockPermutation
-from kvferry.protocol.planning import Segments
+from kvferry.protocol.layout import Geometry
+from kvferry.protocol.messages import Attach, Confirm, Detach, HandshakeRequest, Heartbeat, OfferInfo, PushCancel, PushRegistration, Revoke
+from kvferry.protocol.planning import BlockPermutation, Segments
 from kvferry.types import PeerId, RequestId
 
 __all__ = [

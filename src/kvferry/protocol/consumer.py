@@ -12,9 +12,7 @@ from dataclasses import replace
 
 from kvferry.events import Event, HandshakeFailed, TransferFailed, TransferFinished
 from kvferry.protocol.actions import Action, PlaceBlocks
-from kvferry.protocol.consumer_parts import ConsumerContext
-from kvferry.protocol.consumer_settings import ConsumerSettings
-from kvferry.protocol.lending import REVOKING, WriteGrants
+from kvferry.protocol.consumer_context import ConsumerContext, ConsumerSettings, ProducerClient
 from kvferry.protocol.messages import (
     Confirmed,
     HandshakeRefused,
@@ -29,13 +27,23 @@ from kvferry.protocol.messages import (
     Written,
 )
 from kvferry.protocol.peers import LostPeer, Peer, PeerTable, PeerUser
-from kvferry.protocol.promises import Reservations
-from kvferry.protocol.pulls import Destination, Origin, PushInfo, Transfer, TransferTable, reader_name
-from kvferry.protocol.reader_talk import ProducerClient
-from kvferry.protocol.reading import Reading
-from kvferry.protocol.stopwatches import TransferTimings
+from kvferry.protocol.receiving import REVOKING, Reading, Reservations, WriteGrants
 from kvferry.protocol.tickets import Ticket
-from kvferry.protocol.transfers import FAILURE_EVENTS, FINAL, TRANSITIONS, TransferEvent, TransferState, next_state
+from kvferry.protocol.transfer import (
+    FAILURE_EVENTS,
+    FINAL,
+    TRANSITIONS,
+    Destination,
+    Origin,
+    PushInfo,
+    Transfer,
+    TransferEvent,
+    TransferState,
+    TransferTable,
+    TransferTimings,
+    next_state,
+    reader_name,
+)
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId, RequestId
 
 __all__ = ["Consumer"]

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import IncompatiblePeer, RemoteProtocolError
-from kvferry.protocol.codec import decode_layout
-from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
+from kvferry.protocol.messages import (
+    WIRE_VERSION,
+    Factor,
+    HandshakeRefused,
+    HandshakeReply,
+    HandshakeRequest,
+    OfferInfo,
+    RankLayout,
+    decode_layout,
+)
 from kvferry.types import EngineId, Epoch
 
 __all__ = ["ServedEngine", "TransportChoice", "answer", "candidate_transports", "check_reply"]

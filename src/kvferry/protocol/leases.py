@@ -9,7 +9,7 @@ Pure: the caller passes `now` (local monotonic seconds) and acts on what returns
 """
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,7 +18,8 @@ from heapq import heapify, heappop, heappush
 from kvferry.errors import LocalProtocolError
 from kvferry.types import LeaseEnd, RequestId
 
-__all__ = ["EndedLease", "LeaseTable", "TicketStatus"]
+__all__ = ["MAX_TURN_ID_CHARS", "EndedLease", "EndedTurns", "LeaseTable", "TicketStatus"]
+
 
 MAX_READERS = 8192
 """Of one lease, those awaited included: a crowd of samples of one prompt, on each of a few ranks."""
@@ -262,3 +263,41 @@ class LeaseTable:
             # Names come from peers: a transport nobody uses any more is not remembered.
             if not self._readers_by_transport[transport]:
                 del self._readers_by_transport[transport]
+
+
+# -------------------- turns --------------------
+# Turns of conversations that have ended here: what was kept of each, by the word that its router gave it. Pure.
+#
+# For routers that cannot see in an answer what was kept of it. Bounded in number and in bytes, the oldest forgotten first.
+
+
+MAX_TURN_ID_CHARS = 64
+
+
+@dataclass(slots=True)
+class EndedTurns:
+    max_turns: int = 10_000
+    max_chars: int = 64 * 1024 * 1024
+    _turns: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict, init=False)
+    """By word: until when it is kept, and its parameters."""
+    _num_chars: int = field(default=0, init=False)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(self, turn_id: str, params: str, until: float) -> None:
+        """A word that was given twice means the later turn."""
+        self.forget(turn_id)
+        self._turns[turn_id] = (until, params)
+        self._num_chars += len(params)
+        while len(self._turns) > self.max_turns or self._num_chars > self.max_chars:
+            self.forget(next(iter(self._turns)))
+
+    def forget(self, turn_id: str) -> None:
+        _, params = self._turns.pop(turn_id, (0.0, ""))
+        self._num_chars -= len(params)
+
+    def find(self, turn_id: str, now: float) -> str:
+        """Empty: nothing is kept."""
+        until, params = self._turns.get(turn_id, (0.0, ""))
+        return params if now < until else ""

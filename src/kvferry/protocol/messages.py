@@ -11,14 +11,16 @@ Durations cross the wire, deadlines never do. A field added later has a default;
     7  messages and fields have the names they have here; until 6 several had others
 """
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from kvferry.errors import LocalProtocolError, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
 
 __all__ = [
     "MAX_LEASES_PER_HEARTBEAT",
+    "MAX_MESSAGE_BYTES",
     "MAX_NAME_CHARS",
     "WIRE_VERSION",
     "Attach",
@@ -51,7 +53,12 @@ __all__ = [
     "WriteFailed",
     "WriteGrantInfo",
     "Written",
+    "decode",
+    "decode_layout",
+    "encode",
+    "encode_layout",
 ]
+
 
 WIRE_VERSION = 7
 
@@ -375,3 +382,43 @@ ToConsumer = (
 """What a consumer understands as it is; an offer's ticket is looked at first."""
 
 ToProducer = Attach | Heartbeat | Confirm | Detach | PushRegistration | PushCancel | Revoke
+
+
+# -------------------- codec --------------------
+# Bytes to messages and back. Anything malformed becomes RemoteProtocolError; nothing from a peer is ever unpickled. Pure.
+
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+_message_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_layout_decoder: msgspec.msgpack.Decoder[RankLayout] = msgspec.msgpack.Decoder(RankLayout)
+
+
+def encode(message: Message) -> bytes:
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise LocalProtocolError(f"a {type(message).__name__} of {len(frame)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> Message:
+    return _decode(frame, _message_decoder, "message")
+
+
+def encode_layout(layout: RankLayout) -> bytes:
+    return _encoder.encode(layout)
+
+
+def decode_layout(data: bytes | memoryview) -> RankLayout:
+    return _decode(data, _layout_decoder, "layout")
+
+
+def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T], what: str) -> _T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a {what} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a {what} that cannot be read: {error}") from None

@@ -12,10 +12,9 @@ from typing import Protocol
 
 from kvferry.errors import KVFerryError, RemoteProtocolError
 from kvferry.protocol.actions import Action, CloseConnection, ClosePeer, OpenPeer, Send
-from kvferry.protocol.geometry import Geometry, check_geometry, geometry_from_layout
 from kvferry.protocol.handshake import candidate_transports, check_reply
+from kvferry.protocol.layout import Geometry, RankMapping, check_geometry, geometry_from_layout, rank_mappings
 from kvferry.protocol.messages import WIRE_VERSION, Factor, HandshakeRefused, HandshakeReply, HandshakeRequest, OfferInfo, RankLayout
-from kvferry.protocol.ranks import RankMapping, rank_mappings
 from kvferry.types import Address, EngineIncarnation, Epoch, PeerId
 
 __all__ = ["UNKNOWN_EPOCH", "LostPeer", "Peer", "PeerSettings", "PeerTable", "PeerUser"]

@@ -1,13 +1,7 @@
-"""From two caches' geometry and two block lists to the segments that move. Integer arithmetic only; pure.
+"""Blocks that arrived in another order than ours, and how they are put into ours. Plain data; pure.
 
-Both sides' blocks are cut into grains: as many tokens as the smaller block holds. A grain lies in one block on each side, so one template
-of runs, made once for two arrangements, is laid over all of them:
-
-    ours, 8 tokens      |  a:  0 .. 7                    |  b:  8 .. 15                   |
-    theirs, 4           |  p:  0 .. 3   |  q:  4 .. 7    |  r:  8 .. 11  |  s: 12 .. 15   |
-    grains                     0               1                2               3
-
-Block ids come from a ticket, so they are checked here against what the handshake said before any offset is computed.
+A read brings blocks as the producer arranges them, because that takes the fewest segments. Where the consumer's attention wants another
+order (heads before tokens, say), every block is put in order once all of it is here, in place.
 """
 
 from collections.abc import Sequence
@@ -19,13 +13,43 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import RemoteProtocolError
-from kvferry.protocol.arrangement import arrival_axes, common_axes, offsets_along, reads_in_producers_order
-from kvferry.protocol.geometry import Geometry
-from kvferry.protocol.placement import BlockPermutation
+from kvferry.protocol.layout import Geometry, arrival_axes, common_axes, offsets_along, reads_in_producers_order
 from kvferry.protocol.tickets import HOLE
 from kvferry.types import Axis, AxisKind, MemoryKind, Region
 
-__all__ = ["Segments", "plan_permutations", "plan_read"]
+__all__ = ["BlockPermutation", "Segments", "plan_permutations", "plan_read"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPermutation:
+    """Some blocks of one of our regions; all are to be rearranged alike.
+
+    A block holds `prod(shape)` items of `item_bytes`. The item with index (i, j, …) lies at i * arrived[0] + j * arrived[1] + … bytes from
+    the block's start, and belongs at i * wanted[0] + j * wanted[1] + …
+    """
+
+    region: int
+    block_bytes: int
+    offsets: npt.NDArray[np.int64]
+    """Where each block starts, in bytes from the region's start."""
+    item_bytes: int
+    shape: tuple[int, ...]
+    arrived: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+# -------------------- planning --------------------
+# From two caches' geometry and two block lists to the segments that move. Integer arithmetic only; pure.
+#
+# Both sides' blocks are cut into grains: as many tokens as the smaller block holds. A grain lies in one block on each side, so one template
+# of runs, made once for two arrangements, is laid over all of them:
+#
+#     ours, 8 tokens      |  a:  0 .. 7                    |  b:  8 .. 15                   |
+#     theirs, 4           |  p:  0 .. 3   |  q:  4 .. 7    |  r:  8 .. 11  |  s: 12 .. 15   |
+#     grains                     0               1                2               3
+#
+# Block ids come from a ticket, so they are checked here against what the handshake said before any offset is computed.
+
 
 Offsets = npt.NDArray[np.int64]
 

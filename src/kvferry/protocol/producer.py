@@ -1,31 +1,16 @@
-"""The side that holds the blocks: grants leases, answers readers, says when blocks may be freed.
-
-The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake the grant on its way to the worker. A
-reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
-no more of them is believed.
-
-In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the matcher (`push_desk.py`). Where
-the consumer has lent us its blocks, we write instead of offering (`writers.py`); it is a reader of the lease all the same.
-
-A producer with a host buffer's readers read a copy of the blocks (`exposures.py`). It tells each of them when the copy is there (`Ready`),
-confirms nobody before, offers no segment of a prefill before, and does not report the end of a lease whose blocks are still being copied.
-Pure: feed it, then take what it wants done.
-"""
+"""Readers with a genuine ticket whose lease has yet to be granted here. Plain data; pure."""
 
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvferry.errors import InvalidTicket
 from kvferry.protocol.actions import CopyToHostBuffer
-from kvferry.protocol.claims import PendingReaders
-from kvferry.protocol.deadlines import Deadlines
-from kvferry.protocol.exposures import BlockTables, HostBufferCopies, Publication
-from kvferry.protocol.handovers import PushCoordinator
-from kvferry.protocol.heartbeats import READ_BEGINS
+from kvferry.protocol.heartbeats import READ_BEGINS, Deadlines
+from kvferry.protocol.host_buffers import BlockTables, HostBufferCopies, Publication
 from kvferry.protocol.leases import EndedLease, LeaseTable, TicketStatus
 from kvferry.protocol.messages import (
     Attach,
@@ -46,13 +31,41 @@ from kvferry.protocol.messages import (
     WriteFailed,
     Written,
 )
-from kvferry.protocol.producer_settings import ProducerSettings
-from kvferry.protocol.push_tickets import PushTicketKey
-from kvferry.protocol.tickets import Ticket, TicketKey
-from kvferry.protocol.writers import PushWriter
+from kvferry.protocol.push import ProducerSettings, PushCoordinator
+from kvferry.protocol.push_writer import PushWriter
+from kvferry.protocol.tickets import PushTicketKey, Ticket, TicketKey
 from kvferry.types import RequestId, Route
 
-__all__ = ["Producer", "ProducerReply", "ProducerSettings"]
+__all__ = ["PendingReaders", "Producer", "ProducerReply", "ProducerSettings"]
+
+
+@dataclass(slots=True)
+class PendingReaders:
+    """Readers that came before the grant."""
+
+    serial: int
+    """Of their ticket. A prefill that is preempted has another lease before it, perhaps."""
+    readers: dict[str, tuple[Route, Attach]] = field(default_factory=dict)
+    """Reader -> what it said, and where it is answered."""
+    ends: dict[str, Confirm | Detach] = field(default_factory=dict)
+    """Of readers that are through already."""
+    is_abandoned: bool = False
+
+
+# -------------------- producer --------------------
+# The side that holds the blocks: grants leases, answers readers, says when blocks may be freed.
+#
+# The scheduler issues tickets and the worker holds the leases, so a reader's message may overtake the grant on its way to the worker. A
+# reader with a genuine ticket whose grant has not arrived is served, for what the ticket names cannot be freed before; after `grant_wait_s`
+# no more of them is believed.
+#
+# In push a consumer registers before there is a ticket; its registration and the finished prefill meet at the matcher (`push_desk.py`). Where
+# the consumer has lent us its blocks, we write instead of offering (`writers.py`); it is a reader of the lease all the same.
+#
+# A producer with a host buffer's readers read a copy of the blocks (`exposures.py`). It tells each of them when the copy is there (`Ready`),
+# confirms nobody before, offers no segment of a prefill before, and does not report the end of a lease whose blocks are still being copied.
+# Pure: feed it, then take what it wants done.
+
 
 MAX_PENDING_TICKETS = 10_000
 READ_WATCH_S = 1.0

@@ -14,15 +14,28 @@ import msgspec
 
 from kvferry.errors import InvalidTicket, RemoteProtocolError
 from kvferry.protocol.fingerprints import Fingerprint
-from kvferry.types import Address, EngineId, Epoch, RequestId
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, RequestId
 
-__all__ = ["HOLE", "MAX_NAME_CHARS", "MAX_TICKET_CHARS", "Seal", "Ticket", "TicketKey", "blocks_from_runs", "runs_from_blocks"]
+__all__ = [
+    "HOLE",
+    "MAX_TICKET_CHARS",
+    "MAX_TICKET_NAME_CHARS",
+    "MAX_TP_SIZE",
+    "PushTicket",
+    "PushTicketKey",
+    "Seal",
+    "Ticket",
+    "TicketKey",
+    "blocks_from_runs",
+    "runs_from_blocks",
+]
+
 
 MAX_TICKET_CHARS = 1024 * 1024
 MAX_BLOCKS = 1_000_000
 MAX_BLOCK_ID = 1 << 31
 MAX_TP_SIZE = 4096
-MAX_NAME_CHARS = 512
+MAX_TICKET_NAME_CHARS = 512
 """Of engine, epoch and request: a reader's name is made of two of them and must fit into a message."""
 HOLE = -1
 """In a block list: there is no block for these tokens, because no attention of this group looks at them any more."""
@@ -160,7 +173,7 @@ def _check_ranges(ticket: Ticket) -> None:
         0 < ticket.port < 65536
         and ticket.host != ""
         and 0 < ticket.tp_size <= MAX_TP_SIZE
-        and max(len(ticket.engine), len(ticket.epoch), len(ticket.request)) <= MAX_NAME_CHARS
+        and max(len(ticket.engine), len(ticket.epoch), len(ticket.request)) <= MAX_TICKET_NAME_CHARS
         and ticket.serial > 0
         and 0 < ticket.ttl_s < 1e9
         and 0 <= ticket.renewal_s < 1e9
@@ -172,3 +185,58 @@ def _check_ranges(ticket: Ticket) -> None:
     )
     if not is_good:
         raise InvalidTicket("the ticket's fields are out of range")
+
+
+# -------------------- push tickets --------------------
+# Push tickets: what a router gives both legs of a request that start together.
+#
+# P has computed nothing yet that it could sign for, so the router, a member of the cluster, does: it says which P the decode side may dial,
+# and gives the handover a name that is nobody else's, by which the two legs are found to belong together. Pure.
+
+
+PUSH_TICKET_VERSION = 2
+
+
+class PushTicket(msgspec.Struct, frozen=True):
+    match_id: str
+    """Random; the same in both legs of one request and in no other."""
+    engine: str
+    epoch: str
+    host: str
+    port: int
+    """Side channel of the prefill side."""
+    tp_size: int
+    version: int = PUSH_TICKET_VERSION
+
+    @property
+    def incarnation(self) -> EngineIncarnation:
+        return EngineIncarnation(EngineId(self.engine), Epoch(self.epoch))
+
+    @property
+    def address(self) -> Address:
+        return Address(self.host, self.port)
+
+
+class PushTicketKey:
+    """Signs and checks push tickets with one cluster's secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._seal = Seal(secret, b"kvferry push ticket v1")
+
+    def sign(self, ticket: PushTicket) -> str:
+        return self._seal.close(msgspec.msgpack.encode(ticket))
+
+    def open(self, text: object) -> PushTicket:
+        """The ticket in `text`, whole and genuine; InvalidTicket with a reason otherwise."""
+        try:
+            ticket = msgspec.msgpack.decode(self._seal.open(text), type=PushTicket)
+        except msgspec.MsgspecError as error:
+            raise InvalidTicket(f"the push ticket cannot be read: {error}") from None
+        if ticket.version != PUSH_TICKET_VERSION:
+            raise InvalidTicket(f"the push ticket has version {ticket.version}, this engine reads {PUSH_TICKET_VERSION}")
+        names = (ticket.match_id, ticket.engine, ticket.epoch, ticket.host)
+        if not all(0 < len(name) <= MAX_TICKET_NAME_CHARS for name in names) or not (
+            0 < ticket.port < 65536 and 0 < ticket.tp_size <= MAX_TP_SIZE
+        ):
+            raise InvalidTicket("the push ticket's fields are out of range")
+        return ticket

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import ConfigError, InvalidTicket
-from kvferry.router.exchange import HttpResponse
-from kvferry.router.failures import build_error_response
-from kvferry.router.fleet import Fleet, Member
-from kvferry.router.instances import Instance, Role, parse_instance
-from kvferry.router.registration import Registrar
+from kvferry.router.fleet.fleet import Fleet, Member
+from kvferry.router.fleet.instances import Instance, Role, parse_instance
+from kvferry.router.fleet.registration import Registrar
+from kvferry.router.serving.context import HttpResponse, build_error_response
 
 __all__ = ["Admin"]
 

@@ -12,34 +12,31 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from kvferry.errors import ConfigError, RequestRefused
-from kvferry.protocol.push_tickets import PushTicketKey
+from kvferry.protocol.tickets import PushTicketKey
 from kvferry.router.access import AccessPolicy
 from kvferry.router.admin import Admin
-from kvferry.router.admission import AdmissionController, AdmissionOptions
-from kvferry.router.calls import InstanceClient
-from kvferry.router.conversations import Conversations
-from kvferry.router.exchange import HttpResponse
-from kvferry.router.failures import build_error_response
-from kvferry.router.fleet import Fleet, FleetOptions
-from kvferry.router.front import GenerateHandler
-from kvferry.router.http1.client import UpstreamPool
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import ResponseParts, ResponseWriter
-from kvferry.router.instances import Instance, Role
-from kvferry.router.last_look import LegFinisher
-from kvferry.router.legs import Handover
+from kvferry.router.conversations.store import Conversations
+from kvferry.router.conversations.turns import TurnQuery, TurnTracker
+from kvferry.router.fleet.fleet import Fleet, FleetOptions
+from kvferry.router.fleet.instances import Instance, Role
+from kvferry.router.fleet.registration import Registrar
+from kvferry.router.fleet.watcher import InstanceWatcher
+from kvferry.router.http.messages import ServerRequest
+from kvferry.router.http.pool import UpstreamPool
+from kvferry.router.http.server import ResponseParts, ResponseWriter
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.options import RouterOptions
 from kvferry.router.pages import Pages
-from kvferry.router.push_sources import PushSources
-from kvferry.router.registration import Registrar
-from kvferry.router.release import BlockReleaser
-from kvferry.router.request_ids import choose_request_id
-from kvferry.router.serving import Dispatcher
+from kvferry.router.serving.admission import AdmissionController, AdmissionOptions
+from kvferry.router.serving.client_request import Handover
+from kvferry.router.serving.context import HttpResponse, build_error_response, choose_request_id
+from kvferry.router.serving.dispatch import Dispatcher
+from kvferry.router.serving.generate import GenerateHandler
+from kvferry.router.serving.instance_client import InstanceClient
+from kvferry.router.serving.push import LegFinisher, PushSources
+from kvferry.router.serving.side_channel import BlockReleaser
+from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests
-from kvferry.router.turn_keeper import TurnQuery, TurnTracker
-from kvferry.router.vital_signs import TimeSeries
-from kvferry.router.watch import InstanceWatcher
 from kvferry.types import FailurePolicy
 
 __all__ = ["RouterApp"]

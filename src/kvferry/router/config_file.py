@@ -18,11 +18,11 @@ import msgspec
 
 from kvferry.config.fields import RENAMED
 from kvferry.errors import ConfigError
-from kvferry.router.admission import AdmissionOptions
-from kvferry.router.health import HealthOptions
-from kvferry.router.instances import Instance, Role, parse_instance
+from kvferry.router.access import ApiKeys, check_key, read_key_file
+from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.instances import Instance, Role, parse_instance
 from kvferry.router.options import AccessOptions, ConversationOptions, RouterLimits, RouterOptions, RoutingOptions, Timeouts
-from kvferry.router.tenants import ApiKeys, check_key, read_key_file
+from kvferry.router.serving.admission import AdmissionOptions
 
 __all__ = ["read_access", "read_config_file"]
 

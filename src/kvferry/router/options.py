@@ -4,9 +4,9 @@ come from these fields."""
 from dataclasses import dataclass, field, fields
 
 from kvferry.errors import ConfigError
-from kvferry.router.admission import AdmissionOptions
-from kvferry.router.health import HealthOptions
-from kvferry.router.instances import Instance
+from kvferry.router.fleet.health import HealthOptions
+from kvferry.router.fleet.instances import Instance
+from kvferry.router.serving.admission import AdmissionOptions
 from kvferry.types import FailurePolicy
 
 __all__ = ["AccessOptions", "ConversationOptions", "RouterLimits", "RouterOptions", "RoutingOptions", "Timeouts"]

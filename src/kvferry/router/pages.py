@@ -8,25 +8,23 @@ from urllib.parse import unquote
 import msgspec
 
 import kvferry
-from kvferry.router.admission import AdmissionController
-from kvferry.router.calls import UNAVAILABLE, InstanceClient, describe_error
-from kvferry.router.conversations import Conversations
-from kvferry.router.dashboard_files import DATA_HEADERS, DashboardFiles
-from kvferry.router.dashboard_state import InstanceFacts, RouterFacts, build_state, encode_state
-from kvferry.router.exchange import HttpResponse, forwarded_headers
-from kvferry.router.failures import build_error_response
-from kvferry.router.fleet import Fleet, Member, RoutingHints
-from kvferry.router.http1.errors import UpstreamError
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.instances import Instance, Outcome, Role
-from kvferry.router.members import MemberState
+from kvferry.router.conversations.store import Conversations
+from kvferry.router.dashboard.files import DATA_HEADERS, DashboardFiles
+from kvferry.router.dashboard.request_view import view_request
+from kvferry.router.dashboard.state import InstanceFacts, RouterFacts, build_state, encode_state
+from kvferry.router.fleet.fleet import Fleet, Member, RoutingHints
+from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import MemberState
+from kvferry.router.fleet.watcher import InstanceWatcher
+from kvferry.router.http.messages import ServerRequest, UpstreamError
 from kvferry.router.options import RouterOptions
-from kvferry.router.request_view import view_request
+from kvferry.router.serving.admission import AdmissionController
+from kvferry.router.serving.context import HttpResponse, build_error_response, forwarded_headers
+from kvferry.router.serving.instance_client import UNAVAILABLE, InstanceClient, describe_error
+from kvferry.router.time_series import TimeSeries
 from kvferry.router.timeline import RecentRequests, RequestEvent, Timeline
-from kvferry.router.vital_signs import TimeSeries
-from kvferry.router.watch import InstanceWatcher
 from kvferry.types import FailurePolicy
-from kvferry.web.handover_records import TransferRecord, read_transfer_records
+from kvferry.web.transfer_records import TransferRecord, read_transfer_records
 
 __all__ = ["Pages"]
 

@@ -15,8 +15,8 @@ import uvloop
 
 from kvferry.errors import ConfigError
 from kvferry.router.app import RouterApp
-from kvferry.router.http1.limits import ServerLimits
-from kvferry.router.http1.server import HttpServer
+from kvferry.router.http.messages import ServerLimits
+from kvferry.router.http.server import HttpServer
 from kvferry.router.options import RouterOptions
 from kvferry.types import Address
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.errors import ConfigError
-from kvferry.protocol.ranks import can_divide
+from kvferry.protocol.layout import can_divide
 
 __all__ = ["DTYPE_BYTES", "LATENT_DTYPE", "LayerCacheKind", "LayerGroup", "ModelCacheShape", "canonical_dtype"]
 

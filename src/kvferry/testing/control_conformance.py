@@ -1,4 +1,4 @@
-"""What every control transport must do: the contract of `kvferry.ports.control`, as cases that any implementation can run.
+"""What every control transport must do: the contract of `kvferry.transports.base`, as cases that any implementation can run.
 
 for case in CONTROL_CASES:
     case(make_transport)      # make_transport(port) opens a transport of one and the same cluster; port 0 is any free one
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import ConfigError, TransportError
-from kvferry.ports.control import MAX_FRAME_BYTES, ControlEvent, ControlTransport, Disconnected, Received, Route
+from kvferry.transports.base import MAX_FRAME_BYTES, ControlEvent, ControlTransport, Disconnected, Received, Route
 
 __all__ = ["CONTROL_CASES", "TransportMaker", "gather"]
 

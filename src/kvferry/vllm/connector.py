@@ -1,10 +1,8 @@
-"""kvferry's connectors as vLLM wants them: its base class outside, ours inside. Forwards and translates, decides nothing.
-
-One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the transfer worker's thread.
-"""
+"""kvferry's log lines go where vLLM's go, in its format and from its level on."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
@@ -19,22 +17,115 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from kvferry.connectors import contract
 from kvferry.connectors.factory import KVConnectorFactory
 from kvferry.connectors.params import PrefillForPeer, read_params
 from kvferry.errors import ConfigError
-from kvferry.vllm.block_needs import BlockDemand
-from kvferry.vllm.logs import log_with_vllm
+from kvferry.vllm.block_demand import BlockDemand
+from kvferry.vllm.compatibility import check_supported, warn_if_untested
 from kvferry.vllm.metrics import KVFerryPromMetrics, KVFerryStats
-from kvferry.vllm.optional_loads import OptionalLoadFailures, OptionalLoads
 from kvferry.vllm.plugin import register
 from kvferry.vllm.progress import PrefillProgressTable
-from kvferry.vllm.refusals import check_supported
 from kvferry.vllm.translate import BlocksView, VllmRequestView, cache_config, connector_config, null_blocks_as_holes, strip_transfer_params
-from kvferry.vllm.versions import warn_if_untested
 
-__all__ = ["KVFerryConnector", "KVFerryPushConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector"]
+__all__ = [
+    "KVFerryConnector",
+    "KVFerryPushConnector",
+    "NixlConnector",
+    "NixlPullConnector",
+    "NixlPushConnector",
+    "OptionalLoadFailures",
+    "OptionalLoads",
+    "log_with_vllm",
+]
+
+
+def log_with_vllm() -> None:
+    """Idempotent. Does nothing where the operator has configured a logger named kvferry."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvferry")
+    if ours.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False
+
+
+# -------------------- optional loads --------------------
+# Loads that only save computing: when one fails, the request is computed, also where vLLM's policy is `fail`.
+#
+# vLLM knows one policy for all loads. So a worker does not report such a failure as one: it says that the load has ended, and the failure
+# goes to the scheduler's connector beside it. That gives the request's blocks back before vLLM looks at it again, as vLLM itself does under
+# the policy `recompute`.
+
+
+@dataclass(slots=True)
+class OptionalLoads:
+    """The scheduler's."""
+
+    _loading: dict[str, Any] = field(default_factory=dict)
+    """vLLM's requests."""
+    _failed: set[str] = field(default_factory=set)
+    """On some rank; others may still be loading."""
+    _unannounced: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._loading) + len(self._failed) + len(self._unannounced)
+
+    def begin(self, request: Any) -> None:
+        self._loading[request.request_id] = request
+        self._unannounced.append(request.request_id)
+
+    def take_unannounced(self) -> tuple[str, ...]:
+        """Those the workers have yet to hear of."""
+        unannounced, self._unannounced = tuple(self._unannounced), []
+        return unannounced
+
+    def note_failed(self, request_ids: Collection[str]) -> None:
+        self._failed.update(self._loading.keys() & set(request_ids))
+
+    def end(self, finished: Collection[str], manager: Any) -> set[str]:
+        """Those have ended on every rank: which failed. Each of them is as if it had never been loaded."""
+        ended = {request_id: self._loading.pop(request_id) for request_id in self._loading.keys() & set(finished)}
+        failed = self._failed & ended.keys()
+        self._failed -= failed
+        for request in (ended[request_id] for request_id in failed):
+            # One that was aborted in the meantime gives its blocks back in vLLM's own way.
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                manager.free(request)
+                request.num_computed_tokens = 0
+        return failed
+
+
+@dataclass(slots=True)
+class OptionalLoadFailures:
+    """A worker's."""
+
+    _optional: set[str] = field(default_factory=set)
+    _failed: set[str] = field(default_factory=set)
+
+    def add_optional(self, request_ids: Collection[str]) -> None:
+        self._optional.update(request_ids)
+
+    def remove_optional(self, finished: Collection[str], failed: set[str]) -> set[str]:
+        """What is left of `failed` to be reported to vLLM."""
+        excused = self._optional & failed
+        self._failed |= excused
+        self._optional.difference_update(finished)
+        return failed - excused
+
+    def take_failed(self) -> frozenset[str]:
+        failed, self._failed = frozenset(self._failed), set()
+        return failed
+
+
+# -------------------- connector --------------------
+# kvferry's connectors as vLLM wants them: its base class outside, ours inside. Forwards and translates, decides nothing.
+#
+# One instance per role, as in vLLM. In a worker everything but exchanging commands and events happens on the transfer worker's thread.
+
 
 _log = logging.getLogger(__name__)
 

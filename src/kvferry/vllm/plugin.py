@@ -7,7 +7,7 @@ share. Makes NIXL safe to exit from, also for vLLM's own NixlConnector, which ma
 import os
 import secrets
 
-from kvferry.planes.nixl_agent import load_distribution_netlink
+from kvferry.transports.nixl.agent import load_distribution_netlink
 
 __all__ = ["EPOCH_VARIABLE", "register"]
 

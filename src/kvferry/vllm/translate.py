@@ -13,15 +13,14 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowS
 from vllm.v1.request import RequestStatus as VllmStatus
 from vllm.v1.utils import tensor_data
 
-from kvferry.cli.planes import ConfiguredTransportKit
 from kvferry.config import ClusterSecret, KVTransferConfig, SideChannelConfig
 from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVCacheGroup, ModelIdentity, ParallelConfig, RequestStatus
 from kvferry.errors import ConfigError
 from kvferry.protocol.tickets import HOLE
+from kvferry.transports.registry import ConfiguredTransportKit
+from kvferry.vllm.compatibility import layer_specs, release
 from kvferry.vllm.plugin import EPOCH_VARIABLE
 from kvferry.vllm.progress import PrefillProgress
-from kvferry.vllm.refusals import layer_specs
-from kvferry.vllm.versions import release
 from kvferry.vllm.weights import sample_adapter, sample_weights
 
 __all__ = [

@@ -5,13 +5,15 @@ Pure but for building aiohttp responses; nothing here logs.
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from kvferry.errors import RequestRefused
 
-__all__ = ["ErrorBody", "ErrorDetail", "error_body", "error_response"]
+__all__ = ["ErrorBody", "ErrorDetail", "JsonErrorRunner", "error_body", "error_response"]
+
 
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 
@@ -47,3 +49,68 @@ def _type_name(status: int) -> str:
         return HTTPStatus(status).phrase.title().replace(" ", "").replace("-", "") + "Error"
     except ValueError:
         return "BadRequestError" if status < 500 else "InternalServerError"
+
+
+# -------------------- malformed --------------------
+# What is refused before any handler is asked (bytes that are not HTTP, unknown `Expect`) as JSON, without the client's bytes in it.
+#
+# aiohttp answers these in plain text and quotes what it was sent. It has no setting for that; its connection class is the place.
+
+
+_MESSAGES: tuple[tuple[type[Exception], str], ...] = (
+    (http_exceptions.LineTooLong, "the request line or a header is longer than this server reads"),
+    (http_exceptions.InvalidHeader, "a header of the request is not valid HTTP"),
+    (http_exceptions.BadStatusLine, "the request line is not valid HTTP"),
+    (http_exceptions.InvalidURLError, "the address in the request line is not valid"),
+    (http_exceptions.HttpProcessingError, "the request is not valid HTTP"),
+)
+
+
+class JsonErrorRunner(web.AppRunner):
+    """An AppRunner on whose connections every error is JSON."""
+
+    async def _make_server(self) -> web.Server:
+        plain = await super()._make_server()
+        return _JsonErrorServer(
+            plain.request_handler,
+            request_factory=plain.request_factory,
+            handler_cancellation=plain.handler_cancellation,
+            **plain._kwargs,  # noqa: SLF001  the settings of its connections, which it hands out in no other way
+        )
+
+
+class _JsonErrorServer(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _JsonErrorConnection(self, loop=self._loop, **self._kwargs)
+
+
+class _JsonErrorConnection(web.RequestHandler):
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        # Logs our own failures, and raises ConnectionError when an answer has begun already.
+        super().handle_error(request, status, exc, message)
+        return _closing_response(RequestRefused(_message_for(status, exc), status=status))
+
+    async def finish_response(self, request: web.BaseRequest, resp: Any, start_time: float | None) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):
+            resp = _closing_response(RequestRefused(_http_error_message(resp.status), status=resp.status))
+        return await super().finish_response(request, resp, start_time)
+
+
+def _closing_response(refusal: RequestRefused) -> web.Response:
+    response = error_response(refusal)
+    response.force_close()
+    return response
+
+
+def _message_for(status: int, exc: BaseException | None) -> str:
+    if status >= 500:
+        return "the server failed to serve this request; its log says why"
+    return next((text for kind, text in _MESSAGES if isinstance(exc, kind)), "the request is not valid HTTP")
+
+
+def _http_error_message(status: int) -> str:
+    return "the Expect header is not understood; only 100-continue is" if status == 417 else "the request cannot be served"

@@ -13,7 +13,7 @@ from tests.chaos.ending import say
 from tests.chaos.mode import Mode
 from tests.chaos.router.run import Settings, run
 
-from kvferry.engine.make_model import make_model
+from kvferry.engine.make_model.writer import make_model
 
 __all__ = ["main"]
 

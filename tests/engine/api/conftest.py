@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.make_model import make_model
-from kvferry.engine.make_tokenizer import CHAT_TEMPLATE, make_tokenizer_json
+from kvferry.engine.make_model.tokenizer import CHAT_TEMPLATE, make_tokenizer_json
+from kvferry.engine.make_model.writer import make_model
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.ports.block_store import BlockStore
-from kvferry.ports.control import ControlTransport
-from kvferry.ports.data import DataTransport
-from kvferry.ports.memory import CacheMemory
-from kvferry.ports.order import EngineStream, HostStream
+from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
 from kvferry.types import Region
 
 __all__ = ["PrivateMemoryKit"]

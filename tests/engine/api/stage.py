@@ -12,15 +12,13 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.engine.api.app import build_app
-from kvferry.engine.api.context import ApiSettings
-from kvferry.engine.api.engine import Engine
+from kvferry.engine.api.context import ApiSettings, Engine
 from kvferry.engine.api.serve import make_runner
-from kvferry.engine.link import OutputStream
-from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining, RequestOutput
+from kvferry.engine.client import OutputStream
+from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining, RequestOutput, SampledToken
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.step import SampledToken
 from kvferry.errors import KVFerryError, RemoteProtocolError
-from kvferry.web.handover_records import TransferRecord
+from kvferry.web.transfer_records import TransferRecord
 
 __all__ = ["DEADLINE_S", "MODEL_LEN", "VOCAB", "ScriptedEngine", "Stage", "events_of", "outputs_of", "serving", "stage", "until"]
 

@@ -2,12 +2,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from kvferry.engine.api.assembly import Delta, TextAssembler
-from kvferry.engine.api.stops import StopMatcher
+from kvferry.engine.api.assembly import Delta, StopMatcher, TextAssembler
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
-from kvferry.engine.make_tokenizer import make_tokenizer_json
-from kvferry.engine.messages import RequestOutput
-from kvferry.engine.step import SampledToken
+from kvferry.engine.make_model.tokenizer import make_tokenizer_json
+from kvferry.engine.messages import RequestOutput, SampledToken
 
 TOKENIZER = ModelTokenizer(Tokenizer.from_str(make_tokenizer_json()))
 EOS = 508

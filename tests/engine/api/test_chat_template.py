@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.engine.api.chat_template import ChatTemplate
-from kvferry.engine.api.prompts import template_message
+from kvferry.engine.api.prompts import ChatTemplate, template_message
 from kvferry.engine.api.schema import ChatMessage
 from kvferry.errors import ConfigError, RequestRefused
 

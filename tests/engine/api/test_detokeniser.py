@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
-from kvferry.engine.api.detokeniser import WindowDetokeniser
-from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
-from kvferry.engine.make_tokenizer import VOCAB_SIZE, make_tokenizer_json
+from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens, WindowDetokeniser
+from kvferry.engine.make_model.tokenizer import VOCAB_SIZE, make_tokenizer_json
 from kvferry.errors import ConfigError
 
 RAW = Tokenizer.from_str(make_tokenizer_json())

@@ -11,7 +11,7 @@ from yarl import URL
 
 from kvferry.engine.api.tokenizer import ModelTokenizer, SpecialTokens
 from kvferry.engine.messages import AddRequest, RequestOutput
-from kvferry.web.handover_records import TransferRecord
+from kvferry.web.transfer_records import TransferRecord
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from tests.engine.api.stage import ScriptedEngine, events_of, outputs_of, serving, stage, until
 from tests.web.malformed import MALFORMED, assert_refused_without_echo
 
+from kvferry.engine.api.admission import IgnoredTransfers
 from kvferry.engine.api.context import ApiSettings
 from kvferry.engine.api.schema import ChatRequest, CompletionRequest
-from kvferry.engine.api.unused_transfers import IgnoredTransfers
-from kvferry.engine.messages import AddRequest, RequestOutput
-from kvferry.engine.step import SampledToken
+from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

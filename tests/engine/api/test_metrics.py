@@ -4,7 +4,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.messages import CoreStatus, TransferSummary
-from kvferry.router.instance_metrics import read_metrics
+from kvferry.router.fleet.instance_metrics import read_metrics
 
 
 def carried_bytes(status: CoreStatus, model_name: str) -> Iterator[Metric]:

@@ -14,12 +14,9 @@ import aiohttp
 import pytest
 from tests.engine.api.stage import DEADLINE_S, ScriptedEngine, events_of, outputs_of, until
 
-from kvferry.engine.api.listening import address_of, open_listeners
-from kvferry.engine.api.serve import run_on_fast_loop, serve
-from kvferry.engine.api.signals import StoppedBySignal, stop_signals
-from kvferry.engine.messages import AddRequest, RequestOutput
+from kvferry.engine.api.serve import StoppedBySignal, address_of, open_listeners, run_on_fast_loop, serve, stop_signals
+from kvferry.engine.messages import AddRequest, RequestOutput, SampledToken
 from kvferry.engine.options import EngineOptions
-from kvferry.engine.step import SampledToken
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
 

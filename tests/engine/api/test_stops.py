@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.api.stops import StopMatcher, StopScan
+from kvferry.engine.api.assembly import StopMatcher, StopScan
 
 
 def feed(stops: list[str], chunks: list[str]) -> tuple[str, str | None]:

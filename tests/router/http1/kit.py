@@ -10,10 +10,9 @@ from typing import Any
 
 import uvloop
 
-from kvferry.router.http1.client import Target, UpstreamPool, UpstreamResponse
-from kvferry.router.http1.limits import ServerLimits
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Admit, Handler, HttpServer, ResponseWriter
+from kvferry.router.http.messages import ServerLimits, ServerRequest
+from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.server import Admit, Handler, HttpServer, ResponseWriter
 from kvferry.types import Address
 
 DEADLINE_S = 20.0

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.http1.kit import answering, ask, chunked, instance, read_request, run, upstreams
 
-from kvferry.router.http1.client import Target, UpstreamPool
-from kvferry.router.http1.errors import ConnectFailed, InvalidResponse, UpstreamDisconnected, UpstreamError, UpstreamTimeout
+from kvferry.router.http.messages import ConnectFailed, InvalidResponse, UpstreamDisconnected, UpstreamError, UpstreamTimeout
+from kvferry.router.http.pool import Target, UpstreamPool
 from kvferry.types import Address
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.router.http1.kit import chunked
 
-from kvferry.router.http1.framing import ChunkedBody, FramingError, LengthBody, UntilCloseBody, chunk
+from kvferry.router.http.framing import ChunkedBody, FramingError, LengthBody, UntilCloseBody, chunk
 
 SEGMENTS = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 from tests.router.http1.kit import RawClient, chunked, echo, post, run, serving
 
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import ResponseWriter
+from kvferry.router.http.messages import ServerRequest
+from kvferry.router.http.server import ResponseWriter
 
 
 @dataclass

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import RequestRefused
-from kvferry.router.http1.errors import InvalidResponse
-from kvferry.router.http1.parsing import BodyKind, check_partial_head, read_request_head, read_response_head
+from kvferry.router.http.messages import InvalidResponse
+from kvferry.router.http.parsing import BodyKind, check_partial_head, read_request_head, read_response_head
 
 NAMES = st.text(string.ascii_letters + string.digits + "!#$%&'*+-.^_`|~", min_size=1, max_size=20).filter(
     lambda name: name.lower() not in ("host", "content-length", "transfer-encoding", "connection", "expect")

@@ -11,12 +11,12 @@ from tests.router.http1.kit import Talk, chunked, instance, post, read_request, 
 from tests.router.http1.test_client import CHUNKED, OK, settles
 from tests.router.http1.test_tls import cert, client_side, server_side
 
-from kvferry.router.http1 import client, parting, upstream_connection
-from kvferry.router.http1.client import Target, UpstreamPool, UpstreamResponse
-from kvferry.router.http1.errors import UpstreamDisconnected, UpstreamTimeout
-from kvferry.router.http1.parting import AbandonedConnections, parse_complete_response
-from kvferry.router.http1.pool import TargetPool
-from kvferry.router.http1.upstream_connection import UpstreamConnection
+from kvferry.router.http import pool as client
+from kvferry.router.http import upstream_connection
+from kvferry.router.http import upstream_connection as parting
+from kvferry.router.http.messages import UpstreamDisconnected, UpstreamTimeout
+from kvferry.router.http.pool import Target, TargetPool, UpstreamPool, UpstreamResponse
+from kvferry.router.http.upstream_connection import AbandonedConnections, UpstreamConnection, parse_complete_response
 
 __all__ = ["cert"]
 

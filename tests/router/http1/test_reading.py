@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.router.http1.kit import LIMITS, chunked, post
 
 from kvferry.errors import RequestRefused
-from kvferry.router.http1.limits import ServerLimits
-from kvferry.router.http1.reading import RequestReader
+from kvferry.router.http.framing import RequestReader
+from kvferry.router.http.messages import ServerLimits
 
 BODIES = st.lists(st.binary(max_size=60), min_size=1, max_size=4)
 

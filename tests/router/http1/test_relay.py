@@ -9,11 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.router.http1.kit import Served, Talk, answering, ask, chunked, instance, post, read_request, run, serving, upstreams
 
-from kvferry.router.http1.client import Target, UpstreamPool, UpstreamResponse
-from kvferry.router.http1.errors import InvalidResponse, UpstreamDisconnected, UpstreamError, UpstreamTimeout
-from kvferry.router.http1.framing import ChunkedBody
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import ResponseWriter
+from kvferry.router.http.framing import ChunkedBody
+from kvferry.router.http.messages import InvalidResponse, ServerRequest, UpstreamDisconnected, UpstreamError, UpstreamTimeout
+from kvferry.router.http.pool import Target, UpstreamPool, UpstreamResponse
+from kvferry.router.http.server import ResponseWriter
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: [DONE]\n\n"]
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

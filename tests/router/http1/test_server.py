@@ -5,8 +5,8 @@ import logging
 import pytest
 from tests.router.http1.kit import RawClient, Served, chunked, echo, post, run, serving
 
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import Admit, ResponseParts, ResponseWriter
+from kvferry.router.http.messages import ServerRequest
+from kvferry.router.http.server import Admit, ResponseParts, ResponseWriter
 
 
 def test_a_connection_is_kept_for_request_after_request() -> None:

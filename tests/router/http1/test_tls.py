@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from tests.router.http1.kit import answering, ask, chunked, echo, instance, post, run, serving, upstreams
 
-from kvferry.router.http1.client import Target
-from kvferry.router.http1.errors import ConnectFailed, InvalidResponse, UpstreamError
-from kvferry.router.http1.messages import ServerRequest
-from kvferry.router.http1.server import ResponseWriter
+from kvferry.router.http.messages import ConnectFailed, InvalidResponse, ServerRequest, UpstreamError
+from kvferry.router.http.pool import Target
+from kvferry.router.http.server import ResponseWriter
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked([b"a" * 100_000, b"b"])
 

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint's folder, in a process that vLLM takes for a worker."""
     from tests.vllm.inside.engines import start_parallel_state
 
-    from kvferry.engine.make_model import make_model
+    from kvferry.engine.make_model.writer import make_model
 
     directory = tmp_path_factory.mktemp("inside")
     make_model(directory / "tiny")

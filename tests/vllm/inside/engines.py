@@ -45,7 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry.ferry.ferry import TransferWorkerSnapshot
+from kvferry.worker.worker import TransferWorkerSnapshot
 
 __all__ = ["BLOCK", "Answer", "Engine", "cache_config", "layer_specs", "next_token", "run_until", "start_parallel_state", "vllm_config"]
 

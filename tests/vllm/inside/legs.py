@@ -9,7 +9,7 @@ from typing import Any
 from tests.vllm.inside.engines import Engine, run_until
 
 from kvferry.config import ClusterSecret
-from kvferry.protocol.push_tickets import PushTicket, PushTicketKey
+from kvferry.protocol.tickets import PushTicket, PushTicketKey
 
 __all__ = ["PUSH", "Legs", "push_ticket"]
 

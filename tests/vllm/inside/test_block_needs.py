@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from vllm.v1.request import RequestStatus
 
-from kvferry.vllm.block_needs import BlockDemand
+from kvferry.vllm.block_demand import BlockDemand
 
 
 @dataclass(eq=False)

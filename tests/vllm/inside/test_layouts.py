@@ -15,7 +15,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.connectors.geometry import geometry_of
 from kvferry.errors import ConfigError, IncompatiblePeer
-from kvferry.protocol.geometry import Geometry, check_geometry
+from kvferry.protocol.layout import Geometry, check_geometry
 from kvferry.protocol.planning import plan_read
 from kvferry.vllm import translate
 
@@ -38,7 +38,7 @@ def our_config(config: VllmConfig) -> Any:
 
     from kvferry.config import KVTransferConfig, SideChannelConfig
     from kvferry.connectors.contract import ConnectorConfig, ModelIdentity, ParallelConfig
-    from kvferry.planes.memory import MemoryNetwork
+    from kvferry.transports.memory import MemoryNetwork
 
     transfer = KVTransferConfig.from_mapping({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     identity = ModelIdentity("Tiny", "abc", 4, 2, 64, "float32")

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from tests.vllm.inside.engines import Engine, vllm_config
 from vllm.v1.outputs import ModelRunnerOutput
 
-from kvferry.router.instance_metrics import read_metrics
+from kvferry.router.fleet.instance_metrics import read_metrics
 from kvferry.vllm.connector import KVFerryConnector, KVFerryPushConnector
 
 

@@ -8,7 +8,7 @@ from tests.vllm.inside.engines import Engine, run_until
 from tests.vllm.inside.legs import PUSH
 from tests.vllm.inside.test_life_cycle import check_outcome, finish, greedy, prompt, settle
 
-from kvferry.bench.vllm_servers import free_ports
+from kvferry.bench.vllm.servers import free_ports
 
 
 def start_both(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Engine, dict[str, Any]]:

@@ -7,13 +7,13 @@ from tests.vllm.inside.conftest import StartEngine
 from tests.vllm.inside.engines import run_until
 
 import vllm
-from kvferry.vllm.versions import TESTED, warn_if_untested
+from kvferry.vllm.compatibility import TESTED, warn_if_untested
 
 WARNING = "kvferry was tested with vLLM 0.32.0, this is 0.99.1: its connector interface may have changed"
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "kvferry.vllm.versions"]
+    return [record.getMessage() for record in caplog.records if record.name == "kvferry.vllm.compatibility"]
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu"])

@@ -3,15 +3,16 @@
 `nonces` bring the randomness, so that an id is never trusted to be unique because a client sent it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.engine.api.schema import GenerationRequest
-from kvferry.engine.messages import AddRequest, CoreReady
-from kvferry.engine.step import SamplingParams
+from kvferry.engine.messages import AddRequest, CoreReady, SamplingParams
 from kvferry.errors import RequestRefused
 
-__all__ = ["MAX_SEQUENCES", "RequestAdmission", "check_token_ids"]
+__all__ = ["MAX_SEQUENCES", "IgnoredTransfers", "RequestAdmission", "check_token_ids"]
+
 
 MAX_SEQUENCES = 1024
 """Prompts times n of one HTTP request."""
@@ -102,3 +103,26 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestRefused(f"{param} holds the token id {wrong}, but this model's ids go from 0 to {vocab_size - 1}", param=param)
+
+
+# -------------------- unused transfers --------------------
+# Requests that ask an engine without a connector for a KV transfer: they are computed plainly, and the log says so now and then. Pure.
+
+
+_ASKING = ("do_remote_prefill", "do_remote_decode")
+
+
+@dataclass(slots=True)
+class IgnoredTransfers:
+    """Makes at most one note per interval, however many requests there are."""
+
+    interval_s: float = 60.0
+    _next_at: float = field(default=float("-inf"), init=False)
+
+    def note(self, params: Mapping[str, Any] | None, now: float) -> str | None:
+        """A sentence for the log, when one is due."""
+        asked = [name for name in _ASKING if params and params.get(name) is True]
+        if not asked or now < self._next_at:
+            return None
+        self._next_at = now + self.interval_s
+        return f"{asked[0]} is ignored: this engine was started without --kv-transfer-config, so the prompt is computed here"

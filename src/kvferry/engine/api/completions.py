@@ -7,17 +7,25 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from kvferry.engine.api.admission import RequestAdmission
-from kvferry.engine.api.answering import GenerationResponder, Submission
 from kvferry.engine.api.assembly import Delta
 from kvferry.engine.api.context import context_of, read_body
-from kvferry.engine.api.logprobs import CompletionLogprobs, TokenNames, completion_logprobs
-from kvferry.engine.api.replies import CollectedChoice, ResponseBody
-from kvferry.engine.api.schema import CompletionRequest, decode_body
+from kvferry.engine.api.generation import GenerationResponder, Submission
+from kvferry.engine.api.responses import (
+    ChatLogprobs,
+    CollectedChoice,
+    CompletionLogprobs,
+    ResponseBody,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+)
+from kvferry.engine.api.schema import ChatRequest, CompletionRequest, decode_body
 from kvferry.engine.api.tokenizer import SpecialTokens
-from kvferry.engine.step import SampledToken
+from kvferry.engine.messages import SampledToken
 from kvferry.errors import RequestRefused
 
-__all__ = ["CompletionFormatter", "handle_completion"]
+__all__ = ["ChatFormatter", "CompletionFormatter", "handle_chat", "handle_completion"]
+
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -103,3 +111,95 @@ def _prompt_text(http: web.Request, request: CompletionRequest, which: int, toke
     if which < len(sent) and isinstance(sent[which], str):
         return str(sent[which])
     return context_of(http).tokenizer.decode(token_ids, SpecialTokens.WITHOUT)
+
+
+# -------------------- chat --------------------
+# POST /v1/chat/completions.
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: str = "assistant"
+
+
+class MessageDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage | UnsetType = UNSET
+    delta: MessageDelta | UnsetType = UNSET
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatFormatter:
+    """Shapes chat answers; in a stream, the assistant's role comes before a choice's first text."""
+
+    def __init__(self, request: ChatRequest, submission: Submission, names: TokenNames) -> None:
+        self._request = request
+        self._asked = submission
+        self._names = names
+        self._opened: set[int] = set()
+
+    def whole(self, answers: Sequence[CollectedChoice]) -> ResponseBody:
+        choices = [self._filled(ChatChoice(index=answer.index, message=AssistantMessage(answer.text)), answer) for answer in answers]
+        return self._with_prompt(self._reply("chat.completion", choices))
+
+    def chunks(self, delta: Delta) -> Sequence[ResponseBody]:
+        choice = self._filled(ChatChoice(index=delta.index, delta=MessageDelta(content=delta.text)), delta)
+        chunk = self._reply("chat.completion.chunk", [choice])
+        if delta.index in self._opened:
+            return [chunk]
+        role = self._reply("chat.completion.chunk", [ChatChoice(index=delta.index, delta=MessageDelta("assistant", ""))])
+        if not self._opened:
+            self._with_prompt(role)
+        self._opened.add(delta.index)
+        return [role, chunk]
+
+    def closing(self) -> ResponseBody:
+        return self._reply("chat.completion.chunk", [])
+
+    def _reply(self, kind: str, choices: list[ChatChoice]) -> ResponseBody:
+        submission = self._asked
+        return ResponseBody(id=submission.request_id, object=kind, created=submission.created, model=submission.model, choices=choices)
+
+    def _with_prompt(self, reply: ResponseBody) -> ResponseBody:
+        if self._request.return_token_ids:
+            reply.prompt_token_ids = self._asked.prompts[0]
+        return reply
+
+    def _filled(self, choice: ChatChoice, part: CollectedChoice | Delta) -> ChatChoice:
+        choice.finish_reason = part.finish_reason
+        choice.stop_reason = part.stop_reason
+        choice.logprobs = self._logprobs(part.tokens)
+        if self._request.return_token_ids:
+            choice.token_ids = part.token_ids
+        return choice
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> ChatLogprobs | None:
+        return chat_logprobs(tokens, self._names, self._request.top_logprobs or 0) if self._request.logprobs else None
+
+
+async def handle_chat(http: web.Request) -> web.StreamResponse:
+    context = context_of(http)
+    request = decode_body(await read_body(http), ChatRequest)
+    context.check_model(request.model)
+    if request.top_logprobs and not request.logprobs:
+        raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
+    prompt = await context.prompts.chat(request)
+    responder = GenerationResponder(http, "chatcmpl", request)
+    admission = RequestAdmission(
+        request,
+        responder.request_id,
+        [prompt],
+        max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+        default_max_tokens=None,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    submission = responder.submission(admission)
+    return await responder.answer(submission, ChatFormatter(request, submission, responder.names), echo_texts=[])

@@ -1,23 +1,132 @@
-"""What every handler works with: the engine, the model's text side, settings and metrics; and how a body is read.
-
-Owned by the application; one per process, used on its loop.
-"""
+"""What the front-end needs of an engine core; `kvferry.engine.client.EngineClient` is one."""
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 from aiohttp import web
 
-from kvferry.engine.api.drain import RequestDrain
-from kvferry.engine.api.engine import Engine
+from kvferry.engine.api.admission import IgnoredTransfers
 from kvferry.engine.api.metrics import ApiMetrics
 from kvferry.engine.api.prompts import PromptReader
 from kvferry.engine.api.tokenizer import ModelTokenizer
-from kvferry.engine.api.unused_transfers import IgnoredTransfers
+from kvferry.engine.client import OutputStream
+from kvferry.engine.messages import AddRequest, CoreReady, CoreStatus, Remaining
 from kvferry.errors import RequestRefused
+from kvferry.web.transfer_records import TransferRecord
 
-__all__ = ["CONTEXT", "REQUEST_ID", "ApiContext", "ApiSettings", "context_of", "read_body"]
+__all__ = ["CONTEXT", "REQUEST_ID", "ApiContext", "ApiSettings", "Engine", "RequestDrain", "context_of", "read_body"]
+
+
+class Engine(Protocol):
+    @property
+    def ready(self) -> CoreReady: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    async def died(self) -> str:
+        """Wait until the core is gone; the reason."""
+
+    def add(self, requests: Sequence[AddRequest]) -> list[OutputStream]:
+        """All requests enter before the same step. Closing a stream that has not ended aborts its request."""
+
+    def abandon(self, request_id: str) -> None:
+        """The answer of this request reached nobody. Harmless for unknown ones."""
+
+    async def status(self, timeout_s: float = 5.0) -> CoreStatus: ...
+
+    async def transfer_records(self, name: str = "", timeout_s: float = 5.0) -> list[TransferRecord]:
+        """Of requests of that name whose KV came from a peer; of the newest, without one."""
+
+    def drain(self) -> None:
+        """Keep count, from now on, of who still needs the core."""
+
+    @property
+    def remaining(self) -> Remaining | None:
+        """The count; None before the first."""
+
+    async def drained(self) -> None:
+        """Wait until nobody does."""
+
+
+# -------------------- drain --------------------
+# Which requests are being served, so that a stopping server can let them finish or, at last, break them off. Runs on the API's loop.
+
+
+_RETRY_AFTER_S = 1
+"""Another instance can serve it at once; this one will not come back before its replacement does."""
+
+
+class RequestDrain:
+    """Knows the live requests; once closed, admits no more."""
+
+    def __init__(self) -> None:
+        self._live: set[asyncio.Timeout] = set()
+        self._is_closed = False
+        self._is_cancelling = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_cancelling(self) -> bool:
+        """Whether a cancellation means that the server is stopping: a stream then says so before it ends."""
+        return self._is_cancelling
+
+    @property
+    def refusal(self) -> RequestRefused:
+        return RequestRefused("the server is stopping: send the request to another", status=503, retry_after_s=_RETRY_AFTER_S)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    @asynccontextmanager
+    async def admit(self) -> AsyncIterator[None]:
+        """Around one generation. RequestRefused with 503 when the server is stopping, once `cancel_all` was called also in the middle."""
+        if self._is_closed:
+            raise self.refusal
+        # A deadline that is set when there is one: it cancels this request and nothing else, however deep it waits.
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._live.add(scope)
+                self._idle.clear()
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise self.refusal from None
+        finally:
+            self._live.discard(scope)
+            if not self._live:
+                self._idle.set()
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def cancel_all(self) -> None:
+        """Cancel what is still live."""
+        self._is_cancelling = True
+        for scope in self._live:
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    async def wait_idle(self) -> None:
+        """Until no request is live."""
+        await self._idle.wait()
+
+
+# -------------------- context --------------------
+# What every handler works with: the engine, the model's text side, settings and metrics; and how a body is read.
+#
+# Owned by the application; one per process, used on its loop.
 
 
 @dataclass(frozen=True, slots=True)

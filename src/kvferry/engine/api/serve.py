@@ -1,27 +1,170 @@
-"""Serving one engine over HTTP until a signal or the engine's death: what `kvferry serve` runs. Owns the sockets, not the engine."""
+"""SIGINT and SIGTERM as events of the running loop, from before the engine core is started until the last request has been answered."""
 
 import asyncio
+import errno
 import logging
+import signal
+import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from kvferry.engine.api.app import build_app
-from kvferry.engine.api.context import CONTEXT, ApiSettings
-from kvferry.engine.api.engine import Engine
-from kvferry.engine.api.listening import address_of, open_listeners
+from kvferry.engine.api.context import CONTEXT, ApiSettings, Engine
 from kvferry.engine.api.metrics import MetricSource
-from kvferry.engine.api.signals import StopSignals, stop_signals
 from kvferry.engine.options import EngineOptions
-from kvferry.errors import KVFerryError
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.types import Address
-from kvferry.web.malformed import JsonErrorRunner
+from kvferry.web.errors import JsonErrorRunner
 
-__all__ = ["announce", "fast_loop_factory", "make_runner", "run_on_fast_loop", "serve"]
+__all__ = [
+    "StopSignals",
+    "StoppedBySignal",
+    "address_of",
+    "announce",
+    "fast_loop_factory",
+    "make_runner",
+    "open_listeners",
+    "run_on_fast_loop",
+    "serve",
+    "stop_signals",
+]
+
+
+WorkResult = TypeVar("WorkResult")
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedBySignal:
+    """A signal came before the work was done."""
+
+    number: int
+
+    @property
+    def exit_code(self) -> int:
+        """As shells report a signal."""
+        return 128 + self.number
+
+
+class StopSignals:
+    """Counts them. SIGTERM, a supervisor's, asks to drain; SIGINT is a person at the keyboard, who waits."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._number = signal.SIGTERM
+
+    @property
+    def asks_to_drain(self) -> bool:
+        """What the first signal means."""
+        return self._number == signal.SIGTERM
+
+    def on_signal(self, number: signal.Signals) -> None:
+        if self.first.is_set():
+            self.second.set()
+            return
+        self._number = number
+        self.first.set()
+
+    async def run_unless_stopped(self, work: Coroutine[Any, Any, WorkResult]) -> WorkResult | StoppedBySignal:
+        """The result of `work`; Stopped when a signal comes first, after `work` has been cancelled and has cleaned up."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self.first.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            return StoppedBySignal(self._number)
+        finally:
+            for waiting in (task, stopped):
+                waiting.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    loop = asyncio.get_running_loop()
+    signals = StopSignals()
+    caught = (signal.SIGINT, signal.SIGTERM)
+    for number in caught:
+        loop.add_signal_handler(number, signals.on_signal, number)
+    try:
+        yield signals
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+
+# -------------------- listening --------------------
+# Listening sockets for a host name and a port, one per address that the name has on this machine.
+#
+# `localhost` is two addresses, and one of them (IPv6, in many containers) may not exist: what exists is used, all on the same port.
+# The caller owns the sockets.
+
+
+_BACKLOG = 1024
+_ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+async def open_listeners(host: str, port: int) -> list[socket.socket]:
+    """ConfigError when the name is unknown, nothing can be bound, or a port is taken; no socket is left open then."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, got {port}")
+    listeners: list[socket.socket] = []
+    absent: OSError | None = None
+    try:
+        for family, where in await _addresses(host, port):
+            try:
+                listeners.append(_bind_listener(family, (where[0], address_of(listeners[0]).port, *where[2:]) if listeners else where))
+            except OSError as error:
+                if error.errno not in _ABSENT:
+                    raise
+                absent = error
+        if not listeners:
+            raise absent or OSError("it has no address")
+    except (OSError, UnicodeError) as error:
+        for listener in listeners:
+            listener.close()
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"cannot listen on {host or '*'} port {port} ({why}): choose another --host or --port") from error
+    return listeners
+
+
+def address_of(listener: socket.socket) -> Address:
+    host, port, *_ = listener.getsockname()
+    return Address(host, port)
+
+
+async def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Without repeats, IPv4 first: it is what most people type."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return sorted({(family, where) for family, _, _, _, where in infos}, key=lambda entry: entry[0] != socket.AF_INET)
+
+
+def _bind_listener(family: int, where: tuple[Any, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # Its own IPv4 twin has its own socket.
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+# -------------------- serve --------------------
+# Serving one engine over HTTP until a signal or the engine's death: what `kvferry serve` runs. Owns the sockets, not the engine.
+
 
 _CANCEL_TIMEOUT_S = 0.1
 """How long aiohttp waits, twice, before it cancels handlers; draining has given them their time already."""

@@ -1,0 +1,218 @@
+"""`kvferry bench router`: what a router costs, with stub engines behind it, beside no router and the routers of others, in one run.
+
+The load client and the stubs share a core, routers have another. All routers live side by side and are driven in turn, so that whatever
+else the machine does meets all alike; medians of the rounds are told. Every answer is compared with what D sent, and D answers only
+requests that carry the parameters P has just written (`kvferry.bench.router.messages`).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from kvferry.bench.figures import quantile, rounded
+from kvferry.bench.process_usage import run_queue_wait_s
+from kvferry.bench.router.contestants import (
+    TOY_PROGRAM,
+    Cores,
+    RunningRouter,
+    Tools,
+    default_router_python,
+    missing_packages,
+    split_cores,
+    start_routers,
+)
+from kvferry.bench.router.load import LoadClient, LoadSpec, connect_direct_client, connect_router_client, run_load
+from kvferry.bench.router.messages import EVENTS, BenchMessages
+from kvferry.bench.router.report import Router, RouterCell, Sample, make_rows, progress, table
+from kvferry.bench.router.stubs import Stubs, start_stubs
+from kvferry.cli.arguments import Parser, parse_size
+from kvferry.cli.runtime import raise_file_limit, stop_signals
+from kvferry.errors import ConfigError
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+
+DESCRIPTION = (
+    "Measure requests per second, time to the first byte and CPU time of `kvferry proxy` with stub engines behind it, beside a client\n"
+    "that asks both engines itself (direct), a program that does what vLLM's toy proxy does (toy) and vllm-router."
+)
+EXAMPLES = """\
+  kvferry bench router
+  kvferry bench router --json --seconds 5 --repeats 5
+  kvferry bench router --routers direct kvferry --concurrency 64 --prompt-bytes 1024
+  kvferry bench router --toy-proxy toy_proxy_server.py --router-python .venv-vllm/bin/python"""
+CONCURRENCY = (1, 16, 64)
+PROMPT_BYTES = (1024, 65536)
+WARM_UPS = 4
+"""For each client of a round, before the clock starts."""
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBenchPlan:
+    routers: Sequence[Router]
+    prompt_bytes: Sequence[int]
+    concurrency: Sequence[int]
+    load: LoadSpec
+    repeats: int
+    writes: int
+    tools: Tools
+
+    def __post_init__(self) -> None:
+        counts = [("--prompt-bytes", n) for n in self.prompt_bytes] + [("--concurrency", n) for n in self.concurrency]
+        counts += [("--repeats", self.repeats), ("--requests", 1 if self.load.requests is None else self.load.requests)]
+        for flag, count in counts:
+            if count < 1:
+                raise ConfigError(f"{flag} must be at least 1, got {count}")
+        if self.load.seconds is not None and not 0 < self.load.seconds < 3600:
+            raise ConfigError(f"--seconds must be more than 0 and less than an hour, got {self.load.seconds:g}")
+        if not 1 <= self.writes <= EVENTS:
+            raise ConfigError(f"--writes must be from 1 to {EVENTS}, the events of a stream; got {self.writes}")
+
+
+def add_arguments(parser: Parser) -> None:
+    names = [str(router) for router in Router]
+    parser.add_argument("--routers", nargs="+", choices=names, default=names, help=f"which (default: {' '.join(names)})")
+    parser.add_argument(
+        "--concurrency", nargs="+", type=parse_size, default=list(CONCURRENCY), metavar="N", help="clients (default: 1 16 64)"
+    )
+    of = "length of the prompt (default: 1024 65536)"
+    parser.add_argument("--prompt-bytes", nargs="+", type=parse_size, default=list(PROMPT_BYTES), metavar="N", help=of)
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="each router, in each round (default: %(default)s)")
+    parser.add_argument("--requests", type=int, metavar="N", help="so many in each round instead")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("--writes", type=int, default=1, metavar="N", help="in how many writes D sends its stream (default: %(default)s)")
+    parser.add_argument("--toy-proxy", type=Path, default=TOY_PROGRAM, metavar="PATH", help="this program instead of ours: upstream's own")
+    parser.add_argument(
+        "--router-python", type=Path, default=None, metavar="PATH", help="has the others' packages (default: .venv-router's)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    tools = Tools(arguments.router_python or default_router_python(), arguments.toy_proxy)
+    wanted = [router for router in Router if router in arguments.routers]
+    skipped = {str(router): note for router in wanted if (note := missing_packages(router, tools)) is not None}
+    for note in skipped.values():
+        _print_progress(f"left out: {note}")
+    routers = [router for router in wanted if router not in skipped]
+    if not routers:
+        raise ConfigError(f"there is nothing to measure: {'; '.join(skipped.values())}")
+    load = LoadSpec(seconds=arguments.seconds) if arguments.requests is None else LoadSpec(requests=arguments.requests)
+    plan = RouterBenchPlan(routers, arguments.prompt_bytes, arguments.concurrency, load, arguments.repeats, arguments.writes, tools)
+    raise_file_limit()
+    with stop_signals(), split_cores() as cores, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if not cores.router:
+            _print_progress(
+                "this process may use one core only, so the routers share it with the client: the figures are lower and less steady"
+            )
+        rows = make_rows(runner.run(_measure_all(plan, cores)))
+    facts = _machine(plan, cores) | {"skipped": skipped}
+    print(json.dumps({"rows": rows, "machine": facts}) if arguments.json else table(rows, facts))
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+async def _measure_all(plan: RouterBenchPlan, cores: Cores) -> list[RouterCell]:
+    all_messages = [BenchMessages(size, plan.writes) for size in plan.prompt_bytes]
+    processes = [router for router in plan.routers if router is not Router.DIRECT]
+    cells = []
+    async with (
+        start_stubs(all_messages[0]) as stubs,
+        start_routers(processes, (stubs.prefill, stubs.decode), plan.tools, cores, all_messages[0]) as running,
+    ):
+        for messages in all_messages:
+            stubs.set_messages(messages)
+            for concurrency in plan.concurrency:
+                cells.append(await _measure_cell(concurrency, plan, stubs, running))
+                _print_progress(progress(cells[-1]))
+    return cells
+
+
+async def _measure_cell(concurrency: int, plan: RouterBenchPlan, stubs: Stubs, running: Mapping[Router, RunningRouter]) -> RouterCell:
+    cell = RouterCell(stubs.ledger.messages.prompt_bytes, concurrency, {router: [] for router in plan.routers})
+    for number in range(plan.repeats):
+        first = number % len(plan.routers)
+        for router in [*plan.routers[first:], *plan.routers[:first]]:
+            cell.samples[router].append(await _measure(concurrency, plan.load, stubs, running.get(router)))
+    return cell
+
+
+async def _measure(concurrency: int, load: LoadSpec, stubs: Stubs, router: RunningRouter | None) -> Sample:
+    messages = stubs.ledger.messages
+    clients: list[LoadClient] = []
+    try:
+        for _ in range(concurrency):
+            dialing = (
+                connect_router_client(messages, router.address) if router else connect_direct_client(messages, stubs.prefill, stubs.decode)
+            )
+            clients.append(await dialing)
+        warm_up = await run_load(clients, LoadSpec(requests=WARM_UPS * concurrency))
+        before = _CpuUsage.read(router)
+        result = await run_load(clients, load)
+        after = _CpuUsage.read(router)
+    finally:
+        for client in clients:
+            client.close()
+    verified = len(result.ttfb_s)
+    return Sample(
+        rps=result.rps,
+        ttfb_p50_ms=_ms(result.ttfb_s, 0.5),
+        ttfb_p99_ms=_ms(result.ttfb_s, 0.99),
+        client_share=(after.client_s - before.client_s) / result.wall_s,
+        waited_share=(after.waited_s - before.waited_s) / result.wall_s,
+        verified=verified,
+        failures=result.failures + warm_up.failures,
+        cpu_s_per_1k=1000 * (after.router_s - before.router_s) / verified if router and verified else None,
+        rss_mb=router.rss_bytes() / MIB if router else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuUsage:
+    """CPU time."""
+
+    router_s: float
+    client_s: float
+    """Ours: of the client and the stubs."""
+    waited_s: float
+    """By both, for a core that others had."""
+
+    @classmethod
+    def read(cls, router: RunningRouter | None) -> "_CpuUsage":
+        ours = os.times()
+        waited_s = run_queue_wait_s(os.getpid()) + (router.waited_s() if router else 0.0)
+        return cls(router.cpu_s() if router else 0.0, ours.user + ours.system, waited_s)
+
+
+def _ms(values: Sequence[float], share: float) -> float | None:
+    found = quantile(values, share)
+    return None if found is None else found * 1000
+
+
+def _machine(plan: RouterBenchPlan, cores: Cores) -> dict[str, Any]:
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average": rounded(os.getloadavg()[0]),
+        "router_cores": sorted(cores.router),
+        "client_cores": sorted(cores.load),
+        "seconds": plan.load.seconds,
+        "requests": plan.load.requests,
+        "repeats": plan.repeats,
+        "writes": plan.writes,
+        "toy_proxy": "ours" if plan.tools.toy_program == TOY_PROGRAM else plan.tools.toy_program.name,
+    }
+
+
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

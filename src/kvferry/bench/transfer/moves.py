@@ -1,0 +1,106 @@
+"""Which blocks one move of `kvferry bench transfer` carries. Pure but for the seeded random order.
+
+A side's memory is a few regions of equal size, as the layers of a cache are; the same blocks move in each of them.
+
+    spread 1: every block moves         spread 2: every second one, at random, on each side its own
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from kvferry.transports.base import Segments
+from kvferry.transports.copy.segments import Offsets
+
+__all__ = ["RUN_BLOCKS", "Blocks", "Move", "Pattern", "blocks_per_region", "plan_move"]
+
+RUN_BLOCKS = 8
+"""Adjacent blocks in a run, on both sides."""
+
+
+class Pattern(StrEnum):
+    SCATTERED = "scattered"
+    RUNS = "runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """One side's memory, cut into blocks."""
+
+    segment_bytes: int
+    regions: int
+    per_region: int
+
+    @property
+    def count(self) -> int:
+        return self.regions * self.per_region
+
+    @property
+    def region_bytes(self) -> int:
+        return self.per_region * self.segment_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """`local_blocks[i]` is filled from `remote_blocks[i]`; numbered through all regions."""
+
+    blocks: Blocks
+    local_blocks: Offsets
+    remote_blocks: Offsets
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.local_blocks) * self.blocks.segment_bytes
+
+    def part(self, most: int) -> "Move":
+        """About so many of its blocks, equally many in every region and whole runs of them; itself where it has no more."""
+        regions = self.blocks.regions
+        taken = max(1, most // regions // RUN_BLOCKS) * RUN_BLOCKS
+        if len(self.local_blocks) <= taken * regions:
+            return self
+        return Move(self.blocks, *(side.reshape(regions, -1)[:, :taken].ravel() for side in (self.local_blocks, self.remote_blocks)))
+
+    def joined(self) -> "Move":
+        """As many bytes that lie together on both sides: the first blocks, in their order."""
+        first = np.arange(len(self.local_blocks), dtype=np.int64)
+        return Move(self.blocks, first, first)
+
+    def segments(self) -> list[Segments]:
+        """As a transfer worker asks a transport for it: one entry for each region, and the same arrays where the same blocks move."""
+        size, per_region = self.blocks.segment_bytes, self.blocks.per_region
+        moved = len(self.local_blocks) // self.blocks.regions
+        parts = list[Segments]()
+        for region in range(self.blocks.regions):
+            chosen = slice(region * moved, (region + 1) * moved)
+            near, far = ((side[chosen] - region * per_region) * size for side in (self.local_blocks, self.remote_blocks))
+            if parts and np.array_equal(near, parts[0].local_offsets) and np.array_equal(far, parts[0].remote_offsets):
+                near, far = parts[0].local_offsets, parts[0].remote_offsets
+            parts.append(Segments(region, region, size, near, far))
+        return parts
+
+
+def blocks_per_region(blocks: Blocks, pattern: Pattern, spread: int) -> int:
+    """How many of each region's blocks move; none when not even one run fits."""
+    run = _run(pattern)
+    return blocks.per_region // run // spread * run
+
+
+def plan_move(blocks: Blocks, pattern: Pattern, spread: int, seed: int) -> Move:
+    """A `spread`th of every region's blocks, in random order on both sides. At least one run has to fit."""
+    random = np.random.default_rng(seed)
+    run = _run(pattern)
+    places = blocks.per_region // run
+    moved = blocks_per_region(blocks, pattern, spread) // run
+    if moved < 1:
+        raise ValueError(f"{blocks.per_region} blocks in a region are too few for runs of {run}, spread over {spread} times their size")
+    sides = []
+    for _ in range(2):
+        starts = random.permutation(places)[:moved] * run
+        within = (starts[:, None] + np.arange(run)).ravel()
+        sides.append((np.arange(blocks.regions)[:, None] * blocks.per_region + within).ravel().astype(np.int64))
+    return Move(blocks, *sides)
+
+
+def _run(pattern: Pattern) -> int:
+    return 1 if pattern is Pattern.SCATTERED else RUN_BLOCKS

@@ -1,0 +1,301 @@
+"""Real vLLM servers as child processes: their command lines, their environment, waiting for them, pausing them, ending them.
+
+Whatever ends the one who started them, kill -9 included, no process is left behind (see `kvferry.cli.cluster.processes`).
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvferry.cli.arguments import Parser
+from kvferry.cli.cluster.http_client import is_healthy
+from kvferry.cli.cluster.processes import ChildProcess, ProcessGroup
+from kvferry.cli.cluster.reaper import members_of_group
+from kvferry.errors import ConfigError, KVFerryError
+from kvferry.types import Address
+
+__all__ = [
+    "MODEL_NAME",
+    "OURS",
+    "ROLES",
+    "STOCK",
+    "PairSettings",
+    "RunningServers",
+    "ServerPair",
+    "VllmServer",
+    "add_vllm_arguments",
+    "check_vllm",
+    "default_python",
+    "free_ports",
+    "model_directory",
+    "parse_count",
+    "print_progress",
+    "start_pair",
+    "start_servers",
+    "vllm_python",
+]
+
+
+LOOPBACK = "127.0.0.1"
+NON_EPHEMERAL_PORTS = range(20_000, 32_768)
+"""Ports below those that Linux gives to whoever connects to somebody: one of these may be taken in the moment after it was looked at."""
+MODEL_NAME = "tiny"
+START_S = 240.0
+POLL_INTERVAL_S = 0.5
+IMPORT_S = 60.0
+CLOSE_TIMEOUT_S = 15.0
+REAPER_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """One server to start. The model is small, float32 and eager, as the CPU build wants it."""
+
+    name: str
+    model: Path
+    port: int
+    transfer: Mapping[str, Any] | None = None
+    """`--kv-transfer-config`; None: a server that knows nothing of transfers."""
+    side_channel_port: int | None = None
+    core: int | None = None
+    """Its worker computes on this core alone; None: wherever vLLM puts it."""
+    flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> Address:
+        return Address(LOOPBACK, self.port)
+
+    def command(self, python: Path) -> list[str]:
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--served-model-name", MODEL_NAME]
+        command += ["--host", LOOPBACK, "--port", str(self.port), "--enforce-eager", "--dtype", "float32"]
+        command += ["--max-model-len", "2048", "--block-size", "32", *self.flags]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(dict(self.transfer))]
+        return command
+
+    def variables(self) -> dict[str, str]:
+        """What it finds in its environment beside what we have in ours."""
+        own = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        if self.core is not None:
+            own["VLLM_CPU_OMP_THREADS_BIND"] = str(self.core)
+        if self.side_channel_port is not None:
+            own["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.side_channel_port)
+        return {**own, **self.environment}
+
+
+class RunningServers:
+    """Healthy servers in the order they were asked for. They can be stopped in their tracks and let go on."""
+
+    def __init__(self, group: int, processes: Sequence[ChildProcess], addresses: Sequence[Address]) -> None:
+        self._group = group
+        self.processes = tuple(processes)
+        self.addresses = tuple(addresses)
+
+    def pause(self) -> None:
+        """Every process of every server stands still: it takes no time from others and answers nobody."""
+        self._signal_all(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for pid in members_of_group(self._group) - {self._group}:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+@contextmanager
+def start_servers(servers: Sequence[VllmServer], python: Path) -> Iterator[RunningServers]:
+    """Started side by side and healthy; gone after the block. They share one secret, so that they may hand over to each other."""
+    directory = Path(tempfile.gettempdir()) / f"kvferry-vllm-{secrets.token_hex(8)}"
+    shared = {"KVFERRY_SECRET": secrets.token_hex(32)}
+    processes = [ChildProcess(server.name, server.command(python), {**os.environ, **shared, **server.variables()}) for server in servers]
+    with ProcessGroup(directory, REAPER_GRACE_S) as group:
+        running = RunningServers(group.id, processes, [server.address for server in servers])
+        try:
+            for process in processes:
+                process.start(group.id)
+            _wait_healthy(running)
+            yield running
+        finally:
+            # Who stands still cannot end.
+            running.resume()
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.close(CLOSE_TIMEOUT_S)
+
+
+def default_python() -> Path:
+    """The interpreter of the environment that `make setup-vllm` makes, if we stand beside it; else our own."""
+    beside = Path(".venv-vllm/bin/python")
+    return beside.absolute() if beside.exists() else Path(sys.executable)
+
+
+def check_vllm(python: Path) -> None:
+    """ConfigError when there is no vLLM, before anything slow is started."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([str(python), "-c", code], capture_output=True, timeout=IMPORT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--vllm-python {python} cannot be run ({error}); name an interpreter with vLLM in it") from error
+    if done.returncode != 0:
+        raise ConfigError(f"{python} has no vLLM; run `make setup-vllm`, or name an interpreter that has it with --vllm-python")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on right now, all different. KVFerryError when there are not so many."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(NON_EPHEMERAL_PORTS, len(NON_EPHEMERAL_PORTS)):
+        if len(found) == count:
+            return found
+        with suppress(OSError), socket.create_server((LOOPBACK, port)):
+            found.append(port)
+    raise KVFerryError(
+        f"{count} ports between {NON_EPHEMERAL_PORTS.start} and {NON_EPHEMERAL_PORTS.stop} are not free; what listens on all of them?"
+    )
+
+
+def _wait_healthy(running: RunningServers) -> None:
+    deadline = time.monotonic() + START_S
+    waiting = list(zip(running.processes, running.addresses, strict=True))
+    while waiting:
+        waiting = [(process, address) for process, address in waiting if not is_healthy(address)]
+        for process, _ in waiting:
+            _check(process)
+            if time.monotonic() > deadline:
+                raise KVFerryError(_with_log(process, f"{process.name} did not become healthy within {START_S:g} s"))
+        if waiting:
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _check(process: ChildProcess) -> None:
+    try:
+        process.check_alive()
+    except KVFerryError as error:
+        raise KVFerryError(_with_log(process, str(error))) from error
+
+
+def _with_log(process: ChildProcess, what: str) -> str:
+    return "\n".join([f"{what}; last log lines:", *(f"  {line}" for line in process.tail(40))])
+
+
+# -------------------- vllm pairs --------------------
+# A prefill and a decode server with one connector, as an operator of a two-core machine starts them, and what both benchmarks ask for.
+
+
+OURS, STOCK = "ours", "stock"
+ROLES = ("prefill", "decode")
+_TRANSFER = {
+    OURS: {"kv_connector": "NixlConnector", "kv_connector_module_path": "kvferry.vllm", "kv_role": "kv_both"},
+    STOCK: {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PairSettings:
+    """`connector`: OURS or STOCK. `transfer` is added to its configuration; `environments` are added by role, prefill and decode."""
+
+    connector: str
+    python: Path
+    model: Path
+    transfer: Mapping[str, Any] = field(default_factory=dict)
+    environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPair:
+    servers: RunningServers
+
+    @property
+    def prefill(self) -> Address:
+        return self.servers.addresses[0]
+
+    @property
+    def decode(self) -> Address:
+        return self.servers.addresses[1]
+
+
+@contextmanager
+def start_pair(settings: PairSettings) -> Iterator[ServerPair]:
+    """P computes on core 0, D on core 1."""
+    print_progress(f"starting vLLM with {'our' if settings.connector == OURS else 'its own'} connector (about a minute)")
+    ports = free_ports(4)
+    servers = [
+        VllmServer(
+            name=f"{settings.connector} {role}",
+            model=settings.model,
+            port=ports[core],
+            side_channel_port=ports[2 + core],
+            core=core,
+            transfer=_TRANSFER[settings.connector] | dict(settings.transfer),
+            environment=settings.environments.get(role, {}),
+        )
+        for core, role in enumerate(ROLES)
+    ]
+    with start_servers(servers, settings.python) as running:
+        yield ServerPair(running)
+
+
+def add_vllm_arguments(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument(
+        "--vllm-python",
+        type=Path,
+        metavar="PATH",
+        help="an interpreter with vLLM and kvferry in it (default: .venv-vllm/bin/python or ours)",
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint in the layout of Hugging Face (default: a tiny one is made)")
+
+
+@contextmanager
+def model_directory(given: Path | None) -> Iterator[Path]:
+    """The operator's model, or a tiny one for the occasion."""
+    if given is not None:
+        if not (given / "config.json").is_file():
+            raise ConfigError(f"--model {given} has no config.json; name a folder with a checkpoint, or leave it out")
+        yield given
+        return
+    # Imported here because it brings torch, which takes a second.
+    from kvferry.engine.make_model.writer import make_model
+
+    with TemporaryDirectory(prefix="kvferry-bench-") as directory:
+        make_model(Path(directory) / "tiny")
+        yield Path(directory) / "tiny"
+
+
+def parse_count(text: str) -> int:
+    """For argparse: how many of something, at least one."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 99999, got {text[:80]!a}")
+    return int(text)
+
+
+def vllm_python(given: Path | None) -> Path:
+    """ConfigError when it has no vLLM."""
+    python = given or default_python()
+    check_vllm(python)
+    return python
+
+
+def print_progress(what: str) -> None:
+    """On the way, for people: standard output is for results."""
+    print(f"kvferry: {what}", file=sys.stderr, flush=True)

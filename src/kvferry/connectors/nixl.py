@@ -1,0 +1,163 @@
+"""`NixlConnector`: the decode side pulls the blocks of a finished prefill. A facade; each role's work is in its own file."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.config import NixlExtraConfig
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    KVTensor,
+    Request,
+    SupportsHMA,
+)
+from kvferry.connectors.metadata import NixlConnectorMetadata
+from kvferry.connectors.push_scheduler import NixlPushConnectorScheduler
+from kvferry.connectors.scheduler import NixlConnectorScheduler
+from kvferry.connectors.stats import KVConnectorStats, TransferStats
+from kvferry.connectors.worker import NixlConnectorWorker
+from kvferry.errors import LocalProtocolError
+
+__all__ = ["NixlConnector", "NixlPushConnector"]
+
+
+class NixlConnector(KVConnectorBase_V1, SupportsHMA):
+    transfer_mode = "pull"
+    """What engines advertise on their `/metrics`: a router starts both legs together where both sides push."""
+    scheduler_class: type[NixlConnectorScheduler] = NixlConnectorScheduler
+
+    def __init__(self, config: ConnectorConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(config, role, kv_cache_config)
+        extra = config.kv_transfer.extra
+        assert isinstance(extra, NixlExtraConfig)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._scheduler_half = self.scheduler_class(config, kv_cache_config, extra) if is_scheduler else None
+        self._worker_half = None if is_scheduler else NixlConnectorWorker(config, kv_cache_config, extra)
+
+    @property
+    def _scheduler(self) -> NixlConnectorScheduler:
+        if self._scheduler_half is None:
+            raise LocalProtocolError("this call belongs to the scheduler's connector")
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> NixlConnectorWorker:
+        if self._worker_half is None:
+            raise LocalProtocolError("this call belongs to a worker's connector")
+        return self._worker_half
+
+    def shutdown(self) -> None:
+        (self._scheduler_half or self._worker).close()
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        (self._scheduler_half or self._worker).set_wakeup(wake)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return (self._scheduler_half or self._worker).take_stats()
+
+    # -- scheduler -------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduler.build_connector_meta()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.has_pending_block_frees()
+
+    def reclaim_blocks(self, num_blocks: int) -> None:
+        self._scheduler.reclaim_blocks(num_blocks)
+
+    def is_load_optional(self, request_id: str) -> bool:
+        return self._scheduler.is_load_optional(request_id)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_commands()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.take_output(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+    def request_abandoned(self, request_id: str) -> None:
+        self._scheduler.request_abandoned(request_id)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.serve(metadata)
+
+    # -- worker ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.handshake_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        assert isinstance(metadata, NixlConnectorMetadata)
+        self._worker.start_load_kv(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return None
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return None
+
+    def wait_for_save(self) -> None:
+        return None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.get_transfer_results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self._worker.get_transfer_results()
+        return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_worker_metadata()
+
+    # -- class methods ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, config: ConnectorConfig) -> str | None:
+        return "HND"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return TransferStats(data or {})
+
+
+# -------------------- push --------------------
+# `NixlPushConnector`: the decode side registers for a prefill that is yet to come, and has its blocks as soon as they are there.
+#
+# A facade like the pull connector's; what differs is decided in the process that schedules.
+
+
+class NixlPushConnector(NixlConnector):
+    transfer_mode = "push"
+    scheduler_class = NixlPushConnectorScheduler
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        scheduler = self._scheduler
+        assert isinstance(scheduler, NixlPushConnectorScheduler)
+        return scheduler.build_connector_meta(getattr(scheduler_output, "slices", ()))

@@ -1,0 +1,468 @@
+"""The pull connector in the process that schedules: checks tickets on arrival, issues them at the end, and writes the transfer workers'
+commands.
+
+As a consumer it decides how many tokens a ticket is good for: the common prefix of the ticket's fingerprint and the request's own prompt,
+nothing more, so parameters of another prompt can never be used for this one. Requests that share a ticket (one client's n choices) read
+it once: the others wait for the first and then find its blocks in the engine's own cache. As a producer it signs a ticket for every
+prefill it was asked to hand over. Of a turn that has ended it keeps the blocks for the next, which some prefill side may fetch before it
+computes the rest; see `retained_turns.py`. Runs on the engine's main thread; never waits.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from kvferry.config import NixlExtraConfig
+from kvferry.connectors.contract import (
+    ConnectorConfig,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVConnectorHandshakeMetadata,
+    KVConnectorOutput,
+    Request,
+    RequestStatus,
+)
+from kvferry.connectors.metadata import NixlConnectorMetadata, NixlHandshakeMetadata, NixlWorkerMetadata
+from kvferry.connectors.params import BadParams, LoadFromPeer, NoTransfer, PrefillForPeer, read_params
+from kvferry.connectors.scheduler_tables import HeldBlocks, LoadOffer, RetainedTurns, SharedTickets
+from kvferry.connectors.stats import SIDE_CHANNEL_METRIC, TransferStats
+from kvferry.errors import ConfigError, InvalidTicket, LocalProtocolError
+from kvferry.protocol.fingerprints import MAX_CHAIN_POINTS, Fingerprint, common_prefix, fingerprint
+from kvferry.protocol.handshake import ServedEngine
+from kvferry.protocol.tickets import HOLE, MAX_TICKET_NAME_CHARS, Ticket, TicketKey, runs_from_blocks
+from kvferry.types import Address, EngineId, Epoch, FailurePolicy, RequestId
+from kvferry.worker.commands import (
+    AbandonLease,
+    AbortLoad,
+    EvictTurn,
+    GrantLease,
+    PrepareLoad,
+    PrepareOptionalLoad,
+    RejectLoad,
+    ReleaseTicket,
+    RetainTurn,
+    SkipLoad,
+    StartLoad,
+    WorkerCommand,
+)
+from kvferry.worker.side_channel import EndedTurn, SideChannel
+
+__all__ = ["NixlConnectorScheduler", "TicketIssuer"]
+
+
+_log = logging.getLogger(__name__)
+
+
+class NixlConnectorScheduler:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+        self._config = config
+        self._cache = cache
+        self._extra = extra
+        self._key = TicketKey(config.secret)
+        self._issuer = TicketIssuer(config, cache, self._key, extra.kv_lease_duration)
+        self._offers: dict[RequestId, LoadOffer] = {}
+        self._num_local_tokens: dict[RequestId, int] = {}
+        """How many tokens of it the engine had when it was last made an offer."""
+        self._tickets = SharedTickets()
+        self._optional: set[RequestId] = set()
+        """Requests that load what they can do without."""
+        self._held = HeldBlocks()
+        self._retained = RetainedTurns()
+        self._commands: list[WorkerCommand] = []
+        self._side_channel: SideChannel | None = None
+        self._is_staged = False
+        self._stats = TransferStats()
+        self._wake_engine: Callable[[], None] = _no_wakeup
+
+    # -- start and end ---------------------------------------------------------------------------------------------
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
+
+    def serve(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        """All workers have registered: open the side channel."""
+        parts = {rank: part for rank, part in metadata.items() if isinstance(part, NixlHandshakeMetadata)}
+        for rank, part in metadata.items():
+            if rank not in parts:
+                raise LocalProtocolError(f"rank {rank} brought handshake data of another connector: {type(part).__name__}")
+        foreign_ranks = [rank for rank, part in parts.items() if part.epoch != self._config.epoch]
+        if foreign_ranks:
+            raise ConfigError(
+                f"ranks {foreign_ranks} were started apart from their scheduler and would refuse every ticket; "
+                "let vLLM start them (for Ray, with VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
+            )
+        self._is_staged = any(part.uses_host_buffer for part in parts.values())
+        served = ServedEngine(
+            EngineId(self._config.kv_transfer.engine_id),
+            Epoch(self._config.epoch),
+            dict(next(iter(parts.values())).factors),
+            {rank: part.layout for rank, part in parts.items()},
+        )
+        control = self._config.kit.side_channel()
+        host, _, port = control.address.removeprefix("tcp://").rpartition(":")
+        self._issuer.address = Address(host.strip("[]"), int(port))
+        self._side_channel = SideChannel(control, served, self._key, lambda: self._wake_engine())
+        self._side_channel.start()
+        self._stats.data[SIDE_CHANNEL_METRIC] = str(self._issuer.address)
+        _log.info("side channel open address=%s engine=%s epoch=%s", control.address, served.engine, served.epoch)
+
+    def close(self) -> None:
+        if self._side_channel is not None:
+            self._side_channel.close()
+
+    # -- consumer --------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        match read_params(request.kv_transfer_params):
+            case LoadFromPeer() if not self._config.kv_transfer.is_kv_consumer:
+                # Engines guard blocks that bytes may arrive in only if they were told that bytes may arrive.
+                self._refuse(request, "this engine takes no KV from others; start it with kv_role kv_both or kv_consumer")
+            case LoadFromPeer() as role:
+                self._take(request, role)
+            case PrefillForPeer(ticket=text) if not self._config.kv_transfer.is_kv_producer:
+                self._return_retained_turn(RequestId(request.request_id), text)
+                # Computed in silence, its KV would be computed a second time by whoever was to fetch it, request after request.
+                self._refuse(request, "this engine hands no KV to others; start it with kv_role kv_both or kv_producer")
+            case PrefillForPeer(ticket=text) if text is not None:
+                self._take_retained_turn(request, text)
+            case BadParams(reason):
+                self._refuse(request, reason)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        offer = self._offers.get(RequestId(request.request_id))
+        if offer is None or self._tickets.was_read(offer.ticket):
+            return 0, False
+        # A refused request claims its whole prompt, so that the engine parks it and learns of the failure in the one way it knows.
+        end = request.num_prompt_tokens if offer.refusal is not None else offer.num_tokens
+        missing = end - num_computed_tokens
+        self._num_local_tokens[RequestId(request.request_id)] = num_computed_tokens
+        if missing < offer.min_tokens:
+            return 0, False
+        if offer.unchecked_ticket:
+            offer = self._ask_retaining_engine(RequestId(request.request_id), offer)
+        return (None, False) if offer.num_pending_ranks or self._tickets.is_being_read(offer.ticket) else (missing, True)
+
+    def _ask_retaining_engine(self, request: RequestId, offer: LoadOffer) -> LoadOffer:
+        """Not before it is the request's turn: until then its keeper may need the blocks itself."""
+        self._commands.append(PrepareOptionalLoad(request, offer.unchecked_ticket))
+        self._offers[request] = offer = replace(offer, unchecked_ticket="", num_pending_ranks=self._config.parallel.tp_size)
+        return offer
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        request_id = RequestId(request.request_id)
+        offer = self._offers.pop(request_id, None)
+        if offer is None:
+            return
+        first = self._num_local_tokens.pop(request_id, offer.num_tokens - num_external_tokens)
+        if num_external_tokens == 0:
+            if offer.unchecked_ticket:
+                self._commands.append(PrepareLoad(request_id, offer.unchecked_ticket))
+            if offer.refusal is None:
+                self._commands.append(SkipLoad(request_id))
+            if offer.is_optional:
+                self._stats.count("reuse_skipped_few_tokens")
+            return
+        self._tickets.begin(request_id, offer.ticket)
+        if offer.is_optional:
+            self._optional.add(request_id)
+        if offer.refusal is not None:
+            self._commands.append(RejectLoad(request_id, offer.refusal))
+            return
+        table = tuple(tuple(group) for group in blocks.get_block_ids())
+        # Engines may take less than was offered, never other tokens.
+        end = min(first + num_external_tokens, offer.num_tokens)
+        needed_from = tuple(group.first_visible_token(end) for group in self._cache.groups)
+        self._commands.append(StartLoad(request_id, table, first, end, needed_from))
+
+    def take_output(self, output: KVConnectorOutput) -> None:
+        """What has ended on every rank."""
+        if isinstance(output.kv_connector_worker_meta, NixlWorkerMetadata):
+            self._take_worker_metadata(output.kv_connector_worker_meta)
+        for request in output.finished_recving:
+            if self._tickets.is_loading(RequestId(request)):
+                is_good = request not in output.failed_recving
+                self._stats.count("finished_loads" if is_good else "failed_loads")
+                if request in self._optional:
+                    self._stats.count("reuse_loads" if is_good else "reuse_failed_loads")
+                self._tickets.end(RequestId(request), is_good)
+        for request in output.finished_sending:
+            self._end_lease(RequestId(request))
+        if output.finished_sending:
+            self._report_held_blocks()
+
+    def _take_worker_metadata(self, worker_metadata: NixlWorkerMetadata) -> None:
+        for request in map(RequestId, worker_metadata.reserved):
+            offer = self._offers.get(request)
+            if offer is not None:
+                self._offers[request] = replace(offer, num_pending_ranks=offer.num_pending_ranks - worker_metadata.reserved[request])
+        for request, reason in ((RequestId(name), reason) for name, reason in worker_metadata.refused.items()):
+            if self._offers.pop(request, None) is not None:
+                self._skip_reuse(request, "refused", reason)
+                self._commands.append(SkipLoad(request))
+        for request in map(RequestId, worker_metadata.being_read):
+            self._retained.note_being_read(request)
+
+    def is_load_optional(self, request_id: str) -> bool:
+        return request_id in self._optional
+
+    # -- producer --------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        request_id = RequestId(request.request_id)
+        self._num_local_tokens.pop(request_id, None)
+        self._optional.discard(request_id)
+        if self._offers.pop(request_id, None) is not None or self._tickets.is_loading(request_id):
+            self._commands.append(AbortLoad(request_id))
+        is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        role = read_params(request.kv_transfer_params)
+        is_turn = (
+            isinstance(role, LoadFromPeer | NoTransfer) and role.retention.is_retained and self._retains_turns and request.family is None
+        )
+        if not is_whole or not (is_turn or isinstance(role, PrefillForPeer)):
+            return False, None
+        num_tokens = request.num_computed_tokens
+        if len(request_id) > MAX_TICKET_NAME_CHARS:
+            _log.warning("not handed over: its id is longer than %d characters request=%.80s…", MAX_TICKET_NAME_CHARS, request_id)
+            return False, None
+        if num_tokens == 0 or self._issuer.address is None or not self._config.kv_transfer.is_kv_producer:
+            return False, None
+        num_blocks = -(-num_tokens // self._cache.block_size)
+        held = tuple(group[:num_blocks] for group in block_ids)
+        num_held = sum(block != HOLE for group in held for block in group)
+        if isinstance(role, LoadFromPeer | NoTransfer):
+            params = self._retain(request, held, num_tokens, role.retention.turn_id)
+            self._retained.retain(request_id, num_held, role.retention.turn_id)
+        else:
+            params = self._params(self._issue(request, held, num_tokens))
+            self._held.hold(request_id, num_held, request.family)
+        self._report_held_blocks()
+        return True, params
+
+    @property
+    def _retains_turns(self) -> bool:
+        return self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_producer
+
+    def _retain(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int, turn_id: str) -> dict[str, Any]:
+        """Let transfer workers keep an ended turn's blocks; the parameters for whoever computes the next one."""
+        ttl_s = self._extra.decoder_kv_blocks_ttl
+        tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt, MAX_CHAIN_POINTS)
+        serial = self._issuer.next_serial()
+        self._commands.append(RetainTurn(RequestId(request.request_id), serial, ttl_s, self._copied(blocks)))
+        ticket = self._issuer.ticket(request, serial, blocks, tokens)
+        ticket = msgspec.structs.replace(ticket, ttl_s=ttl_s, renewal_s=self._extra.kv_lease_duration)
+        params = self._params(ticket) | {"do_remote_prefill": False, "do_remote_decode": True, "ttl_s": ttl_s}
+        self._stats.count("retained_turns")
+        if turn_id and self._side_channel is not None:
+            self._side_channel.publish_turn(EndedTurn(turn_id, msgspec.json.encode(params).decode(), ttl_s))
+        return params
+
+    def reclaim_blocks(self, num_blocks: int) -> None:
+        """The engine lacks so many: the oldest of the kept turns are let go."""
+        for request in self._retained.evict(num_blocks):
+            self._stats.count("retained_turns_evicted")
+            self._commands.append(EvictTurn(request))
+
+    def has_pending_block_frees(self) -> bool:
+        return self._retained.has_evicting
+
+    def _end_lease(self, request: RequestId) -> None:
+        """Its lease has ended on every rank."""
+        turn_id = self._retained.end(request)
+        if turn_id and self._side_channel is not None:
+            self._side_channel.publish_turn(EndedTurn(turn_id))
+        if turn_id is None:
+            self._commands += [AbandonLease(other) for other in self._held.free(request)]
+
+    def _report_held_blocks(self) -> None:
+        self._stats.set_level("num_held_blocks", "scheduler", self._held.num_blocks)
+        self._stats.set_level("num_retained_turns", "scheduler", len(self._retained))
+        self._stats.set_level("num_retained_blocks", "scheduler", self._retained.num_blocks)
+
+    def request_abandoned(self, request_id: str) -> None:
+        self._commands.append(AbandonLease(RequestId(request_id)))
+
+    def _issue(self, request: Request, blocks: tuple[list[int], ...], num_tokens: int) -> Ticket:
+        tokens = fingerprint(request.all_token_ids[:num_tokens], self._cache.block_size, request.cache_salt)
+        return self._issuer.ticket(request, self._grant(RequestId(request.request_id), blocks), blocks, tokens)
+
+    def _grant(self, request: RequestId, blocks: tuple[list[int], ...]) -> int:
+        """Let transfer workers lease the blocks; the serial of that lease."""
+        serial = self._issuer.next_serial()
+        self._commands.append(GrantLease(request, serial, self._copied(blocks)))
+        return serial
+
+    def _copied(self, blocks: tuple[list[int], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(tuple, blocks)) if self._is_staged else ()
+
+    def _params(self, ticket: Ticket) -> dict[str, Any]:
+        return self._issuer.params(ticket)
+
+    # -- every step ------------------------------------------------------------------------------------------------
+
+    def has_pending_commands(self) -> bool:
+        return bool(self._commands) or (self._side_channel is not None and self._side_channel.has_released)
+
+    def build_connector_meta(self) -> NixlConnectorMetadata:
+        if self._side_channel is not None:
+            self._commands += self._side_channel.take_released()
+        commands, self._commands = tuple(self._commands), []
+        return NixlConnectorMetadata(commands)
+
+    def take_stats(self) -> TransferStats | None:
+        if self._side_channel is not None and (dropped := self._side_channel.take_num_dropped()):
+            self._stats.count("dropped_messages", dropped)
+        stats, self._stats = self._stats, TransferStats()
+        return None if stats.is_empty() else stats
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _take(self, request: Request, role: LoadFromPeer) -> None:
+        if role.ticket is None and role.push_ticket is not None:
+            self._refuse(
+                request, "this engine pulls and was given a push ticket; ask the prefill side first, or use NixlPushConnector here"
+            )
+        else:
+            self._take_ticket(request, role.ticket)
+
+    def _take_ticket(self, request: Request, text: object) -> None:
+        request_id = RequestId(request.request_id)
+        try:
+            ticket = self._key.open(text)
+        except InvalidTicket as error:
+            self._refuse(request, str(error))
+            return
+        if ticket.engine == self._config.kv_transfer.engine_id:
+            self._take_own_ticket(ticket)
+            return
+        matched = self._usable(
+            ticket, common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt), request.num_prompt_tokens
+        )
+        self._offers[request_id] = LoadOffer(matched, (ticket.engine, ticket.epoch, ticket.serial))
+        self._commands.append(PrepareLoad(request_id, str(text)))
+
+    def _take_retained_turn(self, request: Request, text: object) -> None:
+        """A decode side may have kept what the conversation had come to. Whatever is wrong with that, the request is computed."""
+        request_id = RequestId(request.request_id)
+        try:
+            ticket = self._key.open(text)
+        except InvalidTicket as error:
+            self._skip_reuse(request_id, "invalid", str(error))
+            return
+        if ticket.engine == self._config.kv_transfer.engine_id:
+            self._skip_reuse(request_id, "own", "it was this engine that kept it")
+            self._take_own_ticket(ticket)
+            return
+        matched = common_prefix(ticket.tokens, request.prompt_token_ids, request.cache_salt)
+        matched = self._usable(ticket, matched, request.num_prompt_tokens)
+        min_tokens = max(1, self._extra.kv_recompute_threshold)
+        if not (self._extra.bidirectional_kv_xfer and self._config.kv_transfer.is_kv_consumer):
+            self._skip_reuse(request_id, "off", "this engine does not fetch what decode sides have kept")
+        elif matched < min_tokens:
+            self._skip_reuse(request_id, "few_tokens" if matched else "other_tokens", f"it has {matched} tokens in common with the prompt")
+        else:
+            name = (ticket.engine, ticket.epoch, ticket.serial)
+            self._offers[request_id] = LoadOffer(matched, name, min_tokens=min_tokens, is_optional=True, unchecked_ticket=str(text))
+            return
+        # Its keeper shall have its blocks back.
+        self._commands += [PrepareLoad(request_id, str(text)), SkipLoad(request_id)]
+
+    def _return_retained_turn(self, request: RequestId, text: object) -> None:
+        """A router has presented the conversation's only ticket to one that may not use it."""
+        try:
+            ticket = self._key.open(text)
+        except InvalidTicket:
+            return
+        if ticket.engine != self._config.kv_transfer.engine_id:
+            self._commands += [PrepareLoad(request, str(text)), SkipLoad(request)]
+
+    def _skip_reuse(self, request: RequestId, why: str, reason: str) -> None:
+        self._stats.count(f"reuse_skipped_{why}")
+        _log.info("what was kept of the conversation is not fetched request=%s reason=%s", request, reason)
+
+    def _usable(self, ticket: Ticket, matched: int, num_prompt_tokens: int) -> int:
+        """How many of the matched tokens can be loaded: all, or none where the producer has let go of what the next token looks at.
+
+        An engine computes a prompt's last token itself. One whose attention forgets must be told so: it decides by the number of loaded
+        tokens which blocks it needs, and the last token looks further back than the one after it.
+        """
+        if not any(group.has_local_attention for group in self._cache.groups):
+            return matched
+        matched = min(matched, num_prompt_tokens - 1)
+        needed = -(-matched // ticket.block_size)
+        for group, blocks in zip(self._cache.groups, ticket.block_ids(), strict=False):
+            if HOLE in blocks[group.first_visible_token(matched) // ticket.block_size : needed]:
+                return 0
+        return matched
+
+    def _take_own_ticket(self, ticket: Ticket) -> None:
+        """A router that chose us for both legs: the blocks are in our own prefix cache, and nobody dials himself."""
+        if ticket.epoch == self._config.epoch:
+            self._commands.append(ReleaseTicket(ticket.lease, ticket.serial))
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self._stats.count("rejected_params")
+        _log.warning("transfer parameters refused request=%s reason=%s", request.request_id, reason)
+        if self._config.kv_transfer.kv_load_failure_policy is FailurePolicy.FAIL:
+            self._offers[RequestId(request.request_id)] = LoadOffer(0, refusal=reason)
+
+
+def _no_wakeup() -> None:
+    return None
+
+
+# -------------------- issuing --------------------
+# What a producer's scheduler puts into tickets, and into the parameters that carry them. Plain data; no I/O.
+
+
+@dataclass(slots=True)
+class TicketIssuer:
+    config: ConnectorConfig
+    cache: KVCacheConfig
+    key: TicketKey
+    ttl_s: float
+    """Of a lease for a peer that was sent for it."""
+    address: Address | None = None
+    """Of our side channel, once it is open."""
+    serial: int = 0
+
+    def next_serial(self) -> int:
+        self.serial += 1
+        return self.serial
+
+    def ticket(self, request: Request, serial: int, blocks: Sequence[Sequence[int]], tokens: Fingerprint) -> Ticket:
+        assert self.address is not None
+        return Ticket(
+            engine=self.config.kv_transfer.engine_id,
+            epoch=self.config.epoch,
+            request=request.request_id,
+            serial=serial,
+            host=self.address.host,
+            port=self.address.port,
+            tp_size=self.config.parallel.tp_size,
+            block_size=self.cache.block_size,
+            block_runs=[runs_from_blocks(group) for group in blocks],
+            tokens=tokens,
+            ttl_s=self.ttl_s,
+        )
+
+    def params(self, ticket: Ticket) -> dict[str, Any]:
+        """The keys of vLLM's connector, for routers that look at them, and the ticket, which is all we look at."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[block for block in group if block != HOLE] for group in ticket.block_ids()],
+            "remote_engine_id": ticket.engine,
+            "remote_request_id": ticket.request,
+            "remote_host": ticket.host,
+            "remote_port": ticket.port,
+            "tp_size": ticket.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": ticket.num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "ticket": self.key.sign(ticket),
+        }

@@ -1,0 +1,298 @@
+"""The pull connector in a worker: builds the rank's transfer worker, hands it each step's commands and collects its events.
+
+Runs on the worker's main thread and does nothing else there.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from kvferry.config import BufferDevice, NixlExtraConfig
+from kvferry.connectors.contract import ConnectorConfig, KVCacheConfig, KVConnectorTransferResults, KVTensor
+from kvferry.connectors.geometry import compatibility_factors, geometry_of, host_buffer_bytes, host_buffer_regions
+from kvferry.connectors.metadata import NixlConnectorMetadata, NixlHandshakeMetadata, NixlWorkerMetadata
+from kvferry.connectors.stats import TransferStats
+from kvferry.errors import ConfigError
+from kvferry.events import (
+    BytesMoved,
+    Event,
+    EvictionDeferred,
+    HandshakeFailed,
+    LeaseEnded,
+    MessageDropped,
+    PeerConnected,
+    PrefillCompleted,
+    ReservationGranted,
+    ReservationRefused,
+    RetainedBlocksFetched,
+    TransferAbandoned,
+    TransferFailed,
+    TransferFinished,
+    TransferTimes,
+)
+from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.layout import Geometry, region_info
+from kvferry.protocol.messages import Factor, OfferInfo, RankLayout, encode_layout
+from kvferry.protocol.peers import PeerSettings
+from kvferry.protocol.producer import ProducerSettings
+from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.types import EngineId, Epoch, LeaseEnd, MemoryKind, RequestId
+from kvferry.worker.thread import TransferWorkerThread
+from kvferry.worker.worker import TransferWorker, TransferWorkerSettings, TransferWorkerSnapshot
+
+__all__ = ["NixlConnectorWorker", "ReceiveTotals", "transfer_worker_settings"]
+
+
+_log = logging.getLogger(__name__)
+
+
+class NixlConnectorWorker:
+    def __init__(self, config: ConnectorConfig, cache: KVCacheConfig, extra: NixlExtraConfig) -> None:
+        self._config = config
+        self._cache = cache
+        self._extra = extra
+        self._thread: TransferWorkerThread | None = None
+        self._handshake: NixlHandshakeMetadata | None = None
+        self._wake_engine: Callable[[], None] | None = None
+        self._host_buffer: CacheMemory | None = None
+        self._order: EngineStream = HostStream()
+        self._stats = TransferStats()
+        self._worker_metadata = NixlWorkerMetadata()
+        self._reported = TransferWorkerSnapshot()
+        self._receive_totals = ReceiveTotals()
+
+    def register_kv_caches(self, kv_caches: Mapping[str, KVTensor]) -> None:
+        """Register the cache, or its host buffer, with every transport that can carry it, and start the transfer worker."""
+        own = geometry_of(self._config, self._cache, kv_caches)
+        self._order = self._config.kit.engine_stream(own.regions)
+        geometry = self._transport_geometry(own)
+        transports = self._registered_transports(geometry)
+        control = self._config.kit.control_transport()
+        offers = tuple(OfferInfo(o.transport, o.reach, o.blob, o.near) for o in (transport.offer() for transport in transports))
+        factors = compatibility_factors(self._config, self._cache)
+        uses_host_buffer = self._host_buffer is not None
+        layout = encode_layout(_layout(geometry, control, offers, uses_host_buffer))
+        self._handshake = NixlHandshakeMetadata(geometry.tp_rank, layout, factors, self._config.epoch, uses_host_buffer)
+        store = self._block_store(own, geometry)
+        fenced = frozenset(transport.name for transport in transports if transport.supports_write_grants)
+        settings = transfer_worker_settings(self._config, self._extra, geometry, offers, factors, uses_host_buffer, fenced)
+        transfer_worker = TransferWorker(settings, transports, control, store, time.monotonic)
+        self._thread = TransferWorkerThread(transfer_worker, control.wake, f"kvferry-tp{geometry.tp_rank}")
+        if self._wake_engine is not None:
+            self._thread.set_wakeup(self._wake_engine)
+        self._thread.start()
+
+    def handshake_metadata(self) -> NixlHandshakeMetadata | None:
+        return self._handshake
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
+        if self._thread is not None:
+            self._thread.set_wakeup(wake)
+
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        if metadata.commands:
+            self._worker_thread().submit(metadata.commands, self._order.mark())
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        for event in self._worker_thread().take_events():
+            self._take(event, results)
+        return results
+
+    def take_worker_metadata(self) -> NixlWorkerMetadata | None:
+        """What `get_transfer_results` has come across."""
+        worker_metadata, self._worker_metadata = self._worker_metadata, NixlWorkerMetadata()
+        return None if worker_metadata.is_empty else worker_metadata
+
+    def take_stats(self) -> TransferStats | None:
+        held = self.snapshot()
+        if held != self._reported:
+            reporter = f"tp{self._config.parallel.tp_rank}"
+            self._stats.set_level("num_leases", reporter, held.leases)
+            self._stats.set_level("num_transfers", reporter, held.transfers)
+            self._stats.set_level("num_peers", reporter, held.peers)
+            self._stats.set_level("num_registrations", reporter, held.registrations)
+            self._reported = held
+        stats, self._stats = self._stats, TransferStats()
+        return None if stats.is_empty() else stats
+
+    def snapshot(self) -> TransferWorkerSnapshot:
+        return self._thread.snapshot() if self._thread is not None else TransferWorkerSnapshot()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+        if self._host_buffer is not None:
+            self._host_buffer.close()
+
+    def _worker_thread(self) -> TransferWorkerThread:
+        assert self._thread is not None, "register_kv_caches comes first"
+        return self._thread
+
+    def _transport_geometry(self, own: Geometry) -> Geometry:
+        """The engine's own cache, or a host buffer of it in host memory, allocated now."""
+        is_elsewhere = any(region.memory is not MemoryKind.DRAM for region in own.regions)
+        uses_host_buffer = is_elsewhere and self._config.kv_transfer.kv_buffer_device is BufferDevice.CPU
+        if not uses_host_buffer and not self._extra.force_host_buffer:
+            return own
+        self._host_buffer = self._config.kit.allocate_cache(host_buffer_bytes(own.regions))
+        _log.info("host buffer allocated bytes=%d rank=%d", self._host_buffer.size_bytes, own.tp_rank)
+        return replace(own, regions=host_buffer_regions(own.regions, self._host_buffer.address))
+
+    def _block_store(self, own: Geometry, seen: Geometry) -> BlockStore:
+        kit = self._config.kit
+        return (
+            kit.block_store(own.regions)
+            if self._host_buffer is None
+            else kit.host_buffer_store(own.regions, seen.regions, self._host_buffer)
+        )
+
+    def _registered_transports(self, geometry: Geometry) -> list[DataTransport]:
+        transports = []
+        for transport in self._config.kit.data_transports(self._host_buffer or self._config.cache_memory):
+            if transport.register(geometry.regions):
+                transports.append(transport)
+            else:
+                transport.close()
+        if not transports:
+            raise ConfigError("no data transport can carry this cache; `kvferry doctor` says which transports work here")
+        _log.info(
+            "data transports registered transports=%s rank=%d", ",".join(transport.name for transport in transports), geometry.tp_rank
+        )
+        return transports
+
+    def _take(self, event: Event, results: KVConnectorTransferResults) -> None:
+        match event:
+            case TransferFinished(request, times):
+                self._receive_totals.report(request, times, results)
+                results.finished_recving.add(request)
+            case TransferFailed(request, reason, times):
+                self._receive_totals.report(request, times, results)
+                _log.warning("pull failed request=%s reason=%s", request, reason)
+                results.finished_recving.add(request)
+                results.failed_recving.add(request)
+                results.failure_reasons[request] = reason
+            case TransferAbandoned(request, reason):
+                results.given_up_recving[request] = reason
+            case LeaseEnded(request, end):
+                # Of one request every rank has a lease.
+                counter = {LeaseEnd.EXPIRED: "kv_expired_reqs", LeaseEnd.LAPSED: "retained_turns_expired"}.get(end)
+                if counter is not None and self._config.parallel.tp_rank == 0:
+                    self._stats.count(counter)
+                results.finished_sending.add(request)
+            case ReservationGranted(request):
+                self._worker_metadata.reserved[request] += 1
+            case ReservationRefused(request, reason):
+                self._worker_metadata.refused[request] = reason
+            case EvictionDeferred(request):
+                self._worker_metadata.being_read.add(request)
+            case _:
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """What is counted or logged, and no request waits for."""
+        match event:
+            case BytesMoved(transport, total_bytes, segments, planned, post_s, transfer_s, is_ok):
+                self._receive_totals.note(event)
+                if is_ok:
+                    self._stats.record_transfer(transport, total_bytes, segments, planned, post_s, transfer_s)
+                else:
+                    self._stats.count("failed_transfers")
+            case HandshakeFailed(engine, reason):
+                self._stats.count("failed_handshakes")
+                _log.warning("peer lost peer=%s reason=%s", engine, reason)
+            case PrefillCompleted(_, num_tokens, num_left, landed_bytes):
+                self._stats.count("pushed_bytes_early", landed_bytes)
+                if self._config.parallel.tp_rank == 0:
+                    self._stats.count("pushed_tokens", num_tokens)
+                    self._stats.count("pushed_tokens_left", num_left)
+            case RetainedBlocksFetched(_, num_tokens, num_bytes):
+                self._stats.count("reuse_loaded_bytes", num_bytes)
+                if self._config.parallel.tp_rank == 0:
+                    self._stats.count("reuse_loaded_tokens", num_tokens)
+            case PeerConnected(engine, transport, reason):
+                _log.info("peer connected peer=%s transport=%s because=%s", engine, transport, reason)
+            case MessageDropped(reason):
+                self._stats.count("dropped_messages")
+                _log.info("message dropped reason=%s", reason)
+
+
+def transfer_worker_settings(
+    config: ConnectorConfig,
+    extra: NixlExtraConfig,
+    geometry: Geometry,
+    offers: tuple[OfferInfo, ...],
+    factors: Mapping[str, Factor],
+    uses_host_buffer: bool = False,
+    fenced: frozenset[str] = frozenset(),
+) -> TransferWorkerSettings:
+    engine, epoch = EngineId(config.kv_transfer.engine_id), Epoch(config.epoch)
+    demanded = factors if extra.enforce_handshake_compat else None
+    peers = PeerSettings(demanded, geometry, offers, tuple(extra.transports), extra.handshake_timeout, extra.engine_ttl)
+    return TransferWorkerSettings(
+        ProducerSettings(
+            engine,
+            epoch,
+            extra.kv_lease_duration,
+            extra.lease_extension_s,
+            extra.grant_wait,
+            uses_host_buffer,
+            extra.peer_addresses,
+        ),
+        ConsumerSettings(
+            engine,
+            peers,
+            extra.read_timeout,
+            extra.confirm_timeout,
+            extra.receive_timeout,
+            uses_host_buffer,
+            extra.push_registration_timeout_s,
+            extra.kv_lease_duration,
+            epoch,
+            extra.lends_by((offer.transport for offer in offers), fenced),
+            fenced,
+        ),
+        config.secret,
+    )
+
+
+def _layout(geometry: Geometry, control: ControlTransport, offers: tuple[OfferInfo, ...], uses_host_buffer: bool) -> RankLayout:
+    return RankLayout(
+        tp_rank=geometry.tp_rank,
+        tp_size=geometry.tp_size,
+        block_size=geometry.block_size,
+        num_blocks=geometry.num_blocks,
+        layout=str(geometry.layout),
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        control_address=control.address,
+        regions=[region_info(region) for region in geometry.regions],
+        offers=list(offers),
+        total_kv_heads=geometry.total_kv_heads,
+        uses_host_buffer=uses_host_buffer,
+    )
+
+
+# -------------------- carried --------------------
+# How each request's receive went: what the transfer worker timed, with what its transports carried for it. Runs on the worker's main
+# thread.
+
+
+@dataclass(slots=True)
+class ReceiveTotals:
+    """Of receives under way: bytes, segments and the transport. What is over is forgotten."""
+
+    _moved: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict, init=False)
+
+    def note(self, event: BytesMoved) -> None:
+        if event.request is not None and event.is_ok:
+            total_bytes, segments, _ = self._moved.get(event.request, (0, 0, ""))
+            self._moved[event.request] = total_bytes + event.total_bytes, segments + event.segments, event.transport
+
+    def report(self, request: RequestId, times: TransferTimes | None, results: KVConnectorTransferResults) -> None:
+        """Its receive has ended."""
+        total_bytes, segments, transport = self._moved.pop(request, (0, 0, ""))
+        if times is not None:
+            results.recving_times[request] = [replace(times, total_bytes=total_bytes, segments=segments, transport=transport)]

@@ -1,0 +1,133 @@
+"""Length-prefixed frames over a socketpair: how the API process and the engine core exchange batches of messages.
+
+`FrameAssembler` is pure. `FrameSocket` is the core's end: one thread owns it, reads never wait, writes wait at most a deadline.
+"""
+
+import contextlib
+import socket
+import struct
+
+from kvferry.errors import TransportError
+
+__all__ = ["MAX_FRAME_BYTES", "FrameAssembler", "FrameSocket", "Wakeup", "pack_frame"]
+
+
+MAX_FRAME_BYTES = 512 * 1024 * 1024
+"""Far above any real batch; a longer length prefix means the two ends lost step."""
+
+_PREFIX = struct.Struct("!I")
+_READ_BYTES = 1 << 18
+
+
+def pack_frame(payload: bytes) -> bytes:
+    if len(payload) > MAX_FRAME_BYTES:
+        raise TransportError(f"a frame of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return _PREFIX.pack(len(payload)) + payload
+
+
+class FrameAssembler:
+    """Cuts a byte stream into frames, however the stream was chopped on its way."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The frames that `chunk` completes, in order."""
+        self._pending += chunk
+        frames: list[bytes] = []
+        start = 0
+        while (end := self._frame_end(start)) <= len(self._pending):
+            frames.append(bytes(self._pending[start + _PREFIX.size : end]))
+            start = end
+        del self._pending[:start]
+        return frames
+
+    def _frame_end(self, start: int) -> int:
+        if len(self._pending) < start + _PREFIX.size:
+            return start + _PREFIX.size
+        (length,) = _PREFIX.unpack_from(self._pending, start)
+        if length > MAX_FRAME_BYTES:
+            raise TransportError(f"a frame claims {length} bytes, the limit is {MAX_FRAME_BYTES}")
+        return start + _PREFIX.size + int(length)
+
+
+class FrameSocket:
+    """One end of the socketpair. `is_open` turns false when the other end has closed; what it sent before is still delivered."""
+
+    def __init__(self, sock: socket.socket, send_timeout_s: float = 60.0) -> None:
+        self._sock = sock
+        self._send_timeout_s = send_timeout_s
+        self._assembler = FrameAssembler()
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def receive(self) -> list[bytes]:
+        """Every frame that has arrived; never waits."""
+        frames: list[bytes] = []
+        self._sock.setblocking(False)
+        while self._is_open:
+            try:
+                chunk = self._sock.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                chunk = b""
+            if not chunk:
+                self._is_open = False
+            frames += self._assembler.feed(chunk)
+        return frames
+
+    def send(self, payload: bytes) -> None:
+        """Write one frame; TransportError when the other end is gone or has not read for the deadline."""
+        self._sock.settimeout(self._send_timeout_s)
+        try:
+            self._sock.sendall(pack_frame(payload))
+        except TimeoutError:
+            self._is_open = False
+            raise TransportError(f"the other process has not read its messages for {self._send_timeout_s:g} s") from None
+        except OSError as error:
+            self._is_open = False
+            raise TransportError(f"the other process has closed its end: {error}") from error
+
+    def close(self) -> None:
+        self._is_open = False
+        self._sock.close()
+
+
+# -------------------- wakeup --------------------
+# A bell that any thread may ring and one thread waits for together with its sockets.
+
+
+class Wakeup:
+    """Rings collapse: however many came, the waiter wakes once and calls `clear`. After `close` a ring does nothing."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def wake(self) -> None:
+        # A full buffer means that the waiter is going to wake anyway; a closed one that nobody waits any more.
+        with contextlib.suppress(OSError):
+            self._sender.send(b"\0")
+
+    def clear(self) -> bool:
+        """Whether it rang since the last call."""
+        was_woken = False
+        with contextlib.suppress(BlockingIOError):
+            while self._receiver.recv(4096):
+                was_woken = True
+        return was_woken
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def close(self) -> None:
+        self._sender.close()
+        self._receiver.close()

@@ -1,0 +1,102 @@
+"""A tiny checkpoint from nothing, whose output is sensitive to its KV: one wrong block anywhere changes the tokens.
+
+A complete Hugging Face folder that transformers and vLLM load too, except that vLLM's kernels take no latents as small as those of `mla`.
+Random weights alone would not do: attention of an untrained model is close to a plain mean, so its output barely depends on any one token,
+and greedy decoding soon repeats itself. `make_weights` scales them so that attention decides the hidden state. The same seed gives the same
+bytes on every machine. Writes files; no other effect.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import save
+
+from kvferry.engine.make_model.tokenizer import (
+    BOS_TOKEN,
+    CHAT_TEMPLATE,
+    END_OF_TURN_TOKEN,
+    EOS_TOKEN,
+    PAD_TOKEN,
+    make_tokenizer_json,
+    token_id,
+)
+from kvferry.engine.make_model.weights import FAMILIES, SIZES, Size, make_config, make_tensors
+from kvferry.engine.model.config import read_json_object
+from kvferry.errors import ConfigError
+
+__all__ = ["FAMILIES", "SIZES", "make_model"]
+
+MARKER = "kvferry_make_model"
+"""The key in config.json by which a folder is known as one of ours, which may be made anew."""
+
+
+def make_model(directory: Path, *, family: str = "qwen3", seed: int = 0, size: str = "tiny", heads: int | None = None) -> None:
+    """Write the checkpoint, over an older one made here if need be. Any other folder that is not empty is refused.
+
+    `heads` is the number of attention heads; None: the size's own."""
+    if family not in FAMILIES:
+        raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
+    if size not in SIZES:
+        raise ConfigError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
+    if not 0 <= seed < 2**64:
+        raise ConfigError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+    shape = (SIZES[size] if heads is None else SIZES[size].with_heads(heads)).for_family(FAMILIES[family])
+    config = make_config(FAMILIES[family], shape)
+    config[MARKER] = {"family": family, "seed": seed, "size": size}
+    tensors = dict(make_tensors(FAMILIES[family], shape, seed))
+    try:
+        _check_directory(directory)
+        # config.json first: a folder left half written is then known as ours.
+        _write(directory / "config.json", _json(config))
+        _write(directory / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+        _write(directory / "tokenizer.json", make_tokenizer_json().encode())
+        _write(directory / "tokenizer_config.json", _json(_tokenizer_config(shape)))
+        _write(directory / "generation_config.json", _json(_generation_config()))
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from None
+
+
+def _check_directory(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    # Hidden files may be those of another process that is just making the same model, or was killed doing so.
+    if all(path.name.startswith(".") for path in directory.iterdir()):
+        return
+    path = directory / "config.json"
+    if not path.exists() or MARKER not in read_json_object(path):
+        raise ConfigError(f"{directory} is not empty and was not made by make-model; choose another directory")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All or nothing, so that an engine that starts meanwhile never reads half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _generation_config() -> dict[str, Any]:
+    return {
+        "bos_token_id": token_id(BOS_TOKEN),
+        "eos_token_id": [token_id(EOS_TOKEN), token_id(END_OF_TURN_TOKEN)],
+        "pad_token_id": token_id(PAD_TOKEN),
+    }
+
+
+def _tokenizer_config(size: Size) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS_TOKEN,
+        "eos_token": EOS_TOKEN,
+        "pad_token": PAD_TOKEN,
+        "model_max_length": size.max_position_embeddings,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }

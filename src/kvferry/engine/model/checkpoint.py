@@ -1,0 +1,230 @@
+"""The tensors of a Hugging Face folder: where each lies, its shape, and parts of it on demand.
+
+One `model.safetensors`, or the shards that `model.safetensors.index.json` names. Headers are read and checked once; nothing a file says is
+trusted before that. Reads files; holds none open.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvferry.engine.model.config import LatentShape, ModelConfig, read_json_object
+from kvferry.errors import ConfigError
+
+__all__ = ["Checkpoint", "StoredTensor", "check_shapes", "open_checkpoint"]
+
+
+ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER_BYTES = 100_000_000
+WHOLE_TENSOR_BYTES = 1024 * 1024
+SAMPLE_BYTES = 4096
+SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    path: Path
+    name: str
+    dtype: str
+    """As safetensors spells it: `F32`."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors.values())
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        """A copy of part of a tensor; `columns` only for matrices. Only these bytes are read from disk."""
+        stored = self.tensors[name]
+        try:
+            with safe_open(stored.path, framework="pt") as file:
+                view = file.get_slice(name)
+                part: torch.Tensor = view[rows, columns] if len(stored.shape) > 1 else view[rows]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{stored.path}: tensor {name} cannot be read: {error}; copy the checkpoint again") from None
+        return part
+
+    def digest(self) -> str:
+        """Hash of every tensor's name, format, shape and bytes: of all bytes up to 1 MiB, beyond that of 16 evenly spaced samples of 4 KiB.
+
+        Another revision changes nearly every weight, so it differs; resharding the same weights does not change it.
+        """
+        digest = blake2b(digest_size=16)
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            digest.update(f"{name}:{tensor.dtype}:{tensor.shape}:".encode())
+            with tensor.path.open("rb") as file:
+                for start, length in _samples(tensor.size_bytes):
+                    file.seek(tensor.offset + start)
+                    digest.update(file.read(length))
+        return digest.hexdigest()
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Read every header. ConfigError names the file or tensor that is missing, damaged or not supported."""
+    index = directory / "model.safetensors.index.json"
+    tensors: dict[str, StoredTensor] = {}
+    placed = _weight_map(index) if index.exists() else {}
+    for path in sorted({directory / shard for shard in placed.values()} or {directory / "model.safetensors"}):
+        tensors.update((tensor.name, tensor) for tensor in _read_header(path))
+    for name, shard in placed.items():
+        if name not in tensors or tensors[name].path.name != shard:
+            raise ConfigError(f"{index} places tensor {name} in {shard}, which does not have it; copy the checkpoint again")
+    return Checkpoint(tensors)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    placed = read_json_object(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise ConfigError(f"{index}: weight_map must be an object from tensor names to file names")
+    for shard in placed.values():
+        # A shard is a plain file name, so that an index cannot point outside its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ConfigError(f"{index}: weight_map has {shard!r}, which is not the name of a safetensors file")
+    return placed
+
+
+def _read_header(path: Path) -> Iterator[StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if length <= MAX_HEADER_BYTES else None
+        size_bytes = path.stat().st_size
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; copy the whole checkpoint") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path} is not a safetensors file; copy the checkpoint again")
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield _stored_tensor(path, name, entry, 8 + length, size_bytes)
+
+
+def _stored_tensor(path: Path, name: str, entry: Any, data_start: int, file_bytes: int) -> StoredTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        is_sound = all(type(value) is int and value >= 0 for value in (begin, end, *shape)) and data_start + end <= file_bytes
+    except (TypeError, KeyError, ValueError):
+        is_sound = False
+    if not is_sound:
+        raise ConfigError(f"{path}: the header of tensor {name} does not fit the file; copy the checkpoint again")
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"{path}: tensor {name} has format {dtype}; only unquantised weights ({', '.join(ELEMENT_BYTES)}) are supported")
+    tensor = StoredTensor(path, name, dtype, shape, data_start + begin)
+    if end - begin != tensor.size_bytes:
+        raise ConfigError(
+            f"{path}: tensor {name} has {end - begin} bytes where its shape needs {tensor.size_bytes}; copy the checkpoint again"
+        )
+    return tensor
+
+
+def _samples(size_bytes: int) -> list[tuple[int, int]]:
+    """(start, length) of the bytes that are hashed."""
+    if size_bytes <= WHOLE_TENSOR_BYTES:
+        return [(0, size_bytes)]
+    last = size_bytes - SAMPLE_BYTES
+    return [(last * sample // (SAMPLES - 1), SAMPLE_BYTES) for sample in range(SAMPLES)]
+
+
+# -------------------- tensor shapes --------------------
+# Which tensors a checkpoint must hold, and their shapes, as its config.json says. Pure.
+
+
+IGNORED_TENSORS = ("*.rotary_emb.inv_freq",)
+"""Old Llama files carry the rotary frequencies, which follow from the configuration."""
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def check_shapes(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """ConfigError names the first tensor that is missing, has another shape or has no place in the model."""
+    expected = dict(_expected_shapes(config))
+    for name, shape in expected.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            raise ConfigError(f"{config.directory}: tensor {name} is missing from the weights; copy the whole checkpoint")
+        if stored.shape != shape:
+            raise ConfigError(f"{stored.path}: tensor {name} has shape {list(stored.shape)} where config.json needs {list(shape)}")
+    for name in sorted(checkpoint.tensors.keys() - expected.keys()):
+        is_tied_copy = name == "lm_head.weight" and config.has_tied_embeddings
+        if not is_tied_copy and not any(fnmatch(name, pattern) for pattern in IGNORED_TENSORS):
+            raise ConfigError(
+                f"{checkpoint.tensors[name].path}: tensor {name} is not part of a {config.architecture} as config.json describes it"
+            )
+
+
+def _expected_shapes(config: ModelConfig) -> Shapes:
+    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+    yield "model.norm.weight", (config.hidden_size,)
+    if not config.has_tied_embeddings:
+        yield "lm_head.weight", (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        for name, shape in _layer_shapes(config):
+            yield f"model.layers.{layer}.{name}", shape
+
+
+def _layer_shapes(config: ModelConfig) -> Shapes:
+    attention, hidden, inner = config.attention, config.hidden_size, config.intermediate_size
+    yield from _head_shapes(config) if attention.latent is None else _latent_shapes(config, attention.latent)
+    if attention.has_output_bias:
+        yield "self_attn.o_proj.bias", (hidden,)
+    yield "input_layernorm.weight", (hidden,)
+    yield "post_attention_layernorm.weight", (hidden,)
+    if config.is_gemma:
+        yield "pre_feedforward_layernorm.weight", (hidden,)
+        yield "post_feedforward_layernorm.weight", (hidden,)
+    yield "mlp.gate_proj.weight", (inner, hidden)
+    yield "mlp.up_proj.weight", (inner, hidden)
+    yield "mlp.down_proj.weight", (hidden, inner)
+
+
+def _head_shapes(config: ModelConfig) -> Shapes:
+    attention, hidden = config.attention, config.hidden_size
+    for name, count in {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}.items():
+        yield f"self_attn.{name}_proj.weight", (count * attention.head_dim, hidden)
+        if attention.has_qkv_bias:
+            yield f"self_attn.{name}_proj.bias", (count * attention.head_dim,)
+    yield "self_attn.o_proj.weight", (hidden, attention.num_heads * attention.head_dim)
+    if attention.has_qk_norm:
+        yield "self_attn.q_norm.weight", (attention.head_dim,)
+        yield "self_attn.k_norm.weight", (attention.head_dim,)
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentShape) -> Shapes:
+    heads, hidden, rank = config.attention.num_heads, config.hidden_size, latent.q_lora_rank
+    if rank is None:
+        yield "self_attn.q_proj.weight", (heads * latent.query_dim, hidden)
+    else:
+        yield "self_attn.q_a_proj.weight", (rank, hidden)
+        yield "self_attn.q_a_layernorm.weight", (rank,)
+        yield "self_attn.q_b_proj.weight", (heads * latent.query_dim, rank)
+    yield "self_attn.kv_a_proj_with_mqa.weight", (latent.width, hidden)
+    yield "self_attn.kv_a_layernorm.weight", (latent.kv_lora_rank,)
+    yield "self_attn.kv_b_proj.weight", (heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+    yield "self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim)
+    if config.attention.has_qkv_bias:
+        yield "self_attn.kv_a_proj_with_mqa.bias", (latent.width,)
+        if rank is not None:
+            yield "self_attn.q_a_proj.bias", (rank,)

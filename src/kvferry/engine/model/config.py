@@ -1,0 +1,455 @@
+"""Typed access to the JSON files of a checkpoint; every complaint is a ConfigError that names file and key. Reads files; otherwise pure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import ConfigError
+from kvferry.protocol.layout import can_divide
+
+__all__ = [
+    "GEMMA",
+    "AttentionShape",
+    "ConfigKeys",
+    "LatentShape",
+    "LayerConfig",
+    "LinearScaling",
+    "Llama3Scaling",
+    "ModelConfig",
+    "RopeConfig",
+    "read_json_object",
+    "read_layers",
+    "read_model_config",
+]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigKeys:
+    """One JSON object of a file. `null` counts as left out, except for `has`."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def fail(self, key: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self.path}: {key} {problem}")
+
+    def has(self, key: str) -> bool:
+        return key in self.values
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.fail(key, f"must be a whole number of at least {least}, got {value!r}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise self.fail(key, f"must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(key, f"must be true or false, got {value!r}")
+        return default if value is None else value
+
+    def section(self, key: str) -> "ConfigKeys | None":
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(key, f"must be an object, got {value!r}")
+        return ConfigKeys(self.path, value)
+
+
+# -------------------- layer kinds --------------------
+# What may differ from layer to layer: how far back attention looks, and the rotation of positions. Pure.
+#
+# Windows are read as transformers reads them, whose defaults differ by family. Where a file says two things, or says something that
+# transformers ignores and other engines do not, it is refused.
+
+
+GEMMA = "Gemma3ForCausalLM"
+MISTRAL = "MistralForCausalLM"
+QWENS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SLIDING, FULL = "sliding_attention", "full_attention"
+DEFAULT_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
+DEFAULT_GEMMA_PATTERN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Frequencies are divided by `factor` where the wavelength is long against the context the model was first trained on."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All frequencies are divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    theta: float
+    scaling: Llama3Scaling | LinearScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    rope: RopeConfig
+    window: int | None = None
+    """Token i sees tokens i - window + 1 to i; None: all up to i."""
+
+
+def read_layers(config: ConfigKeys, architecture: str) -> tuple[LayerConfig, ...]:
+    """One kind per layer. A window that no position can outgrow is none."""
+    is_sliding = _sliding_layers(config, architecture)
+    window = None
+    if any(is_sliding):
+        width = config.count("sliding_window") if config.has("sliding_window") else DEFAULT_WINDOW
+        window = width if width < config.count("max_position_embeddings") else None
+    full_rope, sliding_rope = _gemma_ropes(config) if architecture == GEMMA else (_rope(config),) * 2
+    kinds = {True: LayerConfig(sliding_rope, window), False: LayerConfig(full_rope)}
+    return tuple(kinds[each] for each in is_sliding)
+
+
+def _sliding_layers(config: ConfigKeys, architecture: str) -> list[bool]:
+    num_layers = config.count("num_hidden_layers")
+    named = _layer_types(config, num_layers)
+    if architecture == MISTRAL:
+        every = not config.has("sliding_window") or config.get("sliding_window") is not None
+        if named is not None and named != [every] * num_layers:
+            raise config.fail("layer_types", "says other than sliding_window, which a Mistral has in all layers or in none")
+        return [every] * num_layers
+    if architecture in QWENS:
+        return _qwen_layers(config, named, num_layers)
+    if architecture == GEMMA:
+        pattern = config.count("sliding_window_pattern", DEFAULT_GEMMA_PATTERN)
+        return [bool((layer + 1) % pattern) for layer in range(num_layers)] if named is None else named
+    if config.flag("use_sliding_window") or (named is not None and any(named)):
+        key = "layer_types" if named else "use_sliding_window"
+        raise config.fail(key, f"asks for sliding windows, which a {architecture} does not have in transformers")
+    return [False] * num_layers
+
+
+def _qwen_layers(config: ConfigKeys, named: list[bool] | None, num_layers: int) -> list[bool]:
+    """Qwen files carry a window even when no layer uses it."""
+    is_used = config.flag("use_sliding_window") and (not config.has("sliding_window") or config.get("sliding_window") is not None)
+    if named is None:
+        first = config.count("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, least=0)
+        return [is_used and layer >= first for layer in range(num_layers)]
+    if any(named) and not is_used:
+        raise config.fail("layer_types", "has sliding_attention, but use_sliding_window is not true or sliding_window is null")
+    return named
+
+
+def _layer_types(config: ConfigKeys, num_layers: int) -> list[bool] | None:
+    """Whether each layer is named as one with a window; None where the file does not name them."""
+    names = config.get("layer_types")
+    if names is None:
+        return None
+    if not isinstance(names, list):
+        raise config.fail("layer_types", f"must be a list, got {names!r}")
+    unknown = [name for name in names if name not in (FULL, SLIDING)]
+    if unknown:
+        raise config.fail("layer_types", f"has {unknown[0]!r}, and only full and sliding attention are supported")
+    if len(names) != num_layers:
+        raise config.fail("layer_types", f"names {len(names)} layers, but num_hidden_layers is {num_layers}")
+    return [name == SLIDING for name in names]
+
+
+def _rope(config: ConfigKeys) -> RopeConfig:
+    """Old files have rope_theta beside rope_scaling, new ones both in rope_parameters."""
+    section = config.section("rope_parameters") or config.section("rope_scaling") or ConfigKeys(config.path, {})
+    if section.has(FULL) or section.has(SLIDING):
+        raise config.fail("rope_parameters", "differ by kind of layer, which is supported for Gemma 3 only")
+    return _rope_of(config, section, section.positive("rope_theta", config.positive("rope_theta", 10000.0)))
+
+
+def _gemma_ropes(config: ConfigKeys) -> tuple[RopeConfig, RopeConfig]:
+    """Of full and of sliding layers. Old files have rope_local_base_freq for the latter; scaling is for the former."""
+    parameters = config.section("rope_parameters")
+    nothing = ConfigKeys(config.path, {})
+    if parameters is None:
+        scaling = config.section("rope_scaling") or nothing
+        full = _rope_of(config, scaling, config.positive("rope_theta", 1_000_000.0))
+        return full, _rope_of(config, nothing, config.positive("rope_local_base_freq", 10_000.0))
+    sections = parameters.section(FULL), parameters.section(SLIDING)
+    if None in sections:
+        raise config.fail("rope_parameters", f"must have {FULL} and {SLIDING}")
+    full_part, sliding_part = (section or nothing for section in sections)
+    full = _rope_of(config, full_part, full_part.positive("rope_theta", 1_000_000.0))
+    return full, _rope_of(config, sliding_part, sliding_part.positive("rope_theta", 10_000.0))
+
+
+def _rope_of(config: ConfigKeys, section: ConfigKeys, theta: float) -> RopeConfig:
+    if section.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0)) != 1.0:
+        raise config.fail("partial_rotary_factor", "must be 1: partial rotation is not supported")
+    kind = section.get("rope_type") or section.get("type") or "default"
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, LinearScaling(section.positive("factor")))
+    if kind != "llama3":
+        raise config.fail("rope_type", f"must be default, linear or llama3, got {kind!r}")
+    scaling = Llama3Scaling(
+        factor=section.positive("factor"),
+        low_freq_factor=section.positive("low_freq_factor"),
+        high_freq_factor=section.positive("high_freq_factor"),
+        original_max_position_embeddings=section.count("original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise config.fail("high_freq_factor", f"must be more than low_freq_factor {scaling.low_freq_factor}")
+    return RopeConfig(theta, scaling)
+
+
+# -------------------- model config --------------------
+# What a checkpoint is, read from the config.json of a Hugging Face folder and checked once.
+#
+# Supported: decoders with dense feed-forward layers and rotary positions. Of the Llama shape: Llama, Mistral, Qwen2, Qwen3; with
+# alternating windows: Gemma 3 (text); with latent attention: DeepSeek-V2 without experts. Whatever would need other arithmetic is refused
+# with a ConfigError that names the key. Reads two small files; otherwise pure.
+
+
+DEEPSEEK = "DeepseekV2ForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", GEMMA, DEEPSEEK)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Latent attention (MLA): what is cached of a token is one vector, from which each head makes its own K and V.
+
+    cached   | kv_lora_rank: normalised latent | qk_rope_head_dim: rotated key, shared by all heads |
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """Queries are made by way of so many dimensions; None: directly."""
+
+    @property
+    def query_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def width(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    """Of the cache; 1 with latent attention, whose vector serves all heads."""
+    head_dim: int
+    """Of a cached key; the whole vector's with latent attention."""
+    scale: float
+    """Factor on the product of query and key."""
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    """With latent attention: of the projections down."""
+    has_output_bias: bool = False
+    latent: LatentShape | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    directory: Path
+    architecture: str
+    dtype: str
+    """Of the checkpoint, as torch spells it: `float32`, `bfloat16` or `float16`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerConfig, ...]
+    attention: AttentionShape
+    norm_eps: float
+    max_position_embeddings: int
+    has_tied_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    """From config.json and generation_config.json; any of them ends a sequence."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def is_gemma(self) -> bool:
+        """Embeddings are scaled, norms count their weights from 1 and stand behind both halves of a layer too, GELU instead of SiLU."""
+        return self.architecture == GEMMA
+
+    def layer_name(self, layer: int) -> str:
+        """The name of a layer's cache, the same in every engine."""
+        return f"model.layers.{layer}.self_attn"
+
+    def max_model_len(self, requested: int) -> int:
+        """The limit on prompt and output together; `requested` 0 means the checkpoint's own."""
+        if requested > self.max_position_embeddings:
+            limit = self.max_position_embeddings
+            raise ConfigError(f"--max-model-len {requested} is more than the model's {limit} positions; ask for at most {limit}")
+        return requested or self.max_position_embeddings
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """ConfigError unless every rank gets the same whole number of query heads and columns, and the same number of KV heads."""
+        for key, value in {"num_attention_heads": self.attention.num_heads, "intermediate_size": self.intermediate_size}.items():
+            if value % tp_size:
+                raise ConfigError(f"--tensor-parallel-size {tp_size} does not divide the model's {key} {value}; choose a divisor of it")
+        kv_heads = self.attention.num_kv_heads
+        if not can_divide(kv_heads, tp_size):
+            raise ConfigError(
+                f"--tensor-parallel-size {tp_size} and the model's num_key_value_heads {kv_heads} do not fit: one must divide the other"
+            )
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The checked configuration of the checkpoint in `directory`."""
+    config = ConfigKeys(directory / "config.json", read_json_object(directory / "config.json"))
+    architecture = _architecture(config)
+    _refuse_unsupported(config, architecture)
+    layers = read_layers(config, architecture)
+    return ModelConfig(
+        directory=directory,
+        architecture=architecture,
+        dtype=_dtype(config),
+        vocab_size=config.count("vocab_size"),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("intermediate_size"),
+        layers=layers,
+        attention=_latent_attention(config) if architecture == DEEPSEEK else _attention(config, architecture),
+        norm_eps=config.positive("rms_norm_eps", 1e-6),
+        max_position_embeddings=config.count("max_position_embeddings"),
+        has_tied_embeddings=config.flag("tie_word_embeddings", default=architecture == GEMMA),
+        eos_token_ids=_eos_token_ids(config, directory / "generation_config.json"),
+    )
+
+
+def _architecture(config: ConfigKeys) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise config.fail("architectures", f"must be one of {', '.join(ARCHITECTURES)}, got {names!r}")
+    return str(names[0])
+
+
+def _refuse_unsupported(config: ConfigKeys, architecture: str) -> None:
+    if config.get("quantization_config") is not None:
+        raise config.fail("quantization_config", "is set, and quantised checkpoints are not supported; use an unquantised one")
+    key, only = ("hidden_activation", "gelu_pytorch_tanh") if architecture == GEMMA else ("hidden_act", "silu")
+    if config.get(key) not in (None, only):
+        raise config.fail(key, f"must be {only}, got {config.get(key)!r}")
+    if config.flag("mlp_bias"):
+        raise config.fail("mlp_bias", "is true, and biases in feed-forward layers are not supported")
+    if architecture == GEMMA:
+        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if config.get(key):
+                raise config.fail(key, f"is {config.get(key)!r}, and only Gemma 3 without it is supported")
+    if architecture == DEEPSEEK:
+        num_layers, dense = config.count("num_hidden_layers"), config.count("first_k_dense_replace", 0, least=0)
+        if dense < num_layers:
+            raise config.fail("first_k_dense_replace", f"leaves {num_layers - dense} layers with experts, which are not supported")
+
+
+def _dtype(config: ConfigKeys) -> str:
+    value = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    if name not in DTYPES:
+        raise config.fail("dtype", f"must be one of {', '.join(DTYPES)}, got {value!r}")
+    return str(name)
+
+
+def _attention(config: ConfigKeys, architecture: str) -> AttentionShape:
+    num_heads = config.count("num_attention_heads")
+    num_kv_heads = config.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise config.fail("num_key_value_heads", f"must divide the {num_heads} attention heads, got {num_kv_heads}")
+    # Files of some families may leave head_dim out, whatever hidden_size / heads gives.
+    usual = {"Qwen3ForCausalLM": 128, GEMMA: 256}.get(architecture, max(config.count("hidden_size") // num_heads, 1))
+    head_dim = config.count("head_dim", usual)
+    if head_dim % 2:
+        raise config.fail("head_dim", f"must be even, got {head_dim}")
+    has_bias = config.flag("attention_bias")
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=(config.positive("query_pre_attn_scalar", 256.0) if architecture == GEMMA else head_dim) ** -0.5,
+        has_qk_norm=architecture in ("Qwen3ForCausalLM", GEMMA),
+        has_qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
+        has_output_bias=has_bias and architecture != "Qwen2ForCausalLM",
+    )
+
+
+def _latent_attention(config: ConfigKeys) -> AttentionShape:
+    num_heads = config.count("num_attention_heads")
+    if config.count("num_key_value_heads", num_heads) != num_heads:
+        raise config.fail("num_key_value_heads", f"must equal the {num_heads} attention heads, because each has its own part of the latent")
+    latent = LatentShape(
+        kv_lora_rank=config.count("kv_lora_rank", 512),
+        qk_nope_head_dim=config.count("qk_nope_head_dim", 128),
+        qk_rope_head_dim=config.count("qk_rope_head_dim", 64),
+        v_head_dim=config.count("v_head_dim", 128),
+        q_lora_rank=_query_rank(config),
+    )
+    if latent.qk_rope_head_dim % 2:
+        raise config.fail("qk_rope_head_dim", f"must be even, got {latent.qk_rope_head_dim}")
+    has_bias = config.flag("attention_bias")
+    return AttentionShape(
+        num_heads, 1, latent.width, latent.query_dim**-0.5, has_qkv_bias=has_bias, has_output_bias=has_bias, latent=latent
+    )
+
+
+def _query_rank(config: ConfigKeys) -> int | None:
+    """Left out, it is that of the large model; null means none."""
+    is_null = config.has("q_lora_rank") and config.get("q_lora_rank") is None
+    return None if is_null else config.count("q_lora_rank", 1536)
+
+
+def _eos_token_ids(config: ConfigKeys, generation_path: Path) -> tuple[int, ...]:
+    sources = [config]
+    if generation_path.exists():
+        sources.append(ConfigKeys(generation_path, read_json_object(generation_path)))
+    found: dict[int, None] = {}
+    for source in sources:
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise source.fail("eos_token_id", f"must be a token id or a list of them, got {value!r}")
+            found[token] = None
+    return tuple(found)

@@ -1,0 +1,130 @@
+"""The device of one tensor-parallel rank: found, checked and measured at the start, given back at the end.
+
+CUDA is first touched in `open_device`, so that only processes that compute have a context. One thread of a worker process makes every call.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.connectors.contract import ParallelConfig
+from kvferry.engine.options import first_gpu, gpu_of_rank, ranks_on_gpu
+from kvferry.errors import ConfigError
+
+__all__ = ["CPU", "RankDevice", "open_device", "to_device"]
+
+_log = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 256 * 1024 * 1024
+"""Of the KV cache on CPUs, where nobody says how much of the machine's memory is the engine's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    torch_device: torch.device
+    num_sharing: int = 1
+    """Ranks of this engine that compute on it, this one among them."""
+    has_own_gpus: bool = False
+    """Whether every rank of this engine has a GPU for itself: only then can NCCL join them."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.torch_device.type == "cuda"
+
+    def cache_bytes(self, utilization: float) -> int:
+        """How large the KV cache may be, once the weights of all ranks are there. On GPUs: this rank's share of what is left of
+        `utilization` of the memory, whoever uses the rest. ConfigError when nothing is left."""
+        if not self.is_cuda:
+            return CPU_CACHE_BYTES
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        left = int(total * utilization) - (total - free)
+        if left <= 0:
+            raise ConfigError(
+                f"{self.torch_device} has {free} of {total} bytes free, and --gpu-memory-utilization {utilization:g} leaves none of them "
+                "to the KV cache; end what else uses it, raise the share, or give --kv-cache-memory-bytes"
+            )
+        return left // self.num_sharing
+
+    @contextmanager
+    def room_for(self, what: str) -> Iterator[None]:
+        """ConfigError when the device has no memory for it."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            raise ConfigError(
+                f"{self.torch_device} has no room for {what}: {free} of {total} bytes are free; "
+                "end what else uses it, choose another --device, or give a smaller --kv-cache-memory-bytes"
+            ) from None
+
+    @property
+    def held_bytes(self) -> int:
+        """What torch has of the device's memory for this process, in use or kept for later; 0 where it is the CPU."""
+        return torch.cuda.memory_reserved(self.torch_device) if self.is_cuda else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What all processes together use of the device; 0 where it is the CPU."""
+        if not self.is_cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free
+
+    @property
+    def spare_bytes(self) -> int:
+        """What of it is not in use."""
+        return self.held_bytes - torch.cuda.memory_allocated(self.torch_device) if self.is_cuda else 0
+
+    def trim(self) -> None:
+        """Give back what is not in use. Waits for the device."""
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+
+
+CPU = RankDevice(torch.device("cpu"))
+
+
+def open_device(device: str, parallel: ParallelConfig) -> RankDevice:
+    """The device of this rank, made current for this thread. ConfigError when it is not there or does not work."""
+    first = first_gpu(device)
+    if first is None:
+        return CPU
+    num_gpus = _count_gpus(device)
+    if first >= num_gpus:
+        raise ConfigError(f"--device {device}: there is no such GPU here, the last is cuda:{num_gpus - 1}")
+    gpu = gpu_of_rank(first, parallel.tp_rank, num_gpus)
+    found = torch.device("cuda", gpu)
+    try:
+        torch.cuda.set_device(found)
+        torch.zeros(1, device=found).add_(1).item()
+    except RuntimeError as error:  # all that CUDA raises: a GPU that is lent to another, broken, or too old for this torch
+        raise ConfigError(f"--device {device}: {found} cannot be used: {_first_line(error)}") from None
+    num_sharing = ranks_on_gpu(gpu, first, parallel.tp_size, num_gpus)
+    if num_sharing > 1:
+        _log.warning("rank %d shares %s with %d other ranks of this engine", parallel.tp_rank, found, num_sharing - 1)
+    return RankDevice(found, num_sharing, parallel.tp_size <= num_gpus)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small host tensor on the device. Nobody waits: it goes by way of pinned memory, in the order of the current stream."""
+    if device.type == "cpu" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def _count_gpus(device: str) -> int:
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"--device {device} needs a torch that was built for CUDA, and {torch.__version__} was not; install one, or use --device cpu"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(f"--device {device}: torch finds no CUDA device here; `kvferry doctor` says what there is; or use --device cpu")
+    return count
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,93 @@
+"""The forward pass of one tensor-parallel rank: a batch in, logits of the sampled rows out.
+
+    tokens -> embedding -> layers x (norm, q and KV, rotate, write cache, attend, o, sum; norm, gate * up, down, sum) -> norm -> logits
+
+Stateless but for the weights; the caller owns the cache.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from kvferry.engine.cache.layout import LayerCache
+from kvferry.engine.model.attention import RotaryTable, attend, make_rotary_table, merge_heads, project
+from kvferry.engine.model.config import ModelConfig, RopeConfig
+from kvferry.engine.model.flat_batch import AttentionPlan, FlatBatch
+from kvferry.engine.model.tensor_parallel import TensorParallelGroup
+from kvferry.engine.model.weights import LayerWeights, ModelWeights, Precision
+
+__all__ = ["LayerHooks", "Model"]
+
+
+class LayerHooks(Protocol):
+    """What a worker does around each layer of a forward pass (a connector's `wait_for_layer_load` and `save_kv_layer`)."""
+
+    def before_layer(self, layer_name: str) -> None:
+        """Called before the layer's cache is read or written."""
+
+    def after_layer(self, layer_name: str, cache: torch.Tensor) -> None:
+        """Called when this step's K and V of the layer are in its cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    config: ModelConfig
+    weights: ModelWeights
+    precision: Precision
+    group: TensorParallelGroup
+    rotary: Mapping[RopeConfig, RotaryTable]
+
+    @classmethod
+    def build(cls, config: ModelConfig, weights: ModelWeights, precision: Precision, group: TensorParallelGroup) -> "Model":
+        rotary = {
+            rope: make_rotary_table(rope, config.attention.rotary_dim, config.max_position_embeddings, precision.compute).on(weights.device)
+            for rope in {layer.rope for layer in config.layers}
+        }
+        return cls(config, weights, precision, group, rotary)
+
+    def forward(self, batch: FlatBatch, caches: Sequence[LayerCache], hooks: LayerHooks | None = None) -> torch.Tensor:
+        """[sampled rows, vocabulary], the same on every rank. Writes K and V of every row into `caches`, one per layer."""
+        hidden = self._embed(batch.token_ids)
+        rotary = {rope: table.at(batch.positions) for rope, table in self.rotary.items()}
+        for index, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
+            if hooks is not None:
+                hooks.before_layer(cache.name)
+            group, rope = batch.groups[cache.group], self.config.layers[index].rope
+            queries, content = project(layer.attention, self.config.attention, layer.input_norm(hidden), rotary[rope])
+            cache.write(group.blocks, batch.offsets, content)
+            plan = group.plan
+            if index == len(caches) - 1:
+                # Only sampled rows go on from here; nobody looks at what the last layer makes of the others.
+                plan, hidden, queries = group.sampled_plan, hidden[batch.sampled_rows], queries[batch.sampled_rows]
+            if len(hidden):
+                hidden = self._finish_layer(layer, cache, plan, queries, hidden)
+            if hooks is not None:
+                hooks.after_layer(cache.name, cache.tensor)
+        return self._logits(hidden)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.weights.embedding[token_ids]
+        if not self.config.is_gemma:
+            return hidden
+        # The factor is rounded to the format of the weights, as it was in training.
+        return hidden * torch.tensor(self.config.hidden_size**0.5, dtype=self.precision.weights, device="cpu").item()
+
+    def _finish_layer(
+        self, layer: LayerWeights, cache: LayerCache, plan: AttentionPlan, queries: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        attended = attend(queries, cache, plan, self.config.attention.scale, self.precision.attention).to(hidden.dtype)
+        output = self.group.sum(layer.output(merge_heads(layer.attention, attended)))
+        hidden = hidden + (output if layer.output_norm is None else layer.output_norm(output))
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+        activated = gelu(gate, approximate="tanh") if self.config.is_gemma else silu(gate)
+        output = self.group.sum(layer.down(activated * up))
+        return hidden + (output if layer.down_norm is None else layer.down_norm(output))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not len(hidden):
+            return hidden.new_empty((0, self.config.vocab_size))
+        share = self.weights.lm_head(self.weights.norm(hidden))
+        return self.group.concatenate(share)[:, : self.config.vocab_size]

@@ -1,0 +1,302 @@
+"""Which number formats an engine uses: of weights, cache and arithmetic. Pure."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.connectors.contract import ParallelConfig
+from kvferry.engine.model.checkpoint import Checkpoint, check_shapes
+from kvferry.engine.model.config import LatentShape, ModelConfig
+from kvferry.engine.options import EngineOptions, first_gpu
+from kvferry.errors import ConfigError
+from kvferry.protocol.layout import heads_of
+
+__all__ = [
+    "FLOAT64_WEIGHTS_LIMIT_BYTES",
+    "HeadWeights",
+    "LatentWeights",
+    "LayerWeights",
+    "Linear",
+    "ModelWeights",
+    "Norm",
+    "Precision",
+    "choose_precision",
+    "load_weights",
+]
+
+
+FLOAT64_WEIGHTS_LIMIT_BYTES = 256 * 1024 * 1024
+"""Checkpoints up to this size are computed in float64: those of float32 everywhere, those of half precision on GPUs.
+
+The order in which a matrix product adds up depends on the batch, on chunking and on the number of ranks. In float32 that moves a logit by
+about 1e-6, in half precision by about 1e-3, enough to change a greedy token now and then; in float64 by about 1e-14. It costs time and, for
+the weights, two to four times the memory, so models above the limit are computed in their own format. Half precision on CPUs is what one
+chooses for speed, and stays as it is. The cache keeps its own format everywhere: the bytes that move are those of any other model.
+"""
+
+WEIGHT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CACHE_DTYPES = {**WEIGHT_DTYPES, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+COMPUTE_DTYPES = {**WEIGHT_DTYPES, "float64": torch.float64}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    weights: torch.dtype
+    """The values of the weights are rounded to this; they are kept in `compute`."""
+    cache: torch.dtype
+    """K and V are stored in this, with a scale of 1, and widened before anything is computed with them."""
+    compute: torch.dtype
+
+    @property
+    def attention(self) -> torch.dtype:
+        """Scores and their softmax take at least float32, whatever the model's format."""
+        return torch.promote_types(self.compute, torch.float32)
+
+
+def choose_precision(options: EngineOptions, checkpoint_dtype: str, checkpoint_bytes: int) -> Precision:
+    """`checkpoint_bytes` is the size of all weights, the same on every rank."""
+    weights = _dtype("dtype", options.dtype, WEIGHT_DTYPES, WEIGHT_DTYPES[checkpoint_dtype])
+    is_small = checkpoint_bytes <= FLOAT64_WEIGHTS_LIMIT_BYTES
+    is_wide = is_small and (weights is torch.float32 or first_gpu(options.device) is not None)
+    return Precision(
+        weights=weights,
+        cache=_dtype("kv_cache_dtype", options.kv_cache_dtype, CACHE_DTYPES, weights),
+        compute=_dtype("compute_dtype", options.compute_dtype, COMPUTE_DTYPES, torch.float64 if is_wide else weights),
+    )
+
+
+def _dtype(key: str, name: str, known: dict[str, torch.dtype], auto: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return auto
+    if name not in known:
+        raise ConfigError(f"{key} must be auto or one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+# -------------------- weights --------------------
+# The weights of one tensor-parallel rank, cut out of a checkpoint.
+#
+# Query heads and feed-forward columns are split evenly: rank r of t holds output rows [r/t, (r+1)/t) of q, gate and up, the matching input
+# columns of o and down (their products are summed over ranks), and its share of the output vocabulary. KV heads are split likewise; with
+# more ranks than KV heads, neighbours hold the same one. Norms, input embeddings and what makes latents are whole on every rank.
+# Reads files; otherwise pure.
+
+
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek-V2's norms of latents do not follow rms_norm_eps."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(inputs, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """Root mean square norm over the last dimension, in at least float32; multiplied in the format of `weight`."""
+
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        wide = values.to(torch.promote_types(values.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return ((wide * scale).to(self.weight.dtype) * self.weight).to(values.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadWeights:
+    """Attention with K and V of its own per KV head."""
+
+    qkv: Linear
+    """Rows of this rank's q heads, then k heads, then v heads."""
+    num_kv_heads: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """Attention whose heads share a latent; `keys` and `values` are what each head makes of it."""
+
+    query_down: Linear | None
+    query_norm: Norm | None
+    query: Linear
+    """Rows of this rank's heads."""
+    down: Linear
+    """To the latent and the key that is rotated."""
+    norm: Norm
+    """Of the latent."""
+    keys: torch.Tensor
+    """[heads, qk_nope_head_dim, kv_lora_rank]"""
+    values: torch.Tensor
+    """[heads, v_head_dim, kv_lora_rank]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    input_norm: Norm
+    attention: HeadWeights | LatentWeights
+    output: Linear
+    """Its bias is on rank 0 only, because the ranks' products are summed."""
+    output_norm: Norm | None
+    """Of the sum, before it is added to the hidden state."""
+    mlp_norm: Norm
+    gate_up: Linear
+    down: Linear
+    down_norm: Norm | None
+    """Of the sum, before it is added to the hidden state."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelWeights:
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Norm
+    lm_head: Linear
+    """This rank's share of the vocabulary, padded with zero rows so that all shares are equal."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+
+def load_weights(
+    config: ModelConfig, checkpoint: Checkpoint, parallel: ParallelConfig, precision: Precision, device: torch.device
+) -> ModelWeights:
+    """Everything is checked against the configuration before the first tensor is read."""
+    config.check_tensor_parallel(parallel.tp_size)
+    check_shapes(config, checkpoint)
+    shard = _ShardReader(checkpoint, config, parallel, precision, device)
+    embedding = shard.whole("model.embed_tokens.weight")
+    is_tied = config.has_tied_embeddings
+    lm_head = shard.vocabulary_of(embedding) if is_tied else shard.vocabulary("lm_head.weight", config.vocab_size)
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(_load_layer(config, shard, f"model.layers.{layer}.") for layer in range(config.num_layers)),
+        norm=shard.norm("model.norm"),
+        lm_head=Linear(lm_head),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardReader:
+    """Reads this rank's part of a tensor to the device, in the format of the arithmetic."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    parallel: ParallelConfig
+    precision: Precision
+    device: torch.device
+
+    @property
+    def kv_heads(self) -> range:
+        return heads_of(self.parallel.tp_rank, self.parallel.tp_size, self.config.attention.num_kv_heads)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._cast(self.checkpoint.read(name))
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        return self.whole(name) if name in self.checkpoint.tensors else None
+
+    def norm(self, prefix: str, eps: float | None = None) -> Norm:
+        """Gemma counts weights from 1 and multiplies before it rounds."""
+        weight = self.whole(f"{prefix}.weight")
+        if self.config.is_gemma:
+            weight = weight.to(self.precision.attention) + 1
+        return Norm(weight, self.config.norm_eps if eps is None else eps)
+
+    def rows(self, *names: str) -> torch.Tensor:
+        """This rank's rows of several tensors, one below the other."""
+        return self._cast(torch.cat([self.checkpoint.read(name, rows=self._rows_of(name)) for name in names]))
+
+    def columns(self, name: str) -> torch.Tensor:
+        return self._cast(self.checkpoint.read(name, columns=self._part(self.checkpoint.tensors[name].shape[1])))
+
+    def replicated(self, prefix: str) -> Linear:
+        return Linear(self.whole(f"{prefix}.weight"), self.optional(f"{prefix}.bias"))
+
+    def column_parallel(self, *prefixes: str) -> Linear:
+        has_bias = f"{prefixes[0]}.bias" in self.checkpoint.tensors
+        bias = self.rows(*(f"{prefix}.bias" for prefix in prefixes)) if has_bias else None
+        return Linear(self.rows(*(f"{prefix}.weight" for prefix in prefixes)), bias)
+
+    def row_parallel(self, prefix: str) -> Linear:
+        bias = self.optional(f"{prefix}.bias") if self.parallel.tp_rank == 0 else None
+        return Linear(self.columns(f"{prefix}.weight"), bias)
+
+    def vocabulary(self, name: str, vocab_size: int) -> torch.Tensor:
+        rows = self._vocabulary_rows(vocab_size)
+        return self._padded(self._cast(self.checkpoint.read(name, rows=rows)), vocab_size)
+
+    def vocabulary_of(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The same of tensors that are tied to the embedding; a view of it unless rows must be added."""
+        return self._padded(embedding[self._vocabulary_rows(len(embedding))], len(embedding))
+
+    def _rows_of(self, name: str) -> slice:
+        if name.endswith((".k_proj.weight", ".v_proj.weight", ".k_proj.bias", ".v_proj.bias")):
+            head_dim = self.config.attention.head_dim
+            return slice(self.kv_heads.start * head_dim, self.kv_heads.stop * head_dim)
+        return self._part(self.checkpoint.tensors[name].shape[0])
+
+    def _part(self, total: int) -> slice:
+        step = total // self.parallel.tp_size
+        return slice(self.parallel.tp_rank * step, (self.parallel.tp_rank + 1) * step)
+
+    def _vocabulary_rows(self, vocab_size: int) -> slice:
+        step = -(-vocab_size // self.parallel.tp_size)
+        return slice(min(self.parallel.tp_rank * step, vocab_size), min((self.parallel.tp_rank + 1) * step, vocab_size))
+
+    def _padded(self, rows: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        missing = -(-vocab_size // self.parallel.tp_size) - len(rows)
+        return torch.cat((rows, rows.new_zeros(missing, rows.shape[1]))) if missing else rows
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Widened there: the wire and the host see no more bytes than the file has.
+        return tensor.to(self.device).to(self.precision.weights).to(self.precision.compute)
+
+
+def _load_layer(config: ModelConfig, shard: _ShardReader, prefix: str) -> LayerWeights:
+    latent = config.attention.latent
+    is_gemma = config.is_gemma
+    return LayerWeights(
+        input_norm=shard.norm(f"{prefix}input_layernorm"),
+        attention=_load_heads(config, shard, f"{prefix}self_attn.")
+        if latent is None
+        else _load_latent(latent, shard, f"{prefix}self_attn."),
+        output=shard.row_parallel(f"{prefix}self_attn.o_proj"),
+        output_norm=shard.norm(f"{prefix}post_attention_layernorm") if is_gemma else None,
+        mlp_norm=shard.norm(f"{prefix}{'pre_feedforward_layernorm' if is_gemma else 'post_attention_layernorm'}"),
+        gate_up=shard.column_parallel(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
+        down=shard.row_parallel(f"{prefix}mlp.down_proj"),
+        down_norm=shard.norm(f"{prefix}post_feedforward_layernorm") if is_gemma else None,
+    )
+
+
+def _load_heads(config: ModelConfig, shard: _ShardReader, prefix: str) -> HeadWeights:
+    has_norms = config.attention.has_qk_norm
+    return HeadWeights(
+        qkv=shard.column_parallel(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
+        num_kv_heads=len(shard.kv_heads),
+        q_norm=shard.norm(f"{prefix}q_norm") if has_norms else None,
+        k_norm=shard.norm(f"{prefix}k_norm") if has_norms else None,
+    )
+
+
+def _load_latent(latent: LatentShape, shard: _ShardReader, prefix: str) -> LatentWeights:
+    is_direct = latent.q_lora_rank is None
+    up = shard.rows(f"{prefix}kv_b_proj.weight").unflatten(0, (-1, latent.qk_nope_head_dim + latent.v_head_dim))
+    keys, values = up.split((latent.qk_nope_head_dim, latent.v_head_dim), dim=1)
+    return LatentWeights(
+        query_down=None if is_direct else shard.replicated(f"{prefix}q_a_proj"),
+        query_norm=None if is_direct else shard.norm(f"{prefix}q_a_layernorm", LATENT_NORM_EPS),
+        query=shard.column_parallel(f"{prefix}q_proj" if is_direct else f"{prefix}q_b_proj"),
+        down=shard.replicated(f"{prefix}kv_a_proj_with_mqa"),
+        norm=shard.norm(f"{prefix}kv_a_layernorm", LATENT_NORM_EPS),
+        keys=keys.contiguous(),
+        values=values.contiguous(),
+    )

@@ -1,0 +1,167 @@
+"""The last requests whose KV came, or was to come, from a peer, and where their time went. For people who look; decides nothing.
+
+Pure: the core passes `now` (local monotonic seconds, the clock of its ranks too). Bounded by count. A step pays for the requests that
+wait for their first token, nothing for all others.
+"""
+
+import re
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.connectors.stats import HISTOGRAMS, KVConnectorStats, add_up, merge_stats
+from kvferry.engine.messages import AddRequest, RequestOutput, SequenceSlice, TransferSummary
+from kvferry.events import TransferTimes
+from kvferry.web.transfer_records import TransferRecord
+
+__all__ = ["ConnectorTotals", "TransferLog"]
+
+
+MAX_RECORDS = 256
+MAX_REPORTED = 64
+_MAX_FAILURE_CHARS = 400
+_NAME = re.compile(r"(?:[a-z]+-)?(?P<stem>.*?)(?:-(?P<index>[0-9]+))?-[0-9a-f]{8}", re.DOTALL)
+"""What the front-end makes of a client's X-Request-Id: `cmpl-ID-0-1a2b3c4d`."""
+
+
+@dataclass(slots=True)
+class _TransferEntry:
+    request_id: str
+    arrived: float
+    pulls: Sequence[TransferTimes] = ()
+    scheduled: float | None = None
+    first_token: float | None = None
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class TransferLog:
+    max_records: int = MAX_RECORDS
+    _entries: OrderedDict[str, _TransferEntry] = field(default_factory=OrderedDict, init=False)
+    _watched: dict[str, _TransferEntry] = field(default_factory=dict, init=False)
+    """Those that have no first token yet."""
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self._watched)
+
+    def note_arrival(self, request: AddRequest, now: float) -> None:
+        """Only requests whose KV is to come from elsewhere are of interest."""
+        if not request.kv_transfer_params or not request.kv_transfer_params.get("do_remote_prefill"):
+            return
+        entry = _TransferEntry(request.request_id, now)
+        self._entries[entry.request_id] = self._watched[entry.request_id] = entry
+        if len(self._entries) > self.max_records:
+            oldest, _ = self._entries.popitem(last=False)
+            self._watched.pop(oldest, None)
+
+    def note_receives(self, times: Mapping[str, Sequence[TransferTimes]]) -> None:
+        """How receives went that have ended on some or all ranks."""
+        for request_id, pulls in times.items():
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                entry.pulls = [*entry.pulls, *pulls]
+
+    def note_plan(self, slices: Iterable[SequenceSlice], now: float) -> None:
+        """A step begins."""
+        for part in slices:
+            entry = self._watched.get(part.request_id)
+            if entry is not None and entry.scheduled is None:
+                entry.scheduled = now
+
+    def note_outputs(self, outputs: Iterable[RequestOutput], now: float) -> None:
+        for output in outputs:
+            entry = self._watched.pop(output.request_id, None)
+            if entry is None:
+                continue
+            if output.tokens:
+                entry.first_token = now
+            if output.error is not None:
+                entry.failure = output.error[:_MAX_FAILURE_CHARS]
+
+    def forget(self, request_id: str) -> None:
+        """It was aborted: it will have no first token. What was seen of it stays."""
+        self._watched.pop(request_id, None)
+
+    def records(self, name: str, now: float) -> list[TransferRecord]:
+        """Newest first: those of one client's request id, or of an engine's own; for an empty name all, up to a bound."""
+        newest = reversed(self._entries.values())
+        return [_record(entry, now) for entry in newest if not name or _is_named(entry.request_id, name)][:MAX_REPORTED]
+
+
+def _is_named(request_id: str, name: str) -> bool:
+    if request_id == name:
+        return True
+    found = _NAME.fullmatch(request_id)
+    if found is None:
+        return False
+    stem, index = found["stem"], found["index"]
+    # A client's id may itself end like our index.
+    return name in (stem, f"{stem}-{index}", request_id.rpartition("-")[0])
+
+
+def _record(entry: _TransferEntry, now: float) -> TransferRecord:
+    def since(moments: Iterable[float | None]) -> float | None:
+        known = [moment for moment in moments if moment is not None]
+        return max(0.0, max(known) - entry.arrived) if known else None
+
+    pulls = entry.pulls
+    began = [pull.began_at for pull in pulls if pull.began_at is not None]
+    return TransferRecord(
+        request_id=entry.request_id,
+        age_s=now - entry.arrived,
+        attached_s=since(pull.attached_at for pull in pulls),
+        allocated_s=since(pull.allocated_at for pull in pulls),
+        read_began_s=since([min(began)] if began else []),
+        read_ended_s=since(pull.moved_at for pull in pulls),
+        confirmed_s=since(pull.confirmed_at for pull in pulls),
+        scheduled_s=since([entry.scheduled]),
+        first_token_s=since([entry.first_token]),
+        bytes=sum(pull.total_bytes for pull in pulls),
+        segments=sum(pull.segments for pull in pulls),
+        transport=next((pull.transport for pull in pulls if pull.transport), ""),
+        failure=entry.failure,
+    )
+
+
+# -------------------- totals --------------------
+# What the connectors of an engine have carried since it started, summed over steps and ranks, and for whom last. Pure.
+
+
+class ConnectorTotals:
+    """Numbers add up, at any depth; samples become histograms: {name: {"sum": float, "buckets": {index of the upper bound: count}}}."""
+
+    def __init__(self) -> None:
+        self.transfer_log = TransferLog()
+        self._data: dict[str, Any] = {}
+
+    def add(self, stats: KVConnectorStats | None) -> None:
+        if stats is not None and not stats.is_empty():
+            data = stats.to_dict()
+            samples = data.pop("samples", {})
+            merge_stats(self._data, data)
+            for name, values in samples.items():
+                for value in values:
+                    # Keys are text because the whole crosses to the API process as a message.
+                    bucket = str(bisect_left(HISTOGRAMS[name], value))
+                    add_up(self._data, {"histograms": {name: {"sum": value, "buckets": {bucket: 1}}}})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._data)
+
+    def summaries(self) -> list[TransferSummary]:
+        """One line per transport, as far as the connector tells transports apart."""
+        transports = self._data.get("transports", {})
+        return [
+            TransferSummary(
+                transport=name,
+                transfers=int(row.get("transfers", 0)),
+                total_bytes=int(row.get("bytes", 0)),
+                seconds=float(row.get("seconds", 0.0)),
+                segments=int(row.get("segments", 0)),
+                planned_segments=int(row.get("planned", 0)),
+            )
+            for name, row in sorted(transports.items())
+        ]

@@ -1,1 +1,0 @@
-"""What the core needs from the world, as Protocols with contract docstrings."""

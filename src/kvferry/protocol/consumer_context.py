@@ -1,0 +1,240 @@
+"""What a consumer is told at the start, and what it says when one of its deadlines has passed. Plain data; pure."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.events import Event
+from kvferry.protocol.actions import Action, Send
+from kvferry.protocol.heartbeats import READ_BEGINS, HeartbeatSchedule, heartbeat_interval_s
+from kvferry.protocol.layout import Geometry
+from kvferry.protocol.messages import (
+    MAX_LEASES_PER_HEARTBEAT,
+    MAX_NAME_CHARS,
+    Attach,
+    Confirm,
+    Detach,
+    Heartbeat,
+    PushCancel,
+    PushRegistration,
+    WriteGrantInfo,
+)
+from kvferry.protocol.peers import LostPeer, Peer, PeerSettings, PeerTable
+from kvferry.protocol.transfer import Transfer, TransferEvent, TransferState, TransferTable, reader_name
+from kvferry.types import EngineId, EngineIncarnation, Epoch, PeerId, RequestId
+
+__all__ = ["ConsumerContext", "ConsumerSettings", "ProducerClient"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSettings:
+    engine: EngineId
+    peers: PeerSettings
+    read_timeout_s: float
+    confirm_timeout_s: float
+    receive_timeout_s: float
+    uses_host_buffer: bool = False
+    """Transports bring blocks to a copy of the engine's memory, and they are copied from there."""
+    offer_timeout_s: float = 480.0
+    """How long a request with blocks waits for the producer to offer what it was registered for."""
+    registration_s: float = 30.0
+    """How long a producer remembers a registration without a heartbeat."""
+    epoch: Epoch | None = None
+    """Of this engine's life."""
+    writable_transports: frozenset[str] = frozenset()
+    """Transports by which a producer that pushes may write into our blocks."""
+    fenced: frozenset[str] = frozenset()
+    """Of our transports, those that can end that by themselves."""
+
+    def overdue_reason(self, transfer: Transfer, now: float) -> str:
+        is_coming = bool(transfer.arrival.ready) and transfer.arrival.read_until < transfer.to.tokens.stop
+        match transfer.state:
+            case TransferState.MOVING if is_coming and not transfer.outstanding.reads:
+                return f"the prefill did not go on within {self.offer_timeout_s:g} s"
+            case TransferState.MOVING if now < transfer.to.give_up_at:
+                return f"the read did not end within {self.read_timeout_s:g} s"
+            case TransferState.FILLING if transfer.arrival.ready:
+                return f"the prefill did not go on within {self.offer_timeout_s:g} s"
+            case TransferState.CONFIRMING if now < transfer.to.give_up_at:
+                return f"the producer did not confirm the read within {self.confirm_timeout_s:g} s"
+            case TransferState.WAITING | TransferState.FILLING if not transfer.is_offered:
+                return f"the prefill side had nothing to hand over within {self.offer_timeout_s:g} s"
+            case TransferState.TRACKED:
+                return f"the producer did not answer within {self.confirm_timeout_s:g} s"
+            case TransferState.READY:
+                return f"the engine had no blocks for it within {self.confirm_timeout_s:g} s"
+            case _:
+                return f"the KV did not arrive within {self.receive_timeout_s:g} s"
+
+
+# -------------------- reader talk --------------------
+# What a consumer says to its producers' ranks: greetings, heartbeats, questions and detach messages. Pure.
+#
+# Messages are appended to the consumer's actions. Which of them to send, and when, is the consumer's to decide.
+
+
+MAX_DEFERRED_DETACHES = 10_000
+ANNOUNCE_AFTER_S = 0.5
+"""A read that begins so long after its reader was last heard of is announced."""
+
+
+class ProducerClient:
+    def __init__(self, incarnation: EngineIncarnation, peers: PeerTable, registration_s: float, actions: list[Action]) -> None:
+        """`incarnation`: ours; `registration_s`: how long a producer remembers a registration without a heartbeat."""
+        self._engine, self._epoch = incarnation.engine, incarnation.epoch
+        self._peers = peers
+        self._registration_s = registration_s
+        self._actions = actions
+        self._heartbeats: HeartbeatSchedule[PeerId] = HeartbeatSchedule()
+        self._deferred_detaches: dict[EngineIncarnation, list[Transfer]] = {}
+
+    # -- one pull's way ----------------------------------------------------------------------------------------------
+
+    def register(self, transfer: Transfer, peer: Peer, own_tp_size: int, now: float, write: WriteGrantInfo | None = None) -> None:
+        """Ask to be told when there is something to read, or to have it written."""
+        push_info = transfer.origin.push_info
+        assert push_info is not None
+        message = PushRegistration(
+            epoch=transfer.incarnation.epoch,
+            reader=transfer.reader,
+            request_id=_sent_name(transfer),
+            decode_engine_id=self._engine,
+            decode_host=push_info.own_address.host,
+            decode_port=push_info.own_address.port,
+            decode_tp_size=own_tp_size,
+            lease_s=self._registration_s,
+            match_id=push_info.match_id,
+            push_ticket=push_info.push_ticket,
+            decode_epoch=self._epoch,
+            write=write,
+        )
+        self._to_all_ranks(peer, message)
+        if not transfer.is_attached:
+            self._start_heartbeats(transfer, peer, self._registration_s, now)
+
+    def attach(self, transfer: Transfer, peer: Peer, now: float) -> None:
+        transfer.announced_at = now
+        self._send_attach(transfer, peer)
+        self._start_heartbeats(transfer, peer, transfer.ticket.lease_s, now)
+
+    def announce_read(self, transfer: Transfer, peer: Peer, ranks: list[int], now: float) -> None:
+        if now < transfer.announced_at + ANNOUNCE_AFTER_S:
+            return
+        # The producer may look at its transports rarely by now.
+        transfer.announced_at = now
+        beat = Heartbeat(transfer.incarnation.epoch, READ_BEGINS, [transfer.lease])
+        self._actions += [Send(peer.control_address(rank), beat) for rank in ranks]
+
+    def ask_confirmation(self, transfer: Transfer, peer: Peer) -> None:
+        self._to_all_ranks(peer, Confirm(transfer.incarnation.epoch, transfer.lease, transfer.reader, transfer.ticket.serial))
+
+    def send_detach(self, transfer: Transfer) -> None:
+        """It needs nothing any more. A producer that is still being shaken hands with is told when it can be."""
+        peer = self._peers.get(transfer.incarnation)
+        if peer is None:
+            return
+        if transfer.is_attached:
+            self.stop_heartbeats(transfer)
+            self._to_all_ranks(peer, self._detach_message(transfer))
+        elif not peer.is_ready and sum(map(len, self._deferred_detaches.values())) < MAX_DEFERRED_DETACHES:
+            self._deferred_detaches.setdefault(transfer.incarnation, []).append(transfer)
+
+    def send_deferred_detaches(self, peer: Peer) -> None:
+        for transfer in self._deferred_detaches.pop(peer.incarnation, []):
+            if transfer.is_offered:
+                self._send_attach(transfer, peer)
+            self._to_all_ranks(peer, self._detach_message(transfer))
+
+    def rename(self, old: EngineIncarnation, new: EngineIncarnation) -> None:
+        """A producer that was known by its address only has said which life it is."""
+        for transfer in self._deferred_detaches.pop(old, []):
+            transfer.origin.incarnation = new
+            self._deferred_detaches.setdefault(new, []).append(transfer)
+
+    def stop_heartbeats(self, transfer: Transfer) -> None:
+        transfer.is_attached = False
+        peer = self._peers.get(transfer.incarnation)
+        for rank in peer.rank_mappings if peer is not None else ():
+            self._heartbeats.untrack(PeerId(transfer.incarnation.engine, transfer.incarnation.epoch, rank), transfer.lease)
+
+    # -- heartbeats --------------------------------------------------------------------------------------------------
+
+    def send_heartbeats(self, now: float) -> None:
+        for beat in self._heartbeats.due(now):
+            peer = self._peers.get(beat.peer.incarnation)
+            if peer is not None and peer.is_ready:
+                for first in range(0, len(beat.leases), MAX_LEASES_PER_HEARTBEAT):
+                    part: list[str] = list(beat.leases[first : first + MAX_LEASES_PER_HEARTBEAT])
+                    message = Heartbeat(beat.peer.epoch, beat.number, part)
+                    self._actions.append(Send(peer.control_address(beat.peer.tp_rank), message))
+
+    def note_answer(self, peer_id: PeerId, beat: int) -> None:
+        self._heartbeats.answered(peer_id, beat)
+
+    def silent_peers(self, now: float) -> list[PeerId]:
+        return self._heartbeats.lost(now)
+
+    def forget(self, lost: LostPeer) -> None:
+        for rank in lost.ranks:
+            self._heartbeats.forget(PeerId(lost.incarnation.engine, lost.incarnation.epoch, rank))
+        self._deferred_detaches.pop(lost.incarnation, None)
+
+    def next_deadline(self) -> float | None:
+        return self._heartbeats.next_deadline()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _send_attach(self, transfer: Transfer, peer: Peer) -> None:
+        for rank, rank_mapping in peer.rank_mappings.items():
+            names = [reader_name(self._engine, transfer.request, visitor) for visitor in rank_mapping.consumer_ranks]
+            sibling_ranks = [name for name in names if name != transfer.reader]
+            message = Attach(
+                transfer.origin.ticket_text, transfer.reader, peer.transports[rank], sibling_ranks, transfer.origin.is_optional
+            )
+            self._actions.append(Send(peer.control_address(rank), message))
+
+    def _detach_message(self, transfer: Transfer) -> Detach | PushCancel:
+        if transfer.is_offered:
+            return Detach(transfer.incarnation.epoch, transfer.lease, transfer.reader)
+        push_info = transfer.origin.push_info
+        assert push_info is not None
+        return PushCancel(
+            transfer.incarnation.epoch, transfer.reader, _sent_name(transfer), self._engine, push_info.match_id, push_info.push_ticket
+        )
+
+    def _start_heartbeats(self, transfer: Transfer, peer: Peer, lease_s: float, now: float) -> None:
+        transfer.is_attached = True
+        for rank in peer.rank_mappings:
+            self._heartbeats.track(peer.peer_id(rank), RequestId(transfer.lease), heartbeat_interval_s(lease_s), now)
+
+    def _to_all_ranks(self, peer: Peer, message: Confirm | Detach | PushRegistration | PushCancel) -> None:
+        self._actions += [Send(peer.control_address(rank), message) for rank in peer.rank_mappings]
+
+
+def _sent_name(transfer: Transfer) -> str:
+    """Its request id; where that is too long for a message, none, and the handover alone decides."""
+    return transfer.request if len(transfer.request) <= MAX_NAME_CHARS else ""
+
+
+# -------------------- consumer parts --------------------
+# What the consumer's ways to fill blocks work with: the pulls, the peers, and how to move a pull on. Plain data; pure.
+
+
+class EventHandler(Protocol):
+    def __call__(self, transfer: Transfer, event: TransferEvent, now: float, reason: str) -> None:
+        """Move a pull on and do what its new state asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerContext:
+    settings: ConsumerSettings
+    peers: PeerTable
+    transfers: TransferTable
+    client: ProducerClient
+    actions: list[Action]
+    events: list[Event]
+    handle_event: EventHandler
+
+    @property
+    def geometry(self) -> Geometry:
+        """Our own."""
+        return self.settings.peers.geometry

@@ -1,0 +1,386 @@
+"""The producer's half of a push by writing: what it writes into which consumer's blocks, and how far it has come. Pure.
+
+A registration that brings a write grant makes its reader somebody we write for. We shake hands with its engine (it is a peer like any
+other), and as the matcher matches it with a prefill, and the prefill grows, write what is new of it:
+
+    invited ── offered ──> writing <──> waiting for more ── all has landed ──> done      ── revoked, renewed no more, failed ──> gone
+                              └─ withdrawn: begin again with the next offer, unless a write was cut off
+
+A write that was cut off may land for a while: nothing is written into the same blocks again before the consumer has taken them back.
+Whatever makes a write impossible is told (`WriteFailed`); the consumer takes its blocks back and reads.
+All that landed is settled only in a later turn, after the engine's commands of that turn were obeyed: had it taken the blocks back while
+they were copied, we know by then.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.protocol.actions import StartWrite, StopWrite
+from kvferry.protocol.fingerprints import shared_prefix
+from kvferry.protocol.heartbeats import Deadlines
+from kvferry.protocol.layout import RankMapping, can_divide, rank_mappings
+from kvferry.protocol.messages import PushRegistration, Revoke, Revoked, WriteFailed, WriteGrantInfo, Written
+from kvferry.protocol.peers import UNKNOWN_EPOCH, LostPeer, Peer, PeerTable
+from kvferry.protocol.planning import Segments, plan_read
+from kvferry.protocol.tickets import MAX_TP_SIZE, Ticket
+from kvferry.protocol.transfer import next_tokens, reader_name
+from kvferry.types import Address, EngineId, EngineIncarnation, Epoch, PeerId, RequestId, Route
+
+__all__ = ["Landed", "PushWriter", "WriterReply", "WriterSettings"]
+
+MAX_WRITERS = 20_000
+"""Readers we write for. What does not fit is not written: its consumer reads."""
+
+
+class WriterReply(NamedTuple):
+    route: Route
+    message: Written | WriteFailed | Revoked
+
+
+class Landed(NamedTuple):
+    """All that a reader wanted is in its blocks."""
+
+    request: RequestId
+    reader: str
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Of one prefill into one reader's blocks, in tokens."""
+
+    request: RequestId
+    ticket: Ticket
+    ready: int
+    posted_until: int
+    landed_until: int
+    landed_bytes: int = 0
+    at_end: tuple[int, int] | None = None
+    """When the prefill was over: tokens that had not landed, and bytes that had; None: it is not over."""
+
+
+@dataclass(slots=True)
+class _Writing:
+    reader: str
+    route: Route
+    incarnation: EngineIncarnation
+    lease: WriteGrantInfo
+    lease_s: float
+    sibling_ranks: tuple[str, ...]
+    progress: _Progress | None = None
+    posted: int = 0
+    """The write under way; 0: none."""
+
+    @property
+    def wanted(self) -> range:
+        return range(self.lease.first_token, self.lease.end_token)
+
+
+class _Posted(NamedTuple):
+    """A write under way."""
+
+    writing: _Writing
+    progress: _Progress
+    until: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class _PostedWrites:
+    """Writes that have been begun and have not ended, also of those that we write for no more."""
+
+    timeout_s: float
+    writes: dict[int, _Posted] = field(default_factory=dict, init=False)
+    _last: int = field(default=0, init=False)
+    _overdue: Deadlines[int] = field(default_factory=Deadlines, init=False)
+    _stopping: dict[tuple[str, int], Route | None] = field(default_factory=dict, init=False)
+    """By reader and number of the lease: given up; who is to be told when it has ended."""
+
+    def begin(self, posted: _Posted, now: float) -> int:
+        self._last += 1
+        self.writes[self._last] = posted
+        self._overdue.set(self._last, now + self.timeout_s)
+        posted.writing.posted = self._last
+        return self._last
+
+    def end(self, write: int) -> _Posted:
+        posted = self.writes.pop(write)
+        self._overdue.drop(write)
+        posted.writing.posted = 0
+        return posted
+
+    def give_up(self, writing: _Writing) -> None:
+        self._stopping[writing.reader, writing.lease.grant_id] = None
+
+    def notify_when_ended(self, reader: str, grant_id: int, route: Route) -> bool:
+        """Have it told when what was given up has ended; False when nothing of it is under way."""
+        if (reader, grant_id) not in self._stopping:
+            return False
+        self._stopping[reader, grant_id] = route
+        return True
+
+    def take_revoke_route(self, writing: _Writing) -> Route | None:
+        return self._stopping.pop((writing.reader, writing.lease.grant_id), None)
+
+    def take_overdue(self, now: float) -> list[int]:
+        return self._overdue.take_due(now)
+
+    def next_deadline(self) -> float | None:
+        return self._overdue.next()
+
+
+@dataclass(frozen=True, slots=True)
+class WriterSettings:
+    engine: EngineId
+    write_timeout_s: float
+    max_lease_s: float
+    can_write: bool = True
+    """False: our transports see a copy of the blocks, which is made for readers only."""
+
+
+@dataclass(slots=True)
+class PushWriter:
+    settings: WriterSettings
+    peers: PeerTable
+    """Of all this ferry's peers; its owner tells us of those that are ready or lost."""
+    _writings: dict[str, _Writing] = field(default_factory=dict, init=False)
+    _by_incarnation: dict[EngineIncarnation, set[str]] = field(default_factory=dict, init=False)
+    _posted_writes: _PostedWrites = field(init=False)
+    _landed: dict[str, None] = field(default_factory=dict, init=False)
+    _renewals: Deadlines[str] = field(default_factory=Deadlines, init=False)
+    _actions: list[StartWrite | StopWrite] = field(default_factory=list, init=False)
+    _replies: list[WriterReply] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._posted_writes = _PostedWrites(self.settings.write_timeout_s)
+
+    def __len__(self) -> int:
+        return len(self._writings)
+
+    @property
+    def num_posted(self) -> int:
+        return len(self._posted_writes.writes)
+
+    # -- registrations -----------------------------------------------------------------------------------------------
+
+    def register(self, route: Route, message: PushRegistration, now: float) -> None:
+        """A reader registers, with a write grant or without; what it lent before is over."""
+        self.drop(message.reader)
+        lease = message.write
+        if lease is None:
+            return
+        incarnation = EngineIncarnation(EngineId(message.decode_engine_id), Epoch(message.decode_epoch))
+        rank_mapping = self._rank_mapping(message)
+        if (
+            not self.settings.can_write
+            or rank_mapping is None
+            or incarnation.engine == self.settings.engine
+            or len(self._writings) >= MAX_WRITERS
+        ):
+            self._replies.append(WriterReply(route, WriteFailed(message.reader, lease.grant_id, "this producer cannot write there")))
+            return
+        names = (reader_name(incarnation.engine, RequestId(message.request_id), rank) for rank in rank_mapping.consumer_ranks)
+        sibling_ranks = tuple(name for name in names if name != message.reader)
+        lease_s = min(message.lease_s, self.settings.max_lease_s)
+        self._writings[message.reader] = _Writing(message.reader, route, incarnation, lease, lease_s, sibling_ranks)
+        self._by_incarnation.setdefault(incarnation, set()).add(message.reader)
+        self._renewals.set(message.reader, now + lease_s)
+        peer = self.peers.ensure(incarnation, Address(message.decode_host, message.decode_port), message.decode_tp_size, now)
+        if isinstance(peer, LostPeer):
+            self.fail(message.reader, f"the decode side cannot be reached: {peer.reason}")
+
+    def _rank_mapping(self, message: PushRegistration) -> RankMapping | None:
+        """What this reader has of us, by the same rule by which it came here."""
+        lease, tp_size = message.write, message.decode_tp_size
+        if lease is None or not lease.tp_rank < tp_size <= MAX_TP_SIZE or not can_divide(self.peers.geometry.total_kv_heads, tp_size):
+            return None
+        if message.decode_epoch == UNKNOWN_EPOCH:
+            return None
+        try:
+            lease.tokens.check()
+        except RemoteProtocolError:
+            return None
+        return self._rank_mapping_of(lease.tp_rank, tp_size)
+
+    def _rank_mapping_of(self, rank: int, tp_size: int) -> RankMapping | None:
+        ours = self.peers.geometry
+        return next((each for each in rank_mappings(rank, tp_size, ours.tp_size, ours.total_kv_heads) if each.rank == ours.tp_rank), None)
+
+    def has(self, reader: str) -> bool:
+        return reader in self._writings
+
+    def sibling_ranks_of(self, reader: str) -> tuple[str, ...]:
+        return self._writings[reader].sibling_ranks
+
+    def renew(self, readers: Iterable[str], now: float) -> list[RequestId]:
+        """They are alive; returns what is being written for them."""
+        known = [self._writings[reader] for reader in readers if reader in self._writings]
+        for writing in known:
+            self._renewals.set(writing.reader, now + writing.lease_s)
+        return [writing.progress.request for writing in known if writing.progress is not None]
+
+    def revoke(self, route: Route, message: Revoke) -> None:
+        writing = self._writings.get(message.reader)
+        if writing is not None and writing.lease.grant_id == message.grant_id:
+            self.drop(message.reader)
+        if not self._posted_writes.notify_when_ended(message.reader, message.grant_id, route):
+            self._replies.append(WriterReply(route, Revoked(message.reader, message.grant_id)))
+
+    def drop(self, reader: str) -> None:
+        """Write no more for it. Unknown ones are ignored."""
+        writing = self._writings.pop(reader, None)
+        if writing is None:
+            return
+        members = self._by_incarnation[writing.incarnation]
+        members.discard(reader)
+        if not members:
+            del self._by_incarnation[writing.incarnation]
+        self._renewals.drop(reader)
+        self._landed.pop(reader, None)
+        if writing.posted:
+            self._posted_writes.give_up(writing)
+            self._actions.append(StopWrite(writing.posted))
+
+    # -- prefills ----------------------------------------------------------------------------------------------------
+
+    def offer(self, reader: str, request: RequestId, ticket: Ticket, ready: int, is_over: bool, now: float) -> None:
+        """So much of this prefill is there; `is_over`: it is all there will be."""
+        writing = self._writings[reader]
+        progress = writing.progress
+        if progress is None or progress.ticket.serial != ticket.serial:
+            start = writing.lease.first_token
+            progress = writing.progress = _Progress(request, ticket, ready, start, start)
+        progress.ticket, progress.ready = ticket, ready
+        if is_over and progress.at_end is None:
+            progress.at_end = writing.lease.end_token - progress.landed_until, progress.landed_bytes
+        self._write_next(writing, now)
+
+    def withdraw(self, reader: str) -> None:
+        """What was offered is taken back, and will be computed again."""
+        writing = self._writings[reader]
+        writing.progress = None
+        self._landed.pop(reader, None)
+        if writing.posted:
+            self.fail(reader, "the prefill was preempted while it was written")
+
+    # -- news ---------------------------------------------------------------------------------------------------------
+
+    def peer_ready(self, peer: Peer, now: float) -> None:
+        for reader in sorted(self._by_incarnation.get(peer.incarnation, ())):
+            self._write_next(self._writings[reader], now)
+
+    def peer_lost(self, lost: LostPeer) -> None:
+        for reader in sorted(self._by_incarnation.get(lost.incarnation, ())):
+            self.fail(reader, f"the decode side cannot be reached: {lost.reason}")
+
+    def incarnations(self) -> set[EngineIncarnation]:
+        return set(self._by_incarnation)
+
+    def write_ended(self, write: int, error: str | None, now: float) -> None:
+        """It no longer touches our memory, nor the peer's."""
+        posted = self._posted_writes.end(write)
+        writing, progress = posted.writing, posted.progress
+        key = writing.reader, writing.lease.grant_id
+        if self._writings.get(writing.reader) is not writing:
+            route = self._posted_writes.take_revoke_route(writing)
+            if route is not None:
+                self._replies.append(WriterReply(route, Revoked(*key)))
+        elif error is not None:
+            self.fail(writing.reader, f"the write failed: {error}")
+        else:
+            progress.landed_until = posted.until
+            progress.landed_bytes += posted.num_bytes
+            if posted.until < writing.lease.end_token:
+                self._replies.append(WriterReply(writing.route, Written(*key, tokens=posted.until, is_last=False)))
+            self._write_next(writing, now)
+
+    def advance(self, now: float) -> list[str]:
+        """Stop what takes too long. Returns the readers that have not renewed their lease; they are dropped."""
+        for write in self._posted_writes.take_overdue(now):
+            self._actions.append(StopWrite(write))
+        silent = self._renewals.take_due(now)
+        for reader in silent:
+            self.drop(reader)
+        return silent
+
+    def take_landed(self) -> list[Landed]:
+        """Readers that have all they wanted, as far as we knew in the last turn. Ask after this turn's commands were obeyed."""
+        landed = [self._writings[reader] for reader in self._landed]
+        self._landed.clear()
+        return [Landed(each.progress.request, each.reader) for each in landed if each.progress is not None]
+
+    @property
+    def has_landed(self) -> bool:
+        return bool(self._landed)
+
+    def finish(self, reader: str) -> None:
+        """The blocks were held until now, so what landed is right."""
+        writing = self._writings[reader]
+        progress = writing.progress
+        assert progress is not None
+        left, early = progress.at_end or (0, progress.landed_bytes)
+        message = Written(reader, writing.lease.grant_id, writing.lease.end_token, is_last=True, left_tokens=left, early_bytes=early)
+        self._replies.append(WriterReply(writing.route, message))
+        self.drop(reader)
+
+    def fail(self, reader: str, reason: str) -> None:
+        """Nothing can be written for it; its consumer is told."""
+        writing = self._writings.get(reader)
+        if writing is not None:
+            self._replies.append(WriterReply(writing.route, WriteFailed(reader, writing.lease.grant_id, reason)))
+            self.drop(reader)
+
+    def next_deadline(self) -> float | None:
+        return min((at for at in (self._renewals.next(), self._posted_writes.next_deadline()) if at is not None), default=None)
+
+    def take_actions(self) -> list[StartWrite | StopWrite]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_replies(self) -> list[WriterReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _write_next(self, writing: _Writing, now: float) -> None:
+        """Write what is there and has not been written, if the peer is ready and nothing is under way."""
+        progress, peer = writing.progress, self.peers.get(writing.incarnation)
+        if progress is None or writing.posted or peer is None or not peer.is_ready:
+            return
+        if progress.posted_until >= writing.lease.end_token:
+            self._landed[writing.reader] = None
+            return
+        try:
+            tokens, segments = self._plan(writing, progress, peer)
+        except RemoteProtocolError as error:
+            self.fail(writing.reader, str(error))
+            return
+        if not tokens:
+            return
+        progress.posted_until = tokens.stop
+        write = self._posted_writes.begin(_Posted(writing, progress, tokens.stop, sum(part.total_bytes for part in segments)), now)
+        target = PeerId(writing.incarnation.engine, writing.incarnation.epoch, writing.lease.tp_rank)
+        self._actions.append(StartWrite(write, target, writing.lease.transport, tuple(segments), writing.lease.grant_id))
+
+    def _plan(self, writing: _Writing, progress: _Progress, peer: Peer) -> tuple[range, list[Segments]]:
+        """What to write now; RemoteProtocolError where it cannot be."""
+        lease, ticket, ours = writing.lease, progress.ticket, self.peers.geometry
+        theirs = peer.geometries.get(lease.tp_rank)
+        if theirs is None or peer.transports.get(lease.tp_rank) != lease.transport:
+            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side is not reached by {lease.transport} from here")
+        last_group = max(region.group for region in theirs.regions)
+        if lease.needed_from and not len(lease.needed_from) == len(lease.local_block_ids) > last_group:
+            raise RemoteProtocolError("the lease speaks of other groups than it has blocks for")
+        shared = shared_prefix(ticket.tokens, lease.tokens)
+        if shared < lease.end_token:
+            raise RemoteProtocolError(
+                f"the prefill was of another prompt: {shared} tokens are known to be the same, {lease.end_token} are needed"
+            )
+        tokens = next_tokens(writing.wanted, progress.posted_until, progress.ready, max(ours.block_size, theirs.block_size))
+        rank_mapping = self._rank_mapping_of(lease.tp_rank, theirs.tp_size)
+        if rank_mapping is None:
+            raise RemoteProtocolError(f"rank {lease.tp_rank} of the decode side has nothing of rank {ours.tp_rank}")
+        plan = plan_read(theirs, ours, rank_mapping.heads, lease.local_block_ids, ticket.block_ids(), tokens, lease.needed_from)
+        return tokens, [part.swapped() for part in plan]

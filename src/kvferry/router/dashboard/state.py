@@ -1,0 +1,305 @@
+"""What `GET /dashboard/state` says: everything the page shows, as one JSON object. Pure; built anew for each question.
+
+Lists are cut to what a page can show. Times are ages and durations: the page's clock is another one.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+
+from kvferry.router.dashboard.request_view import FormatSubject, state_of
+from kvferry.router.fleet.instance_metrics import InstanceReading, MetricsWatcher
+from kvferry.router.time_series import LatencyHistogram, SecondStats, TimeSeries, quantile
+from kvferry.router.timeline import ErrorCount, RecentRequests, RequestEvent, Timeline
+
+__all__ = ["DashboardState", "InstanceFacts", "RouterFacts", "build_state", "encode_state"]
+
+SHOWN_LIVE = 50
+SHOWN_RECENT = 50
+SHOWN_FAILED = 20
+SHOWN_ERRORS = 30
+HEADLINE_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFacts:
+    """Of the router itself, as its shell knows it."""
+
+    version: str
+    uptime_s: float
+    num_running: int = 0
+    num_queued: int = 0
+    max_running: int | None = None
+    max_queued: int | None = None
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """By role."""
+    num_conversations: int | None = None
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceFacts:
+    """One member of the fleet in one role."""
+
+    name: str
+    role: str
+    state: str
+    """As the fleet calls it: healthy, suspect, ejected, draining …"""
+    in_flight: int = 0
+    """Legs of ours that it works on."""
+    failures: int = 0
+    """In a row."""
+    last_error: str = ""
+    returns_in_s: float | None = None
+    """Until it is tried again."""
+    watcher: MetricsWatcher | None = None
+
+
+class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    role: str
+    state: str
+    in_flight: int
+    failures: int
+    last_error: str
+    returns_in_s: float | None
+    read_age_s: float | None
+    """Of the figures below; None: its /metrics cannot be had."""
+    running: float | None
+    waiting: float | None
+    cache_usage: float | None
+    leases: float | None
+    held_blocks: float | None
+    pulls: float | None
+    transfers: float | None
+    moved_bytes: float | None
+    moved_bytes_per_s: float | None
+    tokens_per_s: float | None
+    transfer_failures: float | None
+    expired: float | None
+    mode: str
+    model: str
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    route: str
+    state: str
+    status: int
+    age_s: float
+    duration_s: float | None
+    ttft_s: float | None
+    prefill: str
+    decode: str
+    retries: int
+    fallback: str
+    is_conversation: bool
+
+
+class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
+    text: str
+    status: int
+    count: int
+    age_s: float
+    first_age_s: float
+    request_id: str
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """Columns of equal length, one row per second, oldest first."""
+
+    last_index: int | None
+    """Of the last row's second; it tells rows of two answers apart."""
+    requests: list[int]
+    errors: list[int]
+    relayed_bytes: list[int]
+    tokens: list[int | None]
+    """None: instances have not spoken of this second yet."""
+    moved_bytes: list[int | None]
+    ttft_p50: list[float | None]
+    ttft_p99: list[float | None]
+    handover_p50: list[float | None]
+    handover_p99: list[float | None]
+
+
+class Headline(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the last minute."""
+
+    requests_per_s: float
+    errors_per_s: float
+    tokens_per_s: float
+    moved_bytes_per_s: float
+    ttft_p50: float | None
+    ttft_p99: float | None
+    handover_p50: float | None
+    handover_p99: float | None
+
+
+class RouterState(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    uptime_s: float
+    running: int
+    queued: int
+    max_running: int | None
+    max_queued: int | None
+    policies: Mapping[str, str]
+    conversations: int | None
+    is_draining: bool
+
+
+class DashboardState(msgspec.Struct, frozen=True, kw_only=True):
+    router: RouterState
+    headline: Headline
+    instances: list[InstanceState]
+    live: list[RequestRow]
+    """The oldest, which are the ones that may be stuck."""
+    num_live: int
+    recent: list[RequestRow]
+    failed: list[RequestRow]
+    errors: list[ErrorRow]
+    series: Series
+
+
+def build_state(
+    router: RouterFacts,
+    instances: Iterable[InstanceFacts],
+    time_series: TimeSeries,
+    recent: RecentRequests,
+    now: float,
+    shown: FormatSubject = str,
+) -> DashboardState:
+    """`shown`: the name of an instance that a mark is about, as in `InstanceFacts.name`."""
+    seconds = time_series.seconds(now)
+    return DashboardState(
+        router=_router(router),
+        headline=_headline(time_series, seconds[-HEADLINE_S:], now),
+        instances=[_instance(facts, now) for facts in instances],
+        live=_rows(recent.live(), SHOWN_LIVE, now, shown),
+        num_live=recent.num_live,
+        recent=_rows(recent.newest_first(), SHOWN_RECENT, now, shown),
+        failed=_rows(recent.failed_newest_first(), SHOWN_FAILED, now, shown),
+        errors=[_error(entry, now) for entry in islice(recent.errors.newest_first(), SHOWN_ERRORS)],
+        series=_series(seconds, time_series.num_reported(seconds)),
+    )
+
+
+def encode_state(state: DashboardState) -> bytes:
+    return msgspec.json.encode(state)
+
+
+def _router(facts: RouterFacts) -> RouterState:
+    return RouterState(
+        version=facts.version,
+        uptime_s=facts.uptime_s,
+        running=facts.num_running,
+        queued=facts.num_queued,
+        max_running=facts.max_running,
+        max_queued=facts.max_queued,
+        policies=facts.policies,
+        conversations=facts.num_conversations,
+        is_draining=facts.is_draining,
+    )
+
+
+def _instance(facts: InstanceFacts, now: float) -> InstanceState:
+    watcher = facts.watcher or MetricsWatcher()
+    reading = watcher.reading or InstanceReading()
+    load, kv = reading.load, reading.kv
+    return InstanceState(
+        name=facts.name,
+        role=facts.role,
+        state=facts.state,
+        in_flight=facts.in_flight,
+        failures=facts.failures,
+        last_error=facts.last_error,
+        returns_in_s=facts.returns_in_s,
+        read_age_s=None if watcher.read_at is None else max(0.0, now - watcher.read_at),
+        running=load.running,
+        waiting=load.waiting,
+        cache_usage=load.cache_usage,
+        leases=kv.leases,
+        held_blocks=kv.held_blocks,
+        pulls=kv.pulls,
+        transfers=kv.transfers,
+        moved_bytes=kv.moved_bytes,
+        moved_bytes_per_s=watcher.moved_bytes_per_s,
+        tokens_per_s=watcher.tokens_per_s,
+        transfer_failures=kv.failures,
+        expired=kv.expired,
+        mode=reading.mode,
+        model=reading.model,
+    )
+
+
+def _rows(timelines: Iterable[Timeline], limit: int, now: float, shown: FormatSubject) -> list[RequestRow]:
+    return [_row(timeline, now, shown) for timeline in islice(timelines, limit)]
+
+
+def _row(timeline: Timeline, now: float, shown: FormatSubject) -> RequestRow:
+    first = timeline.time_of(RequestEvent.FIRST_TOKEN)
+    prefill, decode = timeline.last_about(RequestEvent.PREFILL_BEGAN), timeline.last_about(RequestEvent.DECODE_BEGAN)
+    return RequestRow(
+        id=timeline.request_id,
+        route=timeline.route,
+        state=state_of(timeline),
+        status=timeline.status,
+        age_s=now - timeline.arrived,
+        duration_s=None if timeline.ended is None else timeline.ended - timeline.arrived,
+        ttft_s=None if first is None else first - timeline.arrived,
+        prefill="" if prefill is None else shown(prefill),
+        decode="" if decode is None else shown(decode),
+        retries=timeline.num_retries,
+        fallback=timeline.fallback,
+        is_conversation=bool(timeline.conversation),
+    )
+
+
+def _error(entry: ErrorCount, now: float) -> ErrorRow:
+    return ErrorRow(
+        text=entry.text,
+        status=entry.status,
+        count=entry.count,
+        age_s=now - entry.last_at,
+        first_age_s=now - entry.first_at,
+        request_id=entry.request_id,
+    )
+
+
+def _series(seconds: Sequence[SecondStats], num_reported: int) -> Series:
+    unreported = [None] * (len(seconds) - num_reported)
+    quantiles = [second.quantiles or (None, None, None, None) for second in seconds]
+    return Series(
+        last_index=seconds[-1].index if seconds else None,
+        requests=[second.requests for second in seconds],
+        errors=[second.errors for second in seconds],
+        relayed_bytes=[second.relayed_bytes for second in seconds],
+        tokens=[*(second.tokens for second in seconds[:num_reported]), *unreported],
+        moved_bytes=[*(second.moved_bytes for second in seconds[:num_reported]), *unreported],
+        ttft_p50=[row[0] for row in quantiles],
+        ttft_p99=[row[1] for row in quantiles],
+        handover_p50=[row[2] for row in quantiles],
+        handover_p99=[row[3] for row in quantiles],
+    )
+
+
+def _headline(time_series: TimeSeries, minute: Sequence[SecondStats], now: float) -> Headline:
+    def per_s(count_of: Callable[[SecondStats], int]) -> float:
+        return sum(map(count_of, minute)) / len(minute) if minute else 0.0
+
+    def over(histogram_of: Callable[[SecondStats], LatencyHistogram]) -> tuple[float | None, float | None]:
+        histogram = time_series.over_last(HEADLINE_S, now, histogram_of)
+        return quantile(histogram, 0.5), quantile(histogram, 0.99)
+
+    ttft, handover = over(lambda second: second.ttft), over(lambda second: second.handover)
+    return Headline(
+        requests_per_s=per_s(lambda second: second.requests),
+        errors_per_s=per_s(lambda second: second.errors),
+        tokens_per_s=per_s(lambda second: second.tokens),
+        moved_bytes_per_s=per_s(lambda second: second.moved_bytes),
+        ttft_p50=ttft[0],
+        ttft_p99=ttft[1],
+        handover_p50=handover[0],
+        handover_p99=handover[1],
+    )

@@ -1,0 +1,292 @@
+"""Who there is, who gets the next request, and how each does.
+
+Candidates come in tiers, and the role's policy chooses within the first that is not empty:
+
+1. usable: not draining, not resting, not ejected, or half open with no trial under way;
+2. resting: answered 503 a moment ago;
+3. the last resort (Envoy's panic rule): all, ejected or not, in roles that have to answer. What else is there to lose?
+
+In a role that has to answer the last one that is not ejected never is; while it fails too (`suspect`), it counts as the others do.
+In a spare role (P, where D can compute alone) all may be ejected. Draining ones are never chosen.
+Pure: the caller passes `now` (local monotonic seconds) and chance. One thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from math import floor, inf
+
+from kvferry.errors import LocalProtocolError
+from kvferry.router.fleet.health import Breaker, BreakerPhase, HealthOptions
+from kvferry.router.fleet.instances import Instance, Outcome, Role
+from kvferry.router.fleet.members import Leg, Member, MemberState, RoutingHints, leg_weight
+from kvferry.router.fleet.policies import Policy, make_policy
+
+__all__ = ["Fleet", "FleetOptions", "Leg", "Member", "MemberState", "RoutingHints"]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    policies: Mapping[Role, str] = field(default_factory=lambda: {Role.PREFILL: "prefix_affinity", Role.DECODE: "conversation_affinity"})
+    optional_roles: frozenset[Role] = frozenset()
+    """The router can do without them."""
+    max_ejected_share: float = 1.0
+    """Of a role that has to answer. Less than 1 for large fleets: rather bad answers than a few instances that carry it all."""
+    health: HealthOptions = field(default_factory=HealthOptions)
+
+
+@dataclass(slots=True)
+class _RoleMembers:
+    """The members of one role."""
+
+    policy: Policy
+    members: list[Member] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Fleet:
+    def __init__(self, options: FleetOptions, draw: Callable[[], float]) -> None:
+        """`draw`: numbers from 0 to below 1. ConfigError when a policy is not known."""
+        self._options = options
+        self._draw = draw
+        self._by_role = {role: _RoleMembers(make_policy(options.policies[role], role, draw)) for role in Role}
+        self._members: dict[Instance, Member] = {}
+        self._num_chosen = 0
+
+    # -- who there is ----------------------------------------------------------------------------------------------------
+
+    def add(self, instance: Instance, now: float) -> Member:
+        """For good, until it is removed. Ends the draining of one that is there."""
+        member = self._admit(instance, now)
+        member.lease_until = inf
+        member.is_draining = member.has_left = False
+        member.update_ready_at()
+        return member
+
+    def renew(self, instance: Instance, ttl_s: float, now: float) -> Member:
+        """It registered itself, or does so again: it stays for `ttl_s` more. That does not undo an operator's word: one that was added
+        for good stays so, one that drains goes on draining."""
+        is_known = instance in self._members
+        member = self._admit(instance, now)
+        if not is_known or not member.is_static:
+            member.lease_until = now + ttl_s
+        if member.has_left:
+            member.is_draining = member.has_left = False
+            member.update_ready_at()
+        return member
+
+    def drain(self, instance: Instance) -> bool:
+        """No new legs; those under way go on. False when it is not here."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.is_draining, member.has_left = True, False
+            member.update_ready_at()
+        return member is not None
+
+    def leave(self, instance: Instance) -> bool:
+        """As `drain`, by the instance's own word: its next life may register again, unless an operator has said otherwise."""
+        member = self._members.get(instance)
+        if member is not None and not member.is_draining:
+            self.drain(instance)
+            member.has_left = True
+        return member is not None
+
+    def is_drained(self, instance: Instance) -> bool:
+        """Nothing is under way any more at one that drains. One that is not here is drained too."""
+        member = self._members.get(instance)
+        return member is None or (member.is_draining and member.num_running == 0)
+
+    def remove(self, instance: Instance) -> bool:
+        """Legs under way are not touched by it. False when it is not here."""
+        member = self._members.pop(instance, None)
+        if member is not None:
+            self._by_role[instance.role].members.remove(member)
+        return member is not None
+
+    def expire(self, now: float) -> list[Instance]:
+        """Removes and returns those that registered themselves and have not renewed in time."""
+        gone = [member.instance for member in self._members.values() if member.lease_until <= now]
+        for instance in gone:
+            self.remove(instance)
+        return gone
+
+    def restarted(self, instance: Instance, now: float) -> None:
+        """Another process answers at its address: no failures, nothing cached. Draining is an operator's word and stays."""
+        member = self._members.get(instance)
+        if member is not None:
+            member.breaker.restart()
+            member.update_ready_at()
+            member.incarnation += 1
+            member.probe_at = min(member.probe_at, now)
+
+    def members(self, role: Role | None = None) -> list[Member]:
+        return list(self._members.values() if role is None else self._by_role[role].members)
+
+    def get(self, instance: Instance) -> Member | None:
+        return self._members.get(instance)
+
+    def count(self, role: Role, outcome: Outcome) -> int:
+        """How many members had this outcome last; those that have not been asked yet had none."""
+        return sum(member.record.last_outcome is outcome for member in self._by_role[role].members)
+
+    # -- who is next -----------------------------------------------------------------------------------------------------
+
+    def choose(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+        """Who to give a leg to, among those not tried yet; None when there is none. Its turn is taken: requests that come at once are
+        spread though none of them has begun."""
+        chosen = self._find(role, hints, now, tried)
+        if chosen is None:
+            return None
+        member, reason = chosen
+        self._note_chosen(member)
+        self._by_role[role].reasons[reason] += 1
+        return member.instance
+
+    def peek(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance] = ()) -> Instance | None:
+        """Who would be chosen, though nothing is taken."""
+        chosen = self._find(role, hints, now, tried)
+        return None if chosen is None else chosen[0].instance
+
+    def _find(self, role: Role, hints: RoutingHints, now: float, tried: Collection[Instance]) -> tuple[Member, str] | None:
+        role_members = self._by_role[role]
+        left = [member for member in role_members.members if member.instance not in tried] if tried else role_members.members
+        candidates = [member for member in left if member.ready_at <= now]
+        tier = ""
+        if len(candidates) < len(left):
+            candidates, tier = self._fall_back(role, left, candidates, now)
+        if not candidates:
+            return None
+        member, reason = role_members.policy.choose(candidates, hints)
+        return member, tier or reason
+
+    def _note_chosen(self, member: Member) -> None:
+        self._num_chosen += 1
+        member.last_chosen = self._num_chosen
+
+    def reasons(self, role: Role) -> Mapping[str, int]:
+        """Why members were chosen, and how often."""
+        return self._by_role[role].reasons
+
+    def _fall_back(self, role: Role, left: list[Member], usable: list[Member], now: float) -> tuple[list[Member], str]:
+        """Somebody cannot be used: who can, and of which tier they are if not of the first."""
+        has_to_answer = role not in self._options.optional_roles
+        if usable and not (has_to_answer and all(member.breaker.is_suspect for member in usable)):
+            return usable, ""
+        active = [member for member in left if not member.is_draining]
+        resting = [member for member in active if member.breaker.not_before <= now and not member.breaker.is_suspect]
+        if resting or not has_to_answer:
+            return resting, "resting"
+        return active, "last_resort"
+
+    def begin(self, instance: Instance, now: float, hints: RoutingHints | None = None, weight: int | None = None) -> Leg:
+        """A leg goes to it now. Whoever begins one ends it, whatever happens."""
+        member = self._members.get(instance)
+        if member is None:
+            raise LocalProtocolError(f"a leg was given to {instance}, which is not in the fleet")
+        if weight is None:
+            weight = leg_weight(instance.role, 0 if hints is None else len(hints.prompt))
+        self._note_chosen(member)
+        member.load += weight
+        member.num_running += 1
+        if hints is not None:
+            self._by_role[instance.role].policy.note_begun(member, hints)
+        is_trial = member.breaker.begin(now)
+        if is_trial:
+            member.update_ready_at()
+        return Leg(member, weight, is_trial, member.breaker.generation, member.incarnation)
+
+    def note_answer(self, leg: Leg, now: float) -> None:
+        """A stream's first segment has come: it need not end for the instance to be well. Later calls for the same leg change nothing."""
+        if not leg.is_answered:
+            leg.is_answered = True
+            leg.member.breaker.note_answer(leg.generation, now)
+            leg.member.update_ready_at()
+
+    def end(self, leg: Leg, outcome: Outcome, now: float, error: str = "") -> None:
+        if leg.is_over:
+            raise LocalProtocolError(f"a leg at {leg.instance} was ended twice")
+        leg.is_over = True
+        member, breaker = leg.member, leg.member.breaker
+        member.load -= leg.weight
+        member.num_running -= 1
+        member.record.note_outcome(outcome)
+        if outcome is Outcome.ANSWERED:
+            self.note_answer(leg, now)
+        elif outcome is Outcome.FAILED:
+            member.record.note_error(error, now)
+            if breaker.note_failure(leg.generation, now):
+                self._eject(member, now)
+        elif outcome is Outcome.REFUSED:
+            breaker.note_refusal(now)
+        if leg.is_trial:
+            breaker.end_trial(leg.generation, now)
+        member.update_ready_at()
+
+    def is_current(self, leg: Leg) -> bool:
+        """The instance that was given the leg is still here, in the same life: what it says of its blocks is worth keeping."""
+        return self._members.get(leg.instance) is leg.member and leg.incarnation == leg.member.incarnation
+
+    def _eject(self, member: Member, now: float, is_absent: bool = False) -> None:
+        """One that is half open was ejected already, so that its role can spare it."""
+        if member.breaker.phase is BreakerPhase.HALF_OPEN or self._can_eject(member.instance.role):
+            member.breaker.eject(now, is_absent)
+            member.probe_at = now
+
+    def _can_eject(self, role: Role) -> bool:
+        active = [member for member in self._by_role[role].members if not member.is_draining]
+        if role in self._options.optional_roles:
+            return True
+        num_ejected = sum(member.breaker.phase is not BreakerPhase.CLOSED for member in active)
+        return num_ejected < min(len(active) - 1, floor(self._options.max_ejected_share * len(active)))
+
+    # -- probes ----------------------------------------------------------------------------------------------------------
+
+    def take_probes(self, now: float) -> list[Instance]:
+        """Whose health check is due; the next one is due an interval later, whatever comes of this."""
+        if not self._options.health.probe_interval_s:
+            return []
+        due = [member for member in self._members.values() if member.probe_at <= now]
+        for member in due:
+            member.probe_at = now + self._probe_interval(member)
+        return [member.instance for member in due]
+
+    def note_probe_passed(self, instance: Instance, now: float) -> None:
+        member = self._members.get(instance)
+        if member is not None:
+            member.breaker.note_probe_passed(now)
+            member.probe_at = now + self._probe_interval(member)
+            member.update_ready_at()
+
+    def note_probe_failed(self, instance: Instance, now: float, error: str = "") -> None:
+        member = self._members.get(instance)
+        if member is not None:
+            member.record.note_error(error, now)
+            if member.breaker.note_probe_failed():
+                self._eject(member, now, is_absent=True)
+            member.probe_at = now + self._probe_interval(member)
+            member.update_ready_at()
+
+    def next_deadline(self) -> float | None:
+        """When to call `take_probes` and `expire` next."""
+        deadlines = [member.lease_until for member in self._members.values()]
+        if self._options.health.probe_interval_s:
+            deadlines += [member.probe_at for member in self._members.values()]
+        soonest = min(deadlines, default=inf)
+        return None if soonest == inf else soonest
+
+    # -- ours ------------------------------------------------------------------------------------------------------------
+
+    def _admit(self, instance: Instance, now: float) -> Member:
+        member = self._members.get(instance)
+        if member is None:
+            member = Member(instance, Breaker(self._options.health, self._draw), probe_at=now)
+            self._members[instance] = member
+            self._by_role[instance.role].members.append(member)
+        member.instance = instance
+        return member
+
+    def _probe_interval(self, member: Member) -> float:
+        """Jittered, so that a fleet that was added at once is not asked at once for ever."""
+        health = self._options.health
+        interval = min(health.probe_ejected_s, health.probe_interval_s) if member.breaker.wants_probes else health.probe_interval_s
+        return interval * (1 - health.jitter * self._draw() / 2)

@@ -1,0 +1,104 @@
+"""One timer for all connections of a side. Setting a deadline is an attribute; whoever is past it is told within `PERIOD_S`.
+
+A timer handle per wait would be made and cancelled several times in every request, and hardly one in a million ever fires.
+"""
+
+import asyncio
+from typing import Protocol
+
+__all__ = ["NEVER", "PERIOD_S", "DeadlineTimer", "HasDeadline", "TimeLimit", "TimeLimits"]
+
+
+NEVER = float("inf")
+PERIOD_S = 0.1
+
+
+class HasDeadline(Protocol):
+    deadline: float
+    """On the loop's clock."""
+
+    def on_deadline(self, now: float) -> None: ...
+
+
+class DeadlineTimer:
+    """Runs while there is anybody to look at."""
+
+    __slots__ = ("_loop", "_members", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._members: set[HasDeadline] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, member: HasDeadline) -> None:
+        self._members.add(member)
+        if self._timer is None:
+            self._timer = self._loop.call_later(PERIOD_S, self._check_deadlines)
+
+    def discard(self, member: HasDeadline) -> None:
+        self._members.discard(member)
+
+    def close(self) -> None:
+        self._members.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_deadlines(self) -> None:
+        self._timer = self._loop.call_later(PERIOD_S, self._check_deadlines) if self._members else None
+        now = self._loop.time()
+        for member in [member for member in self._members if member.deadline <= now]:
+            member.on_deadline(now)
+
+
+# -------------------- time limits --------------------
+# How long a request may take as a whole. Runs on the event loop.
+#
+# As `asyncio.timeout`, at a fraction of its price: a timer for each request would be set and cancelled thousands of times for one that fires,
+# so all share the coarse one of `DeadlineTimer`.
+
+
+class TimeLimit:
+    """Of the task that began it: cancels it when the time is over."""
+
+    __slots__ = ("_deadline_timer", "_is_expired", "_num_cancelled", "_task", "deadline")
+
+    def __init__(self, deadline_timer: DeadlineTimer, task: "asyncio.Task[object]", deadline: float) -> None:
+        self._deadline_timer = deadline_timer
+        self._task = task
+        self._num_cancelled = task.cancelling()
+        self._is_expired = False
+        self.deadline = deadline
+        deadline_timer.add(self)
+
+    def on_deadline(self, now: float) -> None:
+        self._deadline_timer.discard(self)
+        self._is_expired = True
+        self._task.cancel()
+
+    def end(self) -> bool:
+        """Whether the time was over, and nobody else has cancelled the task. Idempotent, and False."""
+        self._deadline_timer.discard(self)
+        if not self._is_expired:
+            return False
+        self._is_expired = False
+        return self._task.uncancel() <= self._num_cancelled
+
+
+class TimeLimits:
+    """Made on the loop."""
+
+    __slots__ = ("_deadline_timer", "_loop")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deadline_timer = DeadlineTimer(self._loop)
+
+    def begin(self, limit_s: float) -> TimeLimit:
+        """For the task that runs. It is told within `PERIOD_S` after the limit, and must `end` it."""
+        task = asyncio.current_task(self._loop)
+        assert task is not None
+        return TimeLimit(self._deadline_timer, task, self._loop.time() + limit_s)
+
+    def close(self) -> None:
+        self._deadline_timer.close()

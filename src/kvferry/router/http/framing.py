@@ -1,0 +1,384 @@
+"""Where a body ends: by length, by chunks, or with the connection. Fed with segments cut anywhere. Pure.
+
+A body either decodes what it is given, or only follows it so that raw bytes can pass and the end is still known.
+"""
+
+import re
+from collections.abc import Callable
+from enum import IntEnum
+
+from kvferry.errors import RequestRefused
+from kvferry.router.http.messages import ServerLimits
+from kvferry.router.http.parsing import BodyKind, RequestHead, check_partial_head, is_field_line, read_request_head
+
+__all__ = [
+    "Body",
+    "ChunkedBody",
+    "Framing",
+    "FramingError",
+    "LengthBody",
+    "RequestReader",
+    "UntilCloseBody",
+    "chunk",
+    "first_chunk",
+    "make_body",
+]
+
+
+_MAX_LINE = 4096
+_MAX_TRAILERS = 16 * 1024
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t -~\x80-\xff]*)?")
+
+
+_MAX_KNOWN_SIZES = 4096
+_MAX_KNOWN_LINE = 16
+_known_sizes: dict[bytes, int] = {}
+"""Lines that were found to be sizes, with their ends. Instances send the same few again and again, and looking one up is cheaper."""
+
+
+class FramingError(Exception):
+    """The bytes are not a body in this framing."""
+
+
+class Framing(IntEnum):
+    """How an answer of ours tells its end."""
+
+    WHOLE = 0
+    """By its length; all of it was there at once."""
+    LENGTH = 1
+    """By its length; the bytes come later."""
+    CHUNKED = 2
+    UNTIL_CLOSE = 3
+
+
+# Where in a chunked body we are. Plain numbers: in Python 3.11 reading a member of an enum costs as much as a dictionary.
+_SIZE, _DATA, _DATA_END, _TRAILERS, _END = range(5)
+
+
+class LengthBody:
+    """A body of known length."""
+
+    __slots__ = ("is_ended", "left")
+    is_complete_at_close = False
+    is_at_boundary = False
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+        self.is_ended = length == 0
+
+    def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """How many of these bytes belong to the body; they are added to `decoded`, if given."""
+        left = self.left
+        if len(data) < left:
+            self.left = left - len(data)
+            if decoded is not None:
+                decoded.append(data)
+            return len(data)
+        self.left = 0
+        self.is_ended = True
+        if decoded is not None:
+            decoded.append(data if len(data) == left else data[:left])
+        return left
+
+
+class UntilCloseBody:
+    """A body that ends with its connection."""
+
+    __slots__ = ()
+    is_complete_at_close = True
+    is_at_boundary = True
+    is_ended = False
+
+    def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
+        if decoded is not None:
+            decoded.append(data)
+        return len(data)
+
+
+class ChunkedBody:
+    """A chunked body. Strict: sizes are hexadecimal digits, lines end in CR LF, extensions and trailers are printable and bounded."""
+
+    __slots__ = ("_left", "_line", "_num_trailer_bytes", "_part", "is_ended")
+    is_complete_at_close = False
+
+    def __init__(self) -> None:
+        self._part = _SIZE
+        self._left = 0  # of the data of this chunk
+        self._line = b""  # the beginning of a line whose end has not come
+        self._num_trailer_bytes = 0
+        self.is_ended = False
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether another chunk could begin exactly here."""
+        return self._part == _SIZE and not self._line
+
+    def advance(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """How many of these bytes belong to the body; the data among them is added to `decoded`, if given. FramingError."""
+        position, end = 0, len(data)
+        if self._part == _SIZE and not self._line:
+            position = self._skip_known_chunks(data, decoded)
+        while position < end:
+            part = self._part
+            if part == _SIZE:
+                position = self._take_size(data, position)
+            elif part == _DATA:
+                position = self._take_data(data, position, end, decoded)
+            elif part == _END:
+                break
+            else:
+                position = self._take_line_end(data, position)
+        return position
+
+    def _skip_known_chunks(self, data: bytes, decoded: list[bytes] | None) -> int:
+        """Nearly all segments are whole chunks of sizes seen before: where the first thing begins that is not."""
+        position, end = 0, len(data)
+        known = _known_sizes.get
+        width = data.find(b"\n") + 1  # of a size line; chunks that follow each other mostly have it in common
+        while True:
+            size = known(data[position : position + width])
+            if size is None:
+                line_end = data.find(b"\n", position, position + _MAX_KNOWN_LINE) + 1
+                size = known(data[position:line_end]) if line_end else None
+                if size is None:
+                    return self._take_end(data, position)
+                width = line_end - position
+            stop = position + width + size
+            if data[stop : stop + 2] != b"\r\n":
+                return position
+            if decoded is not None:
+                decoded.append(data[position + width : stop])
+            position = stop + 2
+            if position == end:
+                return position
+
+    def _take_end(self, data: bytes, position: int) -> int:
+        if data[position : position + 5] != b"0\r\n\r\n":
+            return position
+        self._part = _END
+        self.is_ended = True
+        return position + 5
+
+    def resume_raw(self, start: bytes) -> bytes | None:
+        """Frames `start`, decoded already, so that the raw bytes not advanced over yet can follow it untouched. None: they cannot."""
+        if self._part == _DATA:
+            return b"%x\r\n%b" % (len(start) + self._left, start)
+        if self.is_at_boundary:
+            return chunk(start) if start else b""
+        return None
+
+    def _take_size(self, data: bytes, position: int) -> int:
+        line, position = self._take_line(data, position)
+        if line is None:
+            return position
+        spelt = _SIZE_LINE.fullmatch(line)  # int() alone would also take 0x10, 1_0, +1 and blanks
+        if spelt is None:
+            raise FramingError("the size of a chunk is not valid")
+        self._left = size = int(spelt[1], 16)
+        if size and len(_known_sizes) < _MAX_KNOWN_SIZES and len(line) < _MAX_KNOWN_LINE - 2:
+            _known_sizes[line + b"\r\n"] = size
+        self._part = _DATA if self._left else _TRAILERS
+        return position
+
+    def _take_data(self, data: bytes, position: int, end: int, decoded: list[bytes] | None) -> int:
+        stop = position + self._left
+        if stop > end:
+            self._left = stop - end
+            stop = end
+        else:
+            self._left = 0
+            self._part = _DATA_END
+        if decoded is not None:
+            decoded.append(data[position:stop])
+        if self._part == _DATA_END and data[stop : stop + 2] == b"\r\n":
+            self._part = _SIZE
+            return stop + 2
+        return stop
+
+    def _take_line_end(self, data: bytes, position: int) -> int:
+        """The CR LF after the data of a chunk, or a line of the trailers."""
+        line, position = self._take_line(data, position)
+        if self._part == _DATA_END:
+            if line == b"":
+                self._part = _SIZE
+            elif line is not None or self._line != b"\r":
+                raise FramingError("a chunk is longer than its size")
+            return position
+        self._num_trailer_bytes += len(line or b"")
+        if self._num_trailer_bytes > _MAX_TRAILERS:
+            raise FramingError("the trailers are too long")
+        if line == b"":
+            self._part = _END
+            self.is_ended = True
+        elif line is not None and not is_field_line(line):
+            raise FramingError("a trailer is not valid")
+        return position
+
+    def _take_line(self, data: bytes, position: int) -> tuple[bytes | None, int]:
+        """The line that begins or goes on here, without its end; None when its end has not come."""
+        found = data.find(b"\n", position)
+        stop = found + 1 if found >= 0 else len(data)
+        line = self._line + data[position:stop]
+        if len(line) > _MAX_LINE:
+            raise FramingError("a line between chunks is too long")
+        if found < 0:
+            self._line = line
+            return None, stop
+        self._line = b""
+        if line[-2:] != b"\r\n":
+            raise FramingError("a line between chunks does not end in CR LF")
+        return line[:-2], stop
+
+
+Body = LengthBody | ChunkedBody | UntilCloseBody
+
+
+_MAKERS: tuple[Callable[[int], Body], ...] = (  # by kind
+    lambda length: LengthBody(0),
+    lambda length: LengthBody(length),
+    lambda length: ChunkedBody(),
+    lambda length: UntilCloseBody(),
+)
+
+
+def make_body(kind: BodyKind, length: int) -> Body:
+    return _MAKERS[kind](length)
+
+
+def first_chunk(data: bytes) -> bytes | None:
+    """The data of the chunk that these bytes begin with, if its size was seen before and all of it is there."""
+    start = data.find(b"\n") + 1
+    size = _known_sizes.get(data[:start])
+    return data[start : start + size] if size is not None and len(data) >= start + size else None
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk. Never empty: that would be the end."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+# -------------------- reading --------------------
+# The bytes of one connection as requests, one after the other. Pure: no socket, no clock.
+
+
+_MAX_SEGMENTS = 1024
+_EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
+
+
+class RequestReader:
+    """Give it bytes, then take a head, then that head's body, then the next head. RequestRefused ends it: what follows cannot be read."""
+
+    __slots__ = ("_chunked", "_data", "_is_line_checked", "_left", "_limits", "_segments", "_size")
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self._limits = limits
+        self._data = b""
+        self._is_line_checked = False
+        self._left = -1  # of a body of known length; -1 when none is being read
+        self._chunked: ChunkedBody | None = None
+        self._segments: list[bytes] = []
+        self._size = 0  # of the segments
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes that nobody has taken."""
+        return len(self._data) + self._size
+
+    def add(self, data: bytes) -> None:
+        if self._left >= 0:
+            self._keep(data)
+        elif self._data:
+            self._data += data
+        else:
+            self._data = data
+
+    def take_head(self) -> RequestHead | None:
+        """None while it is not whole."""
+        data = self._data
+        if data[:1] == b"\r":  # empty lines before a request are ignored (RFC 9112, 2.2)
+            data = self._data = _EMPTY_LINES.sub(b"", data, count=1)
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            self._check_unfinished(data)
+            return None
+        if end > self._limits.head_bytes:
+            raise _too_long(self._limits)
+        head = read_request_head(data[: end + 4], self._limits.num_headers)
+        self._is_line_checked = False
+        self._begin_body(head, data[end + 4 :])
+        return head
+
+    def take_body(self) -> bytes | None:
+        """Of the head taken last; None while it is not whole."""
+        if self._left >= 0:
+            return self._take_length()
+        if self._chunked is not None:
+            return self._take_chunked(self._chunked)
+        return b""
+
+    def _check_unfinished(self, data: bytes) -> None:
+        if len(data) > self._limits.head_bytes:
+            raise _too_long(self._limits)
+        if data and not self._is_line_checked and data != b"\r":
+            self._is_line_checked = check_partial_head(data)
+
+    def _begin_body(self, head: RequestHead, rest: bytes) -> None:
+        self._data = rest
+        if head.body is BodyKind.LENGTH:
+            if head.length > self._limits.body_bytes:
+                raise _too_large(self._limits)
+            self._left = head.length
+            self._data = b""
+            self._segments = [rest]
+            self._size = len(rest)
+        elif head.body is BodyKind.CHUNKED:
+            self._chunked = ChunkedBody()
+
+    def _take_length(self) -> bytes | None:
+        length = self._left
+        if self._size < length:
+            return None
+        joined = self._segments[0] if len(self._segments) == 1 else b"".join(self._segments)
+        self._end_body()
+        if len(joined) == length:
+            return joined
+        self._data = joined[length:]
+        return joined[:length]
+
+    def _take_chunked(self, chunked: ChunkedBody) -> bytes | None:
+        decoded: list[bytes] = []
+        try:
+            used = chunked.advance(self._data, decoded)
+        except FramingError as error:
+            raise RequestRefused(f"the body of the request is not chunked as it says: {error}") from None
+        self._data = self._data[used:]
+        segment = b"".join(decoded)  # tiny chunks must not become many objects
+        if segment:
+            self._keep(segment)
+        if self._size > self._limits.body_bytes:
+            raise _too_large(self._limits)
+        if not chunked.is_ended:
+            return None
+        body = b"".join(self._segments)
+        self._end_body()
+        return body
+
+    def _keep(self, segment: bytes) -> None:
+        self._segments.append(segment)
+        self._size += len(segment)
+        if len(self._segments) > _MAX_SEGMENTS:
+            self._segments = [b"".join(self._segments)]
+
+    def _end_body(self) -> None:
+        self._left = -1
+        self._chunked = None
+        self._segments = []
+        self._size = 0
+
+
+def _too_long(limits: ServerLimits) -> RequestRefused:
+    return RequestRefused(f"the request line and headers are longer than the {limits.head_bytes} bytes that this server reads", status=431)
+
+
+def _too_large(limits: ServerLimits) -> RequestRefused:
+    return RequestRefused(f"the request body is larger than the {limits.body_bytes} bytes that this server takes", status=413)

@@ -1,0 +1,391 @@
+"""Keep-alive connections to instances: the one that was used last is used first, so that those too many grow old and are closed."""
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from kvferry.router.http.deadlines import DeadlineTimer
+from kvferry.router.http.framing import FramingError, LengthBody, first_chunk, make_body
+from kvferry.router.http.messages import ConnectFailed, Fields, InvalidResponse, UpstreamDisconnected, UpstreamError, request_head
+from kvferry.router.http.parsing import BodyKind, ResponseHead
+from kvferry.router.http.relay import Relay
+from kvferry.router.http.upstream_connection import AbandonedConnections, OnLateResponse, UpstreamConnection
+from kvferry.router.http.writer import ResponseWriter
+from kvferry.types import Address
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["KEEPALIVE_S", "OnLateResponse", "Target", "TargetPool", "UpstreamPool", "UpstreamResponse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an instance listens. `tls`: how to check that it is the one."""
+
+    address: Address
+    tls: ssl.SSLContext | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.address, self.tls)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class TargetPool:
+    """A target and the connections to it that wait for their next request. An idle one's deadline is when it is too old."""
+
+    __slots__ = ("_idle", "host", "num_abandoned", "num_received", "target")
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.host = str(target.address)
+        self.num_received = 0
+        """How often something has come from there."""
+        self.num_abandoned = 0
+        self._idle: list[UpstreamConnection] = []
+
+    def take(self, now: float) -> UpstreamConnection | None:
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if connection.deadline > now and connection.is_clean:
+                return connection
+            connection.abort()
+        return None
+
+    def put(self, connection: UpstreamConnection) -> None:
+        self._idle.append(connection)
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """It is lost, whether it was idle or not."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+
+# -------------------- answer --------------------
+# An instance's answer: its head is there, its body is read or passed on.
+
+
+_CHUNKED = BodyKind.CHUNKED
+
+
+class UpstreamResponse:
+    """A context manager: left before the end of the body, it closes the connection; so the instance learns that nobody wants the rest."""
+
+    __slots__ = ("_body", "_connection", "_has_extra_bytes", "_head", "_is_over", "_owner", "_pool", "headers", "is_chunked", "status")
+
+    def __init__(self, connection: UpstreamConnection, head: ResponseHead, owner: "UpstreamPool", pool: TargetPool) -> None:
+        self._connection = connection
+        self._head = head
+        self._owner = owner
+        self._pool = pool
+        self._body = make_body(head.body, head.length)
+        self._is_over = False
+        self._has_extra_bytes = False
+        self.status = head.status
+        self.headers = head.headers
+        self.is_chunked = head.body is _CHUNKED
+        if self._body.is_ended:
+            self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing more is wanted. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._connection.abort()
+
+    async def read(self, limit: int, timeout_s: float) -> bytes:
+        """The whole body, decoded. UpstreamError, also when it is longer than `limit` bytes or takes longer than `timeout_s`."""
+        body = self._body
+        if isinstance(body, LengthBody) and 0 < body.left == self._connection.num_waiting <= limit:
+            return self._take_complete()
+        deadline = self._connection.loop.time() + timeout_s
+        segments: list[bytes] = []
+        size = 0
+        while segment := await self._next(deadline):
+            segments.append(segment)
+            size += len(segment)
+            if size > limit:
+                self.close()
+                raise InvalidResponse(f"its answer is longer than {limit} bytes")
+        return segments[0] if len(segments) == 1 else b"".join(segments)
+
+    async def read_some(self, timeout_s: float) -> bytes:
+        """The next segment of the body, decoded; b"" at its end. UpstreamError."""
+        return await self._next(self._connection.loop.time() + timeout_s)
+
+    async def peek(self, is_enough: Callable[[bytes], bool], timeout_s: float) -> bytes:
+        """The beginning of the body, decoded, as soon as there is enough of it, or it has ended; nothing is taken by that. UpstreamError.
+
+        What is enough is asked of the first chunk and of all that is there."""
+        connection, deadline = self._connection, self._connection.loop.time() + timeout_s
+        num_seen = 0
+        while not self._body.is_ended:
+            data = connection.peek()
+            if len(data) > num_seen:
+                num_seen = len(data)
+                first = first_chunk(data) if self.is_chunked else data
+                if first is not None and is_enough(first):
+                    return first
+                decoded, is_ended = self._decode_peeked(data)
+                if is_ended or is_enough(decoded):
+                    return decoded
+            if connection.is_lost:
+                if self._body.is_complete_at_close and connection.error is None:
+                    return data
+                self._is_over = True
+                raise UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True)
+            await self._wait(deadline)
+        return b""
+
+    async def relay(
+        self,
+        reply: ResponseWriter,
+        headers: Iterable[tuple[str, str]],
+        *,
+        idle_timeout_s: float,
+        start: bytes = b"",
+        on_first: Callable[[], None] | None = None,
+        filter: Callable[[bytes], bytes] | None = None,
+    ) -> None:
+        """Pass the answer on: its status, `headers`, and the body from `start` (what was read of it already) to its end.
+
+        Without a filter raw bytes pass, chunk framing included. A filter gets decoded segments and b"" at the end, and returns what the
+        client gets. `on_first` is called before the first byte of the body goes out.
+
+        UpstreamError when the instance fails: the reply was started, `reply.can_write` says whether it can be continued (between two
+        chunks) or only aborted. ConnectionError when the client does not read.
+        """
+        relay = Relay(self._connection, self._body, reply, filter)
+        try:
+            relay.begin(self._head, headers, start, on_first)
+            if not relay.is_over:
+                await relay.run(idle_timeout_s)
+            relay.check()
+        except BaseException:
+            reply.out.uncork()
+            self.close()
+            raise
+        self._has_extra_bytes = relay.has_extra_bytes
+        self._end()
+
+    def _take_complete(self) -> bytes:
+        """All that is left has come, and nothing else."""
+        data = self._connection.take()
+        self._body.advance(data, None)
+        self._end()
+        return data
+
+    async def _next(self, deadline: float) -> bytes:
+        connection, body = self._connection, self._body
+        while not body.is_ended:
+            data = connection.take()
+            if data:
+                segment = self._decode(data)
+                if body.is_ended:
+                    self._end()
+                if segment:
+                    return segment
+            elif connection.is_lost:
+                self._is_over = True
+                if body.is_complete_at_close and connection.error is None:
+                    return b""
+                raise UpstreamDisconnected("it closed the connection in the middle of its answer", has_answered=True)
+            else:
+                await self._wait(deadline)
+        return b""
+
+    def _decode_peeked(self, data: bytes) -> tuple[bytes, bool]:
+        """What these raw bytes hold, from the beginning of the body, and whether that is all of it."""
+        body, decoded = make_body(self._head.body, self._head.length), list[bytes]()
+        try:
+            body.advance(data, decoded)
+        except FramingError as error:
+            self.close()
+            raise InvalidResponse(f"its answer is not chunked as it says: {error}") from None
+        return b"".join(decoded), body.is_ended
+
+    async def _wait(self, deadline: float) -> None:
+        try:
+            await self._connection.wait_readable(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _decode(self, data: bytes) -> bytes:
+        decoded: list[bytes] = []
+        try:
+            used = self._body.advance(data, decoded)
+        except FramingError as error:
+            self.close()
+            raise InvalidResponse(f"its answer is not chunked as it says: {error}") from None
+        self._has_extra_bytes = used < len(data)
+        return decoded[0] if len(decoded) == 1 else b"".join(decoded)
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._connection.mark_complete()
+        if self._has_extra_bytes or not self._head.keeps_alive:
+            self._connection.abort()
+        else:
+            self._owner.release(self._pool, self._connection)
+
+
+# -------------------- client --------------------
+# Requests to instances over keep-alive connections. Belongs to one event loop.
+
+
+KEEPALIVE_S = 4.0
+"""vLLM's server closes a connection that was idle for 5 s; a request sent just then would be lost."""
+
+_MAX_POOLS = 4096
+_SETTLE_S = 1.0
+
+
+class UpstreamPool:
+    """Keep-alive connections per target."""
+
+    def __init__(self, keepalive_s: float = KEEPALIVE_S) -> None:
+        self._keepalive_s = keepalive_s
+        self._loop = asyncio.get_running_loop()
+        self._deadline_timer = DeadlineTimer(self._loop)
+        self._pools: dict[Target, TargetPool] = {}
+        self._connections: set[UpstreamConnection] = set()
+        self._abandoned = AbandonedConnections()
+
+    @property
+    def num_connections(self) -> int:
+        """Idle ones and busy ones, and those that are being left."""
+        return len(self._connections)
+
+    async def send(
+        self,
+        target: Target,
+        method: str,
+        path: str,
+        headers: Fields,
+        body: bytes | Sequence[bytes] = b"",
+        *,
+        connect_timeout_s: float,
+        head_timeout_s: float,
+        on_late_response: OnLateResponse | None = None,
+    ) -> UpstreamResponse:
+        """Send a request and wait for the head of its answer. UpstreamError. `on_late_response` hears of an answer that comes whole
+        although it was left before its end, here or later, for whatever reason.
+
+        A keep-alive connection may have been closed by the instance at this very moment: when it ends without a byte of an answer,
+        the request is sent once more, over a fresh one.
+        """
+        pool = self._pools.get(target) or self._add_pool(target)
+        if isinstance(body, bytes):
+            data = request_head(method, path, pool.host, headers, len(body)) + body
+        else:
+            data = b"".join((request_head(method, path, pool.host, headers, sum(map(len, body))), *body))
+        connection = pool.take(self._loop.time())
+        if connection is not None:
+            try:
+                head = await connection.send_request(method, data, head_timeout_s, on_late_response)
+            except UpstreamDisconnected as error:
+                connection.abort()
+                if error.has_answered:
+                    raise
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return UpstreamResponse(connection, head, self, pool)
+        try:
+            connection = await self._connect(pool, connect_timeout_s)
+        except ConnectFailed:
+            if connection is None:
+                raise
+            # It was sent, by the warm one: whoever got it may have died of it.
+            raise UpstreamDisconnected("it closed the connection before it had answered", has_answered=False) from None
+        try:
+            head = await connection.send_request(method, data, head_timeout_s, on_late_response)
+        except BaseException:
+            connection.abort()
+            raise
+        return UpstreamResponse(connection, head, self, pool)
+
+    async def close(self) -> None:
+        """Close every connection, busy ones too. Those that are being left get a moment for what is on its way."""
+        for connection in list(self._connections):
+            connection.abort()
+        await self._abandoned.wait_idle(_SETTLE_S)
+        for connection in list(self._connections):
+            connection.abort_transport()
+        await self._abandoned.wait_idle(_SETTLE_S)
+        self._deadline_timer.close()
+
+    def num_received(self, target: Target) -> int:
+        """How often something has come from there: that it grows shows that somebody is alive."""
+        pool = self._pools.get(target)
+        return 0 if pool is None else pool.num_received
+
+    def fail_pending(self, target: Target, error: UpstreamError) -> int:
+        """Fail every request sent there of whose answer nothing has been passed on; how many that were."""
+        pool = self._pools.get(target)
+        waiting = [] if pool is None else [one for one in self._connections if one.pool is pool and one.is_pending]
+        for connection in waiting:
+            connection.fail(error)
+        return len(waiting)
+
+    def release(self, pool: TargetPool, connection: UpstreamConnection) -> None:
+        """An exchange has ended cleanly."""
+        if connection.is_clean:
+            connection.set_idle(self._loop.time() + self._keepalive_s)
+            pool.put(connection)
+        else:
+            connection.abort()
+
+    def _add_pool(self, target: Target) -> TargetPool:
+        if len(self._pools) >= _MAX_POOLS:  # addresses come and go with instances; keep-alive connections of a forgotten one grow old
+            self._pools.clear()
+        pool = self._pools[target] = TargetPool(target)
+        return pool
+
+    async def _connect(self, pool: TargetPool, timeout_s: float) -> UpstreamConnection:
+        target, address = pool.target, pool.target.address
+        connection = UpstreamConnection(self._loop, pool, self._forget, self._abandoned)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._loop.create_connection(
+                    lambda: connection,
+                    address.host,
+                    address.port,
+                    ssl=target.tls,
+                    server_hostname=address.host if target.tls is not None else None,
+                )
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        except TimeoutError:
+            connection.abort()
+            raise ConnectFailed(f"no connection within {timeout_s:g} s") from None
+        except ssl.SSLError as error:
+            raise ConnectFailed(f"no connection by TLS ({error.reason or error})") from None
+        except (OSError, UnicodeError) as error:
+            raise ConnectFailed(f"no connection ({getattr(error, 'strerror', None) or error})") from None
+        self._connections.add(connection)
+        self._deadline_timer.add(connection)
+        return connection
+
+    def _forget(self, connection: UpstreamConnection) -> None:
+        self._connections.discard(connection)
+        self._deadline_timer.discard(connection)
+        connection.pool.forget(connection)

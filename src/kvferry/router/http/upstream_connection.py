@@ -1,0 +1,454 @@
+"""Leaving an instance before it has answered, without losing an answer that is on its way.
+
+A connection that is closed loses what its peer has sent and we have not read, and nobody learns of it. So the leaver only says that it
+has nothing more to say (a half-close), which an engine takes for a client that is gone, and reads on until the instance closes its side:
+either there is a whole answer among what came, or there will never be one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING, Protocol
+
+from kvferry.router.http.deadlines import NEVER
+from kvferry.router.http.framing import FramingError, make_body
+from kvferry.router.http.messages import InvalidResponse, UpstreamDisconnected, UpstreamTimeout
+from kvferry.router.http.parsing import ResponseHead, read_response_head
+
+if TYPE_CHECKING:
+    pass
+    from kvferry.router.http.pool import TargetPool
+
+__all__ = [
+    "ABANDON_TIMEOUT_S",
+    "AbandonedConnections",
+    "LateResponse",
+    "OnLateResponse",
+    "Receiver",
+    "UpstreamConnection",
+    "half_close",
+    "parse_complete_response",
+]
+
+
+OnLateResponse = Callable[[int, bytes], None]
+"""Hears status and body of an answer that came whole after its asker had left."""
+
+ABANDON_TIMEOUT_S = 5.0
+"""How long an instance may take to close its side. One that runs does so at once."""
+_MAX_ABANDONED, _MAX_ABANDONED_PER_TARGET = 4096, 2048
+"""All clients of a router may leave at once, and an instance that stands still must not take what the others need."""
+_MAX_LATE_HEAD = 64 * 1024
+_MAX_KEPT = 2 * 1024 * 1024
+"""Of an answer: block ids of a million tokens are half a megabyte."""
+_WARN_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class AbandonedConnections:
+    """Connections that are being left. Bounded: what is too much is closed at once, and with it what it would have brought."""
+
+    __slots__ = ("_idle", "_members", "_warned_at")
+
+    def __init__(self) -> None:
+        self._members: set[UpstreamConnection] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._warned_at = -inf
+
+    def admit(self, connection: "UpstreamConnection") -> bool:
+        pool = connection.pool
+        if len(self._members) >= _MAX_ABANDONED or pool.num_abandoned >= _MAX_ABANDONED_PER_TARGET:
+            self._warn(str(pool.target.address))
+            return False
+        self._members.add(connection)
+        pool.num_abandoned += 1
+        self._idle.clear()
+        return True
+
+    def discard(self, connection: "UpstreamConnection") -> None:
+        if connection in self._members:
+            self._members.remove(connection)
+            connection.pool.num_abandoned -= 1
+        if not self._members:
+            self._idle.set()
+
+    def _warn(self, where: str) -> None:
+        if time.monotonic() >= self._warned_at + _WARN_S:
+            self._warned_at = time.monotonic()
+            _log.warning("too many requests are being left at once: what their answers would bring is lost instance=%s", where)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Until none is left, or the time is up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+
+class LateResponse:
+    """An answer from its first byte on, for somebody who wants it even when its asker has left."""
+
+    __slots__ = ("_method", "_on_late_response", "_segments", "_size")
+
+    def __init__(self, method: str, on_late_response: OnLateResponse) -> None:
+        self._method = method
+        self._on_late_response = on_late_response
+        self._segments: list[bytes] = []
+        self._size = 0
+
+    def add(self, data: bytes) -> bool:
+        """False: it is too long to be kept."""
+        self._segments.append(data)
+        self._size += len(data)
+        return self._size <= _MAX_KEPT
+
+    def deliver(self) -> None:
+        """Its asker has left, and nothing more will come."""
+        answer = parse_complete_response(b"".join(self._segments), self._method)
+        if answer is not None:
+            self._on_late_response(*answer)
+
+
+def half_close(transport: asyncio.Transport) -> bool:
+    """Below TLS too, whose own transports have no such thing; what has not been sent yet never will be. False: it could not be done."""
+    raw = transport.get_extra_info("socket")
+    if raw is None:  # it is lost, and about to say so
+        return False
+    try:
+        with socket.socket(fileno=os.dup(raw.fileno())) as ours:
+            ours.shutdown(socket.SHUT_WR)
+    except OSError:
+        return False
+    return True
+
+
+def parse_complete_response(raw: bytes, method: str) -> tuple[int, bytes] | None:
+    """Status and body of an answer whose connection is closed; None: it is not whole, or is no answer. Pure."""
+    status = start = 0
+    while status < 200:
+        end = raw.find(b"\r\n\r\n", start, start + _MAX_LATE_HEAD) + 4
+        if end < 4:
+            return None
+        try:
+            head = read_response_head(raw[start:end], method)
+        except InvalidResponse:
+            return None
+        status, start = head.status, end
+    body, decoded = make_body(head.body, head.length), list[bytes]()
+    try:
+        body.advance(raw[start:], decoded)
+    except FramingError:
+        return None
+    return (status, b"".join(decoded)) if body.is_ended or body.is_complete_at_close else None
+
+
+# -------------------- upstream connection --------------------
+# One connection to an instance: a request out, the head and then the raw bytes of its answer in.
+#
+# A request whose answer matters to somebody even after its asker has left (`on_late_response`) is left in good order: see `parting`.
+#
+# An instance may answer before it has read the whole request, and then reset the connection. The loop reads before it writes, so the
+# answer is there before the failed write ends the connection.
+
+
+_MAX_HEAD = 64 * 1024
+_MAX_WAITING = 256 * 1024
+"""Bytes of a body that nobody has taken; the instance is not read while there are more."""
+
+
+class Receiver(Protocol):
+    """Gets the bytes of a body as they come."""
+
+    def receive(self, data: bytes) -> None: ...
+    def fail(self, error: Exception) -> None: ...
+    def on_connection_lost(self) -> None:
+        """The connection is gone; its `error` says how."""
+
+
+# Where an exchange is. Not asked anything yet: what comes is kept all the same, as a server with too many connections answers before it is
+# asked. Idle, after an exchange: what comes is an answer to nothing. Parting: the asker has left.
+_FRESH, _HEAD, _BODY, _IDLE, _ABANDONED = range(5)
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """Belongs to the loop's thread. `on_lost` hears of its end once."""
+
+    __slots__ = (
+        "_abandoned",
+        "_head_waiter",
+        "_late",
+        "_method",
+        "_on_lost",
+        "_phase",
+        "_segments",
+        "_size",
+        "_waiter",
+        "deadline",
+        "error",
+        "has_answered",
+        "loop",
+        "pool",
+        "receiver",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        pool: "TargetPool",
+        on_lost: Callable[["UpstreamConnection"], None],
+        abandoned: AbandonedConnections,
+    ) -> None:
+        self.loop = loop
+        self.pool = pool
+        self._abandoned = abandoned
+        self._on_lost = on_lost
+        self._method = ""
+        self._phase = _FRESH
+        self._segments: list[bytes] = []
+        self._size = 0
+        self._head_waiter: asyncio.Future[ResponseHead] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._late: LateResponse | None = None
+        self.transport: asyncio.Transport | None = None
+        self.deadline = NEVER
+        self.error: Exception | None = None
+        """Why it was lost; None also when the instance closed it in good order."""
+        self.has_answered = False
+        self.receiver: Receiver | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        return self.transport is None
+
+    @property
+    def num_waiting(self) -> int:
+        """Bytes of the body that nobody has taken."""
+        return self._size
+
+    @property
+    def is_pending(self) -> bool:
+        """Somebody waits for an answer of which nothing has been passed on."""
+        return self.receiver is None and self._phase in (_HEAD, _BODY)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether another request could follow: nothing is left over on either side."""
+        transport = self.transport
+        return transport is not None and not self._size and not transport.is_closing() and not transport.get_write_buffer_size()
+
+    # -- the exchange --------------------------------------------------------------------------------------------------
+
+    def send_request(
+        self, method: str, data: bytes, timeout_s: float, on_late_response: OnLateResponse | None = None
+    ) -> "asyncio.Future[ResponseHead]":
+        """Send a request; the head of its answer comes by the future."""
+        self._method = method
+        self._late = LateResponse(method, on_late_response) if on_late_response is not None else None
+        self._phase = _HEAD
+        self.has_answered = False
+        self.deadline = self.loop.time() + timeout_s
+        waiter = self._head_waiter = self.loop.create_future()
+        if self._segments:
+            self.has_answered = True
+            if self._late is not None:
+                self._late.add(b"".join(self._segments))
+            self._read_head()
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(data)
+        elif not waiter.done():
+            waiter.set_exception(UpstreamDisconnected("it closed the connection before it had answered", self.has_answered))
+        return waiter
+
+    def take(self) -> bytes:
+        """The raw bytes of the body that have come and that nobody has taken."""
+        segments = self._segments
+        if not segments:
+            return b""
+        data = segments[0] if len(segments) == 1 else b"".join(segments)
+        self._segments = []
+        if self._size > _MAX_WAITING:
+            self.resume_reading()
+        self._size = 0
+        return data
+
+    def peek(self) -> bytes:
+        """The same, and they stay."""
+        segments = self._segments
+        if len(segments) > 1:
+            segments[:] = [b"".join(segments)]
+        return segments[0] if segments else b""
+
+    async def wait_readable(self, deadline: float) -> None:
+        """Until there is something to take, or the connection is lost. UpstreamTimeout, and then it is closed."""
+        if self._phase == _ABANDONED:
+            raise UpstreamDisconnected("it was left before it had answered", self.has_answered)
+        self.deadline = deadline
+        self._waiter = self.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            if self._phase != _ABANDONED:
+                self.deadline = NEVER
+
+    def mark_complete(self) -> None:
+        """The answer is whole and its asker has it."""
+        self._late = None
+
+    def set_idle(self, deadline: float) -> None:
+        """The exchange is over; until the deadline another may begin."""
+        self._phase = _IDLE
+        self.deadline = deadline
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing() and self.transport.is_reading():
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.transport is not None and not self.transport.is_closing() and not self.transport.is_reading():
+            self.transport.resume_reading()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits gets the error; the connection is closed."""
+        receiver = self.receiver
+        self._fail(error)
+        self.abort()
+        if receiver is not None:
+            receiver.fail(error)
+
+    def abort(self) -> None:
+        """Whoever asked wants nothing more from it. Idempotent."""
+        self.receiver = None
+        if self._phase == _ABANDONED:
+            return
+        if self._late is not None and self._phase in (_HEAD, _BODY) and self._abandoned.admit(self):
+            self._abandon()
+        else:
+            self.abort_transport()
+
+    def abort_transport(self) -> None:
+        """Nobody wants anything more from it."""
+        self.deadline = NEVER
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- asyncio -------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]  # uvloop's is no subclass of asyncio.Transport
+
+    def data_received(self, data: bytes) -> None:
+        self.pool.num_received += 1
+        if self._late is not None and not self._late.add(data):
+            self._late = None
+            if self._phase == _ABANDONED:
+                self.abort_transport()
+        if self._phase == _ABANDONED:
+            return
+        if self.receiver is not None:
+            self.receiver.receive(data)
+            return
+        self._segments.append(data)
+        self._size += len(data)
+        if self._phase == _HEAD:
+            self.has_answered = True
+            self._read_head()
+        elif self._phase == _IDLE:
+            self.abort()  # nobody asked
+        else:
+            if self._size > _MAX_WAITING:
+                self.pause_reading()
+            if self._phase == _BODY:
+                self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.error = error
+        self.transport = None
+        self.deadline = NEVER
+        self._on_lost(self)
+        if self._phase == _ABANDONED:
+            self._finish_abandoned()
+        elif self.receiver is not None:
+            self.receiver.on_connection_lost()
+        elif self._phase == _HEAD:
+            self._fail(UpstreamDisconnected("it closed the connection before it had answered", self.has_answered))
+        elif self._phase == _BODY:
+            self._wake()
+
+    def on_deadline(self, now: float) -> None:
+        """The deadline has passed."""
+        if self._phase == _ABANDONED:
+            self.abort_transport()
+        elif not self._is_response_ready:  # whoever has some has not looked yet
+            self.fail(UpstreamTimeout("it was silent for too long"))
+
+    # -- its own -------------------------------------------------------------------------------------------------------
+
+    def _abandon(self) -> None:
+        self._fail(UpstreamDisconnected("it was left before it had answered", self.has_answered))
+        self._phase = _ABANDONED
+        self._segments = []
+        self._size = 0
+        if self.transport is None:
+            self._finish_abandoned()  # all that would come has come
+            return
+        self.deadline = self.loop.time() + ABANDON_TIMEOUT_S
+        self.resume_reading()
+        if not half_close(self.transport):
+            self.abort_transport()
+
+    def _finish_abandoned(self) -> None:
+        self._abandoned.discard(self)
+        late, self._late = self._late, None
+        if late is not None:
+            late.deliver()
+
+    def _read_head(self) -> None:
+        segments = self._segments
+        data = segments[0] if len(segments) == 1 else b"".join(segments)
+        while True:
+            end = data.find(b"\r\n\r\n")
+            if end < 0 or end > _MAX_HEAD:
+                self._segments = [data]
+                if len(data) > _MAX_HEAD or data[:7] != b"HTTP/1."[: len(data)]:
+                    self._fail(InvalidResponse("its answer is not HTTP"))
+                    self.abort_transport()
+                return
+            try:
+                head = read_response_head(data[: end + 4], self._method)
+            except InvalidResponse as error:
+                self._fail(error)
+                self.abort_transport()
+                return
+            data = data[end + 4 :]
+            if head.status >= 200:
+                break
+        self._phase = _BODY
+        self.deadline = NEVER
+        self._segments = [data] if data else []
+        self._size = len(data)
+        asker = self._head_waiter
+        if asker is not None and not asker.done():
+            asker.set_result(head)
+
+    @property
+    def _is_response_ready(self) -> bool:
+        """Of an answer, for its asker: in this very turn."""
+        waiter = self._head_waiter if self._phase == _HEAD else self._waiter if self._phase == _BODY else None
+        return self.receiver is None and waiter is not None and waiter.done()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        waiter = self._head_waiter if self._phase == _HEAD else self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(error)

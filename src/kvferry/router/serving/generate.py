@@ -1,0 +1,161 @@
+"""The front of the router: a generation is read, waits for its turn, is served within its time, and its end is noted.
+
+Runs on the event loop."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+
+from kvferry.router.access import AccessPolicy
+from kvferry.router.http.deadlines import TimeLimits
+from kvferry.router.http.messages import ServerRequest
+from kvferry.router.http.server import ResponseWriter
+from kvferry.router.options import RouterOptions
+from kvferry.router.serving.admission import AdmissionController, AdmissionRefused, RefusalReason
+from kvferry.router.serving.client_request import InvalidRequest, read_client_request
+from kvferry.router.serving.context import HttpResponse, RequestContext, build_error_response, choose_request_id, error_event, leg_headers
+from kvferry.router.serving.dispatch import Dispatcher
+from kvferry.router.time_series import TimeSeries
+from kvferry.router.timeline import RecentRequests, RequestEvent, RequestOutcome
+
+__all__ = ["GenerateHandler"]
+
+_log = logging.getLogger(__name__)
+_access_log = logging.getLogger("kvferry.router.access")
+
+_SENTENCES = {
+    RefusalReason.TENANT: "you have as many requests under way as you may; try again later",
+    RefusalReason.FULL: "the router has as many requests waiting as it takes; try again later",
+    RefusalReason.LATE: "the request waited too long for its turn; try again later",
+    RefusalReason.CLOSING: "the router is stopping: send the request to another",
+}
+
+
+@dataclass(slots=True)
+class GenerateHandler:
+    options: RouterOptions
+    access_policy: AccessPolicy
+    admission: AdmissionController
+    serving: Dispatcher
+    recent: RecentRequests
+    time_series: TimeSeries
+    limits: TimeLimits = field(default_factory=TimeLimits)
+
+    async def generate(self, request: ServerRequest, reply: ResponseWriter) -> None:
+        """Completions and chat."""
+        headers = request.headers
+        request_id = choose_request_id(headers.get("x-request-id"))
+        cors = self.access_policy.cors_headers(headers)
+        client = read_client_request(request.body)
+        if isinstance(client, InvalidRequest):
+            _answer(reply, build_error_response(client.status, client.message), request_id, cors)
+            return
+        fields = leg_headers(headers, request_id, self._authorization(request))
+        timeline = self.recent.begin(request_id, request.path, time.monotonic())
+        timeline.conversation = client.conversation_id or ""
+        context = RequestContext(request, reply, client, request_id, self.access_policy.tenant(headers) or "", timeline, fields, cors=cors)
+        outcome = RequestOutcome.ABANDONED
+        try:
+            entry = await self.admission.enter(context.tenant, self.options.timeouts.queue)
+            if isinstance(entry, AdmissionRefused):
+                context.error = _SENTENCES[entry.reason]
+                context.send(build_error_response(entry.status, _SENTENCES[entry.reason], entry.retry_after_s))
+            else:
+                try:
+                    timeline.mark(RequestEvent.ADMITTED, time.monotonic())
+                    await self._serve_in_time(context)
+                finally:
+                    self.admission.leave(entry)
+            outcome = _ending(context)
+        except ConnectionError:
+            # The client is gone, or reads nothing.
+            reply.abort()
+        finally:
+            self._note_end(context, outcome)
+
+    async def _serve_in_time(self, context: RequestContext) -> None:
+        limit = self.limits.begin(self.options.timeouts.request)
+        try:
+            await self.serving.serve(context)
+        except asyncio.CancelledError:
+            if not limit.end():
+                raise
+            await self._out_of_time(context)
+        except ConnectionError:
+            raise
+        except Exception:
+            _log.exception("request failed by a bug request=%s", context.request_id)
+            if context.reply.is_started:
+                context.stream_error = "the router failed"
+                context.reply.abort()
+            else:
+                context.send(build_error_response(500, "the router failed to serve this request; its log says why"))
+        finally:
+            limit.end()
+
+    async def _out_of_time(self, context: RequestContext) -> None:
+        message = f"the request took longer than {self.options.timeouts.request:g} s"
+        reply = context.reply
+        if not reply.is_started:
+            context.error = message
+            context.send(build_error_response(504, message))
+            return
+        context.stream_error = message
+        if context.client.is_streamed and reply.can_write:
+            await reply.write(error_event(504, message))
+            await reply.finish()
+        else:
+            reply.abort()
+
+    def _authorization(self, request: ServerRequest) -> str | None:
+        """For instances: their own key, or the client's credentials where they are none of ours."""
+        if self.options.access.instance_key:
+            return f"Bearer {self.options.access.instance_key}"
+        return None if self.access_policy.keys else request.headers.get("authorization")
+
+    def _note_end(self, context: RequestContext, outcome: RequestOutcome) -> None:
+        now, timeline, status = time.monotonic(), context.timeline, context.reply.status
+        timeline.relayed_bytes = context.reply.num_sent
+        self.recent.end(timeline, outcome, status, now, context.stream_error or context.error)
+        self.time_series.note_end(now, timeline.relayed_bytes, outcome.is_error)
+        self.serving.instance_client.metrics.outcome(outcome)
+        if outcome is RequestOutcome.ABANDONED:
+            self.serving.instance_client.metrics.aborts.add()
+        if self.options.access_log:
+            _access_log.info(
+                "request",
+                extra={
+                    "request": context.request_id,
+                    "trace": _trace_id(context),
+                    "tenant": context.tenant,
+                    "route": timeline.route,
+                    "status": status,
+                    "ending": str(outcome),
+                    "seconds": round(now - timeline.arrived, 6),
+                    "prefill": str(timeline.last_about(RequestEvent.PREFILL_BEGAN) or ""),
+                    "decode": str(timeline.last_about(RequestEvent.DECODE_BEGAN) or ""),
+                    "retries": timeline.num_retries,
+                },
+            )
+
+
+def _answer(reply: ResponseWriter, answer: HttpResponse, request_id: str, cors: list[tuple[str, str]]) -> None:
+    reply.send(answer.status, [*answer.headers, ("X-Request-Id", request_id), *cors], answer.body)
+
+
+def _ending(context: RequestContext) -> RequestOutcome:
+    status = context.reply.status
+    if context.stream_error:
+        return RequestOutcome.BROKEN_OFF
+    if status in (429, 503):
+        return RequestOutcome.REFUSED
+    if status >= 500:
+        return RequestOutcome.FAILED
+    return RequestOutcome.OBJECTED if status >= 400 else RequestOutcome.ANSWERED
+
+
+def _trace_id(context: RequestContext) -> str:
+    """The second part of a W3C `traceparent`."""
+    parts = (context.http.headers.get("traceparent") or "").split("-")
+    return parts[1] if len(parts) >= 4 else ""

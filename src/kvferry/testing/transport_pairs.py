@@ -1,0 +1,366 @@
+"""The two sides of a data-transport conformance run: ours, and a far one in this process or in a spawned one.
+
+Each side has one memory of the same layout: small regions, one large one, and gaps that no transfer may touch.
+"""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.transports.base import Completion, DataTransport, Handle, TransportOffer
+from kvferry.types import EngineId, Epoch, PeerId, Region
+
+__all__ = [
+    "DEADLINE_S",
+    "LARGE_BLOCKS",
+    "LARGE_BLOCK_BYTES",
+    "LARGE_REGION",
+    "MEMORY_BYTES",
+    "SMALL_BLOCKS",
+    "SMALL_BLOCK_BYTES",
+    "SMALL_REGIONS",
+    "Bytes",
+    "FarSide",
+    "InProcessFarSide",
+    "SpawnedFarSide",
+    "TransportPair",
+    "TransportPairSource",
+    "TransportSide",
+    "TransportSideMaker",
+    "digest",
+    "layout",
+    "pattern",
+]
+
+Bytes = npt.NDArray[np.uint8]
+
+SMALL_REGIONS, SMALL_BLOCKS, SMALL_BLOCK_BYTES = 24, 64, 4096
+LARGE_REGION, LARGE_BLOCKS, LARGE_BLOCK_BYTES = SMALL_REGIONS, 640, 64 * 1024
+"""The large region is longer than any transport's slice or batch."""
+GAP_BYTES = 4096
+DEADLINE_S = 30.0
+IDLE_S = 0.02
+NEAR_SEED, FAR_SEEDS = 99, 3
+MEMORY_BYTES = SMALL_REGIONS * (SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES) + LARGE_BLOCKS * LARGE_BLOCK_BYTES + 2 * GAP_BYTES
+
+
+_numbers = itertools.count(1)
+
+
+def layout(address: int) -> tuple[Region, ...]:
+    """The regions of a memory that starts at an address."""
+    regions = []
+    at = address + GAP_BYTES
+    for number in range(SMALL_REGIONS):
+        regions.append(Region(f"small.{number}", at, SMALL_BLOCK_BYTES, SMALL_BLOCK_BYTES, SMALL_BLOCKS))
+        at += SMALL_BLOCKS * SMALL_BLOCK_BYTES + GAP_BYTES
+    return (*regions, Region("large", at, LARGE_BLOCK_BYTES, LARGE_BLOCK_BYTES, LARGE_BLOCKS, group=1))
+
+
+@lru_cache(maxsize=4)
+def pattern(seed: int) -> Bytes:
+    """The bytes a memory is filled with. Not to be written."""
+    return np.random.default_rng(seed).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
+
+
+@dataclass(slots=True)
+class TransportSide:
+    """A registered transport with MEMORY_BYTES of memory in the suite's layout. `close_memory` is called after the transport is closed."""
+
+    transport: DataTransport
+    memory: Bytes
+    regions: tuple[Region, ...]
+    close_memory: Callable[[], None]
+
+    def close(self) -> None:
+        self.transport.close()
+        self.memory = np.empty(0, np.uint8)
+        self.close_memory()
+
+
+TransportSideMaker = Callable[[], TransportSide]
+"""For a spawned far side it must be picklable: a module's own function."""
+
+
+class FarSide(Protocol):
+    """The other side, as far as a case may touch it."""
+
+    regions: tuple[Region, ...]
+    offer: TransportOffer
+    supports_write_grants: bool
+
+    def fill(self, seed: int) -> None: ...
+    def digest(self) -> int: ...
+    def fill_with(self, value: int) -> None: ...
+    def filled_with(self) -> bool:
+        """Whether its large region is of one value, by a look at every page of it."""
+
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None: ...
+    def revoke_writes(self, number: int) -> int:
+        """How many polls it took."""
+
+    def tick(self) -> None:
+        """Let it make progress, if it does not by itself."""
+
+    def die(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class InProcessFarSide:
+    """A far side in this process. It dies by closing its transport, which only some transports can tell."""
+
+    def __init__(self, make: TransportSideMaker) -> None:
+        self._side = make()
+        self.regions = self._side.regions
+        self.offer = self._side.transport.offer()
+        self.supports_write_grants = self._side.transport.supports_write_grants
+
+    def fill(self, seed: int) -> None:
+        _execute(self._side, ("fill", seed))
+
+    def digest(self) -> int:
+        return _execute(self._side, ("digest", 0))
+
+    def fill_with(self, value: int) -> None:
+        _execute(self._side, ("paint", value))
+
+    def filled_with(self) -> bool:
+        return bool(_execute(self._side, ("painted", 0)))
+
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        _execute(self._side, ("lend", (number, blocks)))
+
+    def revoke_writes(self, number: int) -> int:
+        return _execute(self._side, ("take back", number))
+
+    def tick(self) -> None:
+        self._side.transport.poll()
+
+    def die(self) -> None:
+        self._side.transport.close()
+
+    def close(self) -> None:
+        self._side.close()
+
+
+class SpawnedFarSide:
+    """A far side in a process of its own. It dies by SIGKILL."""
+
+    def __init__(self, make: TransportSideMaker) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.regions, self.offer, self.supports_write_grants = self._answer()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def fill(self, seed: int) -> None:
+        self._ask("fill", seed)
+
+    def digest(self) -> int:
+        return self._ask("digest")
+
+    def fill_with(self, value: int) -> None:
+        self._ask("paint", value)
+
+    def filled_with(self) -> bool:
+        return bool(self._ask("painted"))
+
+    def grant_writes(self, number: int, blocks: Sequence[Sequence[int]]) -> None:
+        self._ask("lend", (number, blocks))
+
+    def revoke_writes(self, number: int) -> int:
+        return self._ask("take back", number)
+
+    def tick(self) -> None:
+        return None
+
+    def die(self) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.join(DEADLINE_S)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(("close", 0))
+            self._process.join(DEADLINE_S)
+        self.die()
+        self._pipe.close()
+        self._process.close()
+
+    def _ask(self, order: str, argument: object = 0) -> int:
+        self._pipe.send((order, argument))
+        answer: int = self._answer()
+        return answer
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(DEADLINE_S):
+            raise TimeoutError("the far side of a transport conformance run does not answer")
+        return self._pipe.recv()
+
+
+@dataclass(slots=True)
+class TransportPair:
+    """Our side, not yet connected, and the far side, filled with `pattern(far_seed)`."""
+
+    near: TransportSide
+    far: FarSide
+    peer: PeerId
+    far_seed: int
+
+    def connect(self) -> None:
+        self.near.transport.connect(self.peer, self.far.offer, self.far.regions)
+
+    def grant_writes(self, *blocks: Sequence[int]) -> int:
+        """A new number for some of the far side's blocks."""
+        number = next(_numbers)
+        self.far.grant_writes(number, blocks)
+        return number
+
+    def grant_all(self) -> int:
+        """A new number for all blocks; none where writes are not fenced."""
+        return self.grant_writes(range(SMALL_BLOCKS), range(LARGE_BLOCKS)) if self.far.supports_write_grants else 0
+
+    def tick(self) -> list[Completion]:
+        self.far.tick()
+        completions = self.near.transport.poll()
+        interval_s = self.near.transport.poll_interval_s()
+        if not completions and interval_s != 0.0:
+            time.sleep(min(interval_s or IDLE_S, IDLE_S))
+        return completions
+
+    def wait(self, *handles: Handle) -> dict[Handle, Completion]:
+        """The completions of exactly these handles; nothing else may complete, and none twice."""
+        ended: dict[Handle, Completion] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while len(ended) < len(handles):
+            assert time.monotonic() < deadline, f"transfers {set(handles) - set(ended)} have not ended after {DEADLINE_S:g} s"
+            for completion in self.tick():
+                assert completion.handle in handles, f"{completion} was not asked for"
+                assert completion.handle not in ended, f"{completion} came twice"
+                ended[completion.handle] = completion
+        return ended
+
+    def far_bytes(self, region: int, offset: int, size: int) -> Bytes:
+        """What the far side was filled with."""
+        at = self.far.regions[region].address - self.far.regions[0].address + GAP_BYTES + offset
+        return pattern(self.far_seed)[at : at + size]
+
+    def place(self, region: int, offset: int) -> int:
+        """Where an offset into a region lies in either memory."""
+        return self.near.regions[region].address - self.near.regions[0].address + GAP_BYTES + offset
+
+
+class TransportPairSource:
+    """Makes pairs: our side anew for each, the far side shared by all but those that are to die."""
+
+    def __init__(self, make: TransportSideMaker, far: type[InProcessFarSide] | type[SpawnedFarSide]) -> None:
+        self.make = make
+        self._make_far_side = far
+        self._shared: FarSide | None = None
+        self._pairs = 0
+
+    @contextmanager
+    def pair(self) -> Iterator[TransportPair]:
+        if self._shared is None:
+            self._shared = self._make_far_side(self.make)
+        near = self.make()
+        try:
+            yield self._filled(near, self._shared)
+        finally:
+            near.close()
+
+    @contextmanager
+    def disposable_far_side(self) -> Iterator[FarSide]:
+        """A far side that the case may kill."""
+        far = self._make_far_side(self.make)
+        try:
+            yield far
+        finally:
+            far.close()
+
+    def let_far_side_poll(self) -> None:
+        if self._shared is not None:
+            self._shared.tick()
+        time.sleep(IDLE_S)
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def _filled(self, near: TransportSide, far: FarSide) -> TransportPair:
+        self._pairs += 1
+        seed = self._pairs % FAR_SEEDS
+        near.memory[:] = pattern(NEAR_SEED)
+        far.fill(seed)
+        return TransportPair(near, far, PeerId(EngineId("far"), Epoch(f"life{self._pairs}"), 0), seed)
+
+
+def digest(memory: Bytes) -> int:
+    return zlib.crc32(memory.data)
+
+
+def _serve(pipe: Connection, make: TransportSideMaker) -> None:
+    """The far process: answers the suite, and polls as often as its transport asks for."""
+    side = make()
+    pipe.send((side.regions, side.transport.offer(), side.transport.supports_write_grants))
+    while True:
+        side.transport.poll()
+        interval_s = side.transport.serving_interval_s()
+        try:
+            if not pipe.poll(IDLE_S if interval_s is None else interval_s):
+                continue
+            order = pipe.recv()
+        except (EOFError, OSError):  # the suite has gone
+            break
+        if order[0] == "close":
+            break
+        pipe.send(_execute(side, order))
+    side.close()
+
+
+def _execute(side: TransportSide, order: tuple[str, Any]) -> int:
+    match order:
+        case "fill", seed:
+            side.memory[:] = pattern(seed)
+        case "paint", value:
+            side.memory[:] = value
+        case "painted", _:
+            pages = side.memory[-(LARGE_BLOCKS * LARGE_BLOCK_BYTES + GAP_BYTES) : -GAP_BYTES : GAP_BYTES]
+            return int(np.all(pages == pages[0]))
+        case "lend", (number, blocks):
+            side.transport.grant_writes(number, blocks)
+        case "take back", number:
+            return _polls_until_ended(side.transport, side.transport.revoke_writes(number))
+        case _:
+            return digest(side.memory)
+    return 0
+
+
+def _polls_until_ended(transport: DataTransport, handle: Handle) -> int:
+    deadline = time.monotonic() + DEADLINE_S
+    for polls in itertools.count(1):
+        ended = transport.poll()
+        if ended:
+            assert [(each.handle, each.error) for each in ended] == [(handle, None)], f"{ended} came instead of {handle}"
+            return polls
+        assert time.monotonic() < deadline, f"a number was not taken back after {DEADLINE_S:g} s"
+    raise AssertionError

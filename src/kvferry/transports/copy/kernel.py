@@ -1,0 +1,173 @@
+"""The kernel that copies many segments of one size from anywhere to anywhere on a GPU. Sole importer of triton.
+
+Each program copies a tile: `ROWS` segments of up to `WIDTH` words, or a part of one segment that is longer. The addresses come from a table
+(`copy_table.py`): the second number of a program says whose.
+"""
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvferry.errors import TransportError
+from kvferry.transports.copy.cuda import CudaTable
+from kvferry.transports.copy.gather import AddressCopies
+from kvferry.transports.copy.native import Kernel
+from kvferry.transports.copy.table import TableLayout
+from kvferry.transports.cuda_ipc import driver as cuda_driver
+
+__all__ = ["SegmentKernel"]
+
+_log = logging.getLogger(__name__)
+
+TILE_WORDS = 4096
+WIDTHS = (32, 512)
+"""Words of a tile's rows; segments of other lengths take the next, with the rest masked."""
+WARPS = 8
+WARP_THREADS = 32
+MAX_WORDS = 1 << 31
+MAX_PARAMETERS = 5
+TRIAL_SLOTS, TRIAL_SEGMENTS = 4, 3
+PARAMETERS = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)")
+
+
+@triton.jit(do_not_specialize=["units", "tiles"])
+def _copy(table, units, tiles, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Words of 8 bytes where addresses and sizes are multiples of 16, else of one. `units`: of two words there, by which the compiler sees
+    that two can be moved at a time."""
+    program = tl.program_id(0)
+    place = table + tl.program_id(1) * 5
+    rows = (program // tiles) * ROWS + tl.arange(0, ROWS)
+    columns = (program % tiles) * WIDTH + tl.arange(0, WIDTH)
+    exists = rows < tl.load(place + 4)
+    sources = tl.load(place) + tl.load(table + tl.load(place + 2) + rows, mask=exists, other=0)
+    targets = tl.load(place + 1) + tl.load(table + tl.load(place + 3) + rows, mask=exists, other=0)
+    if IS_ALIGNED:
+        origins = tl.multiple_of(sources.to(tl.pointer_type(tl.int64)), 16)
+        ends = tl.multiple_of(targets.to(tl.pointer_type(tl.int64)), 16)
+        words = units * 2
+    else:
+        origins = sources.to(tl.pointer_type(tl.int8))
+        ends = targets.to(tl.pointer_type(tl.int8))
+        words = units
+    mask = exists[:, None] & (columns < words)[None, :]
+    tl.store(ends[:, None] + columns[None, :], tl.load(origins[:, None] + columns[None, :], mask=mask, other=0), mask=mask)
+
+
+class _Shape(NamedTuple):
+    """How segments of a size are cut, and what a word is."""
+
+    rows: int
+    width: int
+    tiles: int
+    """How many programs share a segment."""
+    units: int
+    is_aligned: bool
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        return self.units, self.tiles
+
+    def grid(self, layout: TableLayout) -> tuple[int, int]:
+        return -(-layout.most_rows // self.rows) * self.tiles, layout.num_places
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(size_bytes: int, is_aligned: bool) -> _Shape:
+    words = size_bytes // 8 if is_aligned else size_bytes
+    if words >= MAX_WORDS:
+        raise TransportError(f"no kernel copies segments of {size_bytes} bytes")
+    width = next((each for each in WIDTHS if each >= words), WIDTHS[-1])
+    return _Shape(TILE_WORDS // width, width, -(-words // width), words // 2 if is_aligned else words, is_aligned)
+
+
+def _kernel_of(compiled: Any) -> Kernel:
+    """What triton has compiled, as the driver starts it. ValueError when it is not of the kind that we know: other versions of triton give
+    kernels more than was asked for."""
+    meta = compiled.metadata
+    kinds = _parameter_kinds(compiled.asm["ptx"])
+    spaces = (getattr(meta, f"{kind}_scratch_size", 0) for kind in ("global", "profile"))
+    specials = (getattr(meta, kind, None) for kind in ("launch_cooperative_grid", "launch_pdl", "instrumentation_mode"))
+    # Beside ours there may be addresses of memory that it works in, of which ours needs none.
+    is_known = kinds[:3] == ["u64", "u32", "u32"] and {*kinds[3:]} <= {"u64"} and len(kinds) <= MAX_PARAMETERS
+    if not is_known or any(spaces) or any(specials) or meta.num_ctas != 1:
+        raise ValueError(f"parameters {kinds} of {meta}")
+    return Kernel(compiled.function, meta.num_warps * WARP_THREADS, meta.shared, len(kinds))
+
+
+def _parameter_kinds(ptx: str) -> list[str]:
+    found = PARAMETERS.search(ptx)
+    return re.findall(r"\.param\s+\.(\w+)", found[1]) if found else []
+
+
+class SegmentKernel:
+    """Compiled for the current device when it is made. Each call starts it.
+
+    Triton works out anew with every call which of its variants is meant, and what belongs to it, which takes longer than all else here
+    together. So the variants that it made are started by the driver's own calls, if that is seen to work with this triton."""
+
+    def __init__(self, table: CudaTable, scratch: torch.Tensor) -> None:
+        """`scratch`: some memory of the device that holds nothing yet. Both are free again afterwards."""
+        self._kernels: dict[tuple[bool, int], Kernel] = {}
+        self._compiled = list[Any]()
+        """Triton unloads what nobody holds."""
+        stream = torch.cuda.current_stream()
+        layout = table.write(_trial(scratch.data_ptr(), scratch.numel()))
+        for is_aligned in (True, False):
+            for width in WIDTHS:
+                size_bytes = width * (8 if is_aligned else 1)
+                compiled = self._start_by_triton(table.upload(layout, stream), layout, _shape_of(size_bytes, is_aligned))
+                self._compiled.append(compiled)
+                try:
+                    self._kernels[is_aligned, width] = _kernel_of(compiled)
+                    self._check(table, layout, scratch, size_bytes, is_aligned)
+                except Exception as error:  # whatever another version of triton has against it
+                    self._kernels.pop((is_aligned, width), None)
+                    _log.info("kernels are started by triton itself, slower: %s", error)
+        stream.synchronize()
+
+    @property
+    def is_started_by_driver(self) -> bool:
+        """Whether triton only compiles."""
+        return len(self._kernels) == 2 * len(WIDTHS)
+
+    def __call__(self, table: CudaTable, layout: TableLayout, size_bytes: int, is_aligned: bool, stream: torch.cuda.Stream) -> None:
+        """Copy segments of `size_bytes` by a table that is laid out like that, and record its event. `is_aligned`: all addresses and the
+        size are multiples of 16.
+        """
+        shape = _shape_of(size_bytes, is_aligned)
+        kernel = self._kernels.get((is_aligned, shape.width))
+        if kernel is None:
+            with torch.cuda.stream(stream):
+                self._start_by_triton(table.upload(layout, stream), layout, shape)
+                table.event.record(stream)
+            return
+        source = *table.addresses, 8 * layout.num_numbers
+        cuda_driver.start_kernel(kernel, source, shape.grid(layout), shape.numbers, stream.cuda_stream, table.event_handle)
+
+    def _start_by_triton(self, table: torch.Tensor, layout: TableLayout, shape: _Shape) -> Any:
+        grid, numbers = shape.grid(layout), shape.numbers
+        return _copy[grid](table, *numbers, shape.rows, shape.width, shape.is_aligned, num_warps=WARPS)
+
+    def _check(self, table: CudaTable, layout: TableLayout, scratch: torch.Tensor, size_bytes: int, is_aligned: bool) -> None:
+        half = scratch.numel() // 2
+        scratch[:half].fill_(7)
+        scratch[half:].zero_()
+        expected = torch.zeros_like(scratch[half:])
+        expected.view(TRIAL_SLOTS, -1)[:TRIAL_SEGMENTS, :size_bytes] = 7
+        self(table, layout, size_bytes, is_aligned, torch.cuda.current_stream())
+        if not torch.equal(scratch[half:], expected):
+            raise ValueError("it does not copy what it was told to")
+
+
+def _trial(first: int, size_bytes: int) -> list[AddressCopies]:
+    """Two places with one row and with two: from the first half of some memory to the first slots of the other."""
+    half, slot = size_bytes // 2, size_bytes // 2 // TRIAL_SLOTS
+    rows = np.arange(2, dtype=np.int64) * slot
+    one = AddressCopies(slot, rows[:1], rows[:1], (first,), (first + half,))
+    return [one, AddressCopies(slot, rows, rows, (first,), (first + half + slot,))]

@@ -1,0 +1,105 @@
+"""The loops of `_copy.c`, each with what stands in for it where kvferry was installed without a compiler, or before it was written."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar
+
+from kvferry.sleep import short_sleep
+
+__all__ = [
+    "NATIVE_FUNCTIONS",
+    "Kernel",
+    "missing_native_functions",
+    "native_or",
+    "poll_until",
+    "poll_with_short_sleeps",
+    "spin_wait",
+    "start_by_ctypes",
+    "start_kernel",
+]
+
+
+NATIVE_FUNCTIONS = "are_within", "poll_until", "copy_segments", "spin_wait", "put_all", "put_places", "start_kernel"
+
+NativeFunction = TypeVar("NativeFunction")
+
+
+def native_or(name: str, otherwise: NativeFunction) -> NativeFunction:
+    """The native function of that name, if there is one here."""
+    found: NativeFunction = getattr(_native_module(), name, otherwise)
+    return found
+
+
+def missing_native_functions() -> tuple[str, ...]:
+    """What is not compiled here: all works, slower."""
+    return tuple(name for name in NATIVE_FUNCTIONS if not hasattr(_native_module(), name))
+
+
+def _native_module() -> Any:
+    try:
+        return import_module("kvferry.transports.copy._copy")
+    except ImportError:
+        return None
+
+
+# -------------------- driver calls --------------------
+# Calls of a device's driver that every transfer makes, by their addresses: compiled, or by ctypes where kvferry was installed without a
+# compiler.
+#
+# Other threads of the interpreter go on meanwhile. Nothing of CUDA is needed to import this.
+
+
+OWN_PARAMETERS = 3
+
+
+class Kernel(NamedTuple):
+    """A kernel that is loaded: it takes the address of a table, two numbers, and further addresses, which are all nothing."""
+
+    function: int
+    threads: int
+    shared_bytes: int
+    num_parameters: int
+
+
+def poll_with_short_sleeps(function: int, argument: int, waiting: int, seconds: float) -> int:
+    ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(function)
+    end = time.monotonic() + seconds
+    while (answer := int(ask(argument))) == waiting and time.monotonic() < end:
+        short_sleep()
+    return answer
+
+
+def start_by_ctypes(
+    calls: tuple[int, int, int],
+    table: tuple[int, int, int],
+    kernel: tuple[int, int, int, int],
+    grid: tuple[int, int],
+    numbers: tuple[int, int],
+    stream: int,
+    event: int,
+) -> tuple[int, int]:
+    number, pointer, count = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
+    upload = ctypes.CFUNCTYPE(ctypes.c_int, number, pointer, ctypes.c_size_t, pointer)(calls[0])
+    launch = ctypes.CFUNCTYPE(ctypes.c_int, pointer, *[count] * 7, pointer, pointer, pointer)(calls[1])
+    record = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(calls[2])
+    function, threads, shared_bytes, num_parameters = kernel
+    values = (number(table[0]), *map(ctypes.c_int, numbers), *[number() for _ in range(num_parameters - OWN_PARAMETERS)])
+    parameters = (pointer * len(values))(*map(ctypes.addressof, values))
+    if table[2] and (status := upload(*table, stream)):
+        return 0, int(status)
+    if status := launch(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(parameters), None):
+        return 1, int(status)
+    return 2, int(record(event, stream))
+
+
+poll_until: Callable[[int, int, int, float], int] = native_or("poll_until", poll_with_short_sleeps)
+"""Call the function at an address, with a pointer, until it answers something else than `waiting`, for so long at most: its last answer."""
+spin_wait: Callable[[float], None] = native_or("spin_wait", short_sleep)
+"""So long, awake: a processor that has slept for some microseconds takes longer than those to be back, and is slow at first."""
+start_kernel: Callable[
+    [tuple[int, int, int], tuple[int, int, int], tuple[int, int, int, int], tuple[int, int], tuple[int, int], int, int], tuple[int, int]
+] = native_or("start_kernel", start_by_ctypes)
+"""Upload a table (where to, where from, its bytes), launch a kernel with it and two numbers, record an event, in the order of a stream:
+which of the three calls was the last, and its status."""

@@ -1,0 +1,123 @@
+"""The transfers of a transport that copies by itself: what is under way, sliced, in turn.
+
+Owned by the transport's thread. The transport says which peers are alive; this does the rest of the data transport's contract.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.errors import TransportError
+from kvferry.transports.base import Completion, Handle, Segments
+from kvferry.transports.copy.gather import SLICE_BYTES, SLICE_COST, Copier, CopyDirection, RegionCopy, copy_in_slices, fastest_copier
+from kvferry.transports.copy.segments import Bytes
+from kvferry.types import PeerId
+
+__all__ = ["CopyQueue", "CopyTransfer", "Slices"]
+
+Slices = Iterator[tuple[int, int]]
+"""Each is copied when it is asked for; its bytes, and how many copies it took."""
+
+
+@dataclass(slots=True, eq=False)
+class CopyTransfer:
+    """One read or write. `slices` holds the only references to the peer's memory."""
+
+    handle: Handle
+    peer: PeerId
+    started: float
+    slices: Slices
+    post_s: float
+    total_bytes: int = 0
+    copies: int = 0
+
+    def completion(self, error: str | None) -> Completion:
+        return Completion(self.handle, error, self.total_bytes, self.copies, self.post_s, time.perf_counter() - self.started)
+
+
+@dataclass(slots=True)
+class CopyQueue:
+    """Transfers in turn, one slice each, so that a long one does not hold up a short one."""
+
+    copier: Copier = field(default_factory=fastest_copier)
+    _active: deque[CopyTransfer] = field(default_factory=deque)
+    _ended: list[Completion] = field(default_factory=list)
+    _last_handle: int = 0
+
+    def __len__(self) -> int:
+        return len(self._active) + len(self._ended)
+
+    def start(
+        self,
+        peer: PeerId,
+        segments: Sequence[Segments],
+        local: Sequence[Bytes],
+        remote: Sequence[Bytes],
+        direction: CopyDirection,
+        admit: Callable[[Slices], Slices] = iter,
+    ) -> Handle:
+        """`admit` may stand between the slices and whoever asks for them: a TransportError from there fails the transfer."""
+        started = time.perf_counter()
+        copies = [RegionCopy(part, local[part.local_region], remote[part.remote_region], direction) for part in segments]
+        slices = admit(copy_in_slices(copies, self.copier))
+        handle = self._next_handle()
+        self._active.append(CopyTransfer(handle, peer, started, slices, time.perf_counter() - started))
+        return handle
+
+    def end_at_once(self) -> Handle:
+        """A handle for what has ended already: told with the others."""
+        handle = self._next_handle()
+        self._ended.append(Completion(handle, None, 0, 0, 0.0, 0.0))
+        return handle
+
+    def advance(self, is_alive: Callable[[PeerId], bool]) -> None:
+        """A slice's worth of the transfer whose turn it is: of many small regions, several. `is_alive` is asked before, so also between
+        the last slice and the end, and calls `fail_peer` for a dead one."""
+        if not self._active or not is_alive(self._active[0].peer):
+            return
+        transfer = self._active[0]
+        cost = 0
+        try:
+            while cost < SLICE_BYTES and (moved := next(transfer.slices, None)) is not None:
+                transfer.total_bytes += moved[0]
+                transfer.copies += moved[1]
+                cost += moved[0] + SLICE_COST
+        except TransportError as refusal:
+            self._active.popleft()
+            self._end(transfer, str(refusal))
+            return
+        if not is_alive(transfer.peer):
+            return
+        self._active.popleft()
+        if cost < SLICE_BYTES:
+            self._end(transfer, None)
+        else:
+            self._active.append(transfer)
+
+    def take_ended(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cancel(self, handle: Handle) -> None:
+        self._end_where(lambda transfer: transfer.handle == handle, "cancelled")
+
+    def fail_peer(self, peer: PeerId, error: str) -> None:
+        self._end_where(lambda transfer: transfer.peer == peer, error)
+
+    def clear(self) -> None:
+        self._active.clear()
+        self._ended.clear()
+
+    def _next_handle(self) -> Handle:
+        self._last_handle += 1
+        return Handle(self._last_handle)
+
+    def _end_where(self, matches: Callable[[CopyTransfer], bool], error: str) -> None:
+        for transfer in [each for each in self._active if matches(each)]:
+            self._active.remove(transfer)
+            self._end(transfer, error)
+
+    def _end(self, transfer: CopyTransfer, error: str | None) -> None:
+        transfer.slices = iter(())
+        self._ended.append(transfer.completion(error))

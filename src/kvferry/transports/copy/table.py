@@ -1,0 +1,196 @@
+"""The table by which a kernel finds the segments that it copies. Pure.
+
+Layers mostly move the same blocks, so offsets are written down once for all places that have them in common:
+
+    place 0: source base, target base, where its sources begin, where its targets begin, how many
+    place 1: ...
+    sources and targets of the first places in common, of the next, ...
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.errors import TransportError
+from kvferry.transports.base import Segments
+from kvferry.transports.copy.gather import AddressCopies
+from kvferry.transports.copy.segments import PLACE_NUMBERS, Offsets, put_all, put_places
+
+__all__ = [
+    "FIRST_ROWS",
+    "TABLE_NUMBERS",
+    "TABLE_ROWS",
+    "TICK_BYTES",
+    "CopyTuple",
+    "TableLayout",
+    "flat_addresses",
+    "group_by_offsets",
+    "is_one_launch",
+    "merge_by_offsets",
+    "split_by_launch",
+    "split_by_tick",
+    "write_table",
+]
+
+TABLE_NUMBERS = 131_072
+"""1 MiB: torch rounds up what it pins, and keeps large segments of a device for what is larger."""
+MAX_PLACES = 2048
+TABLE_ROWS = (TABLE_NUMBERS - PLACE_NUMBERS * MAX_PLACES) // 2
+"""Rows of offsets in one table."""
+FIRST_ROWS = 8192
+"""Rows of a long transfer that are handed over first. Then it is more each time, so that the device has work while the next are written
+down."""
+GROWTH_PER_TICK = 4
+TICK_BYTES = 1 << 30
+"""What is handed over at a time, if more than one row is: others want their turn."""
+MAX_IDLE_FACTOR = 2
+"""Every place gets as many programs as the one with the most rows; so many times what all of them need are too many."""
+
+
+CopyTuple = tuple[int, Offsets, Offsets, int, int, int, int]
+"""As `AddressCopies`, for one place, with its two bases. Plain, as there is one for each layer of each transfer."""
+
+
+class _TableEntry(NamedTuple):
+    """Numbers `first_source + i` and `first_target + i` of the table are offsets from these addresses."""
+
+    source_base: int
+    target_base: int
+    first_source: int
+    first_target: int
+    num_rows: int
+
+
+class TableLayout(NamedTuple):
+    num_places: int
+    most_rows: int
+    """Of any place."""
+    num_numbers: int
+    """What of the table is in use."""
+    bits: int
+    """All addresses, or-ed: what their lowest bits say of every one."""
+
+
+def group_by_offsets(segments: Sequence[Segments]) -> list[Sequence[Segments]]:
+    """Those with the same offsets, by size and length, at most a table's worth of places. Mostly that is all of them, so this is looked at
+    first: there may be a hundred layers. Offsets are the same if they are the same array."""
+    if not segments:
+        return []
+    size, near, far = segments[0].segment_bytes, segments[0].local_offsets, segments[0].remote_offsets
+    for part in segments:
+        if part.local_offsets is not near or part.remote_offsets is not far or part.segment_bytes != size:
+            break
+    else:
+        if len(segments) <= MAX_PLACES:
+            return [segments] if len(near) else []
+    found: dict[tuple[int, int, int], list[Segments]] = {}
+    for part in segments:
+        if len(part.local_offsets):
+            found.setdefault((part.segment_bytes, id(part.local_offsets), id(part.remote_offsets)), []).append(part)
+    groups = sorted(found.values(), key=lambda same: (same[0].segment_bytes, len(same[0].local_offsets)))
+    return [same[first : first + MAX_PLACES] for same in groups for first in range(0, len(same), MAX_PLACES)]
+
+
+def merge_by_offsets(copies: Iterable[CopyTuple]) -> list[AddressCopies]:
+    """Those with the same offsets as one, by size and length. Offsets are the same if they are the same array."""
+    found: dict[tuple[int, int, int], list[CopyTuple]] = {}
+    for part in copies:
+        found.setdefault((part[0], id(part[1]), id(part[2])), []).append(part)
+    joined = [
+        _merge(parts[first : first + MAX_PLACES])
+        for parts in found.values()
+        for first in range(0, len(parts), MAX_PLACES)
+        if parts[0][0] and len(parts[0][1])
+    ]
+    return sorted(joined, key=lambda part: (part.size_bytes, part.num_rows))
+
+
+def is_one_launch(part: AddressCopies) -> bool:
+    """As most transfers are: handed over at once, and copied by one kernel."""
+    return 0 < part.num_rows <= FIRST_ROWS and 0 < part.total_bytes <= TICK_BYTES and part.num_places <= MAX_PLACES
+
+
+def split_by_tick(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
+    """What is handed over at a time."""
+    if len(copies) == 1:
+        yield from _split_one(copies[0])
+        return
+    most_rows = FIRST_ROWS
+    waiting, rows, room = list[AddressCopies](), most_rows, TICK_BYTES
+    for part in copies:
+        first, row_bytes = 0, part.size_bytes * part.num_places
+        while first < part.num_rows:
+            fitting = min(rows, max(room // row_bytes, 0 if waiting else 1))
+            if fitting <= 0:
+                yield waiting
+                most_rows = min(GROWTH_PER_TICK * most_rows, TABLE_ROWS)
+                waiting, rows, room = [], most_rows, TICK_BYTES
+                continue
+            taken = part.rows(first, first + fitting)
+            waiting.append(taken)
+            first, rows, room = first + taken.num_rows, rows - taken.num_rows, room - taken.total_bytes
+    if waiting:
+        yield waiting
+
+
+def _split_one(part: AddressCopies) -> Iterator[list[AddressCopies]]:
+    """As most transfers are: the same blocks in every layer."""
+    first, most_rows, num_rows = 0, FIRST_ROWS, part.num_rows
+    fitting = max(1, TICK_BYTES // (part.size_bytes * part.num_places))
+    while first < num_rows:
+        taken = part.rows(first, first + min(most_rows, fitting))
+        yield [taken]
+        first, most_rows = first + taken.num_rows, min(GROWTH_PER_TICK * most_rows, TABLE_ROWS)
+
+
+def split_by_launch(copies: Sequence[AddressCopies]) -> Iterator[list[AddressCopies]]:
+    """What one kernel copies: segments of one size, at most a table's worth, places of about as many rows."""
+    if len(copies) == 1 and is_one_launch(copies[0]):
+        yield [copies[0]]
+        return
+    waiting, room, num_places, num_segments, most_rows = list[AddressCopies](), TABLE_ROWS, 0, 0, 0
+    for part in copies:
+        first = 0
+        while first < part.num_rows and part.size_bytes:
+            taken = part.rows(first, first + (room or TABLE_ROWS))
+            places, segments = num_places + part.num_places, num_segments + taken.num_rows * part.num_places
+            most = max(most_rows, taken.num_rows)
+            fits = room and places <= MAX_PLACES and most * places <= MAX_IDLE_FACTOR * segments
+            if waiting and (not fits or waiting[0].size_bytes != part.size_bytes):
+                yield waiting
+                waiting, room, num_places, num_segments, most_rows = [], TABLE_ROWS, 0, 0, 0
+                continue
+            waiting.append(taken)
+            first, room, num_places, num_segments, most_rows = first + taken.num_rows, room - taken.num_rows, places, segments, most
+    if waiting:
+        yield waiting
+
+
+def write_table(table: Offsets, parts: Sequence[AddressCopies]) -> TableLayout:
+    """TransportError when a segment leaves its region."""
+    num_places = sum(part.num_places for part in parts)
+    first, at, bits = 0, PLACE_NUMBERS * num_places, 0
+    try:
+        for part in parts:
+            rows = part.num_rows
+            bits |= put_all(table, at, part.sources, part.source_last) | put_all(table, at + rows, part.targets, part.target_last)
+            bits |= put_places(table, first, part.source_bases, part.target_bases, (at, at + rows, rows))
+            first, at = first + PLACE_NUMBERS * part.num_places, at + 2 * rows
+    except IndexError as error:
+        raise TransportError("a segment of this transfer leaves its region") from error
+    return TableLayout(num_places, max(part.num_rows for part in parts), at, bits)
+
+
+def flat_addresses(table: Offsets, layout: TableLayout) -> tuple[Offsets, Offsets]:
+    """Sources and targets of all segments, for whoever copies without a kernel."""
+    places = [_TableEntry(*numbers) for numbers in table[: PLACE_NUMBERS * layout.num_places].reshape(-1, PLACE_NUMBERS).tolist()]
+    return (
+        np.concatenate([table[place.first_source :][: place.num_rows] + place.source_base for place in places]),
+        np.concatenate([table[place.first_target :][: place.num_rows] + place.target_base for place in places]),
+    )
+
+
+def _merge(parts: Sequence[CopyTuple]) -> AddressCopies:
+    sizes, sources, targets, source_bases, target_bases, source_lasts, target_lasts = zip(*parts, strict=True)
+    return AddressCopies(sizes[0], sources[0], targets[0], source_bases, target_bases, min(source_lasts), min(target_lasts))

@@ -1,0 +1,115 @@
+"""A peer's device memory, opened here: what it offers, and what is believed of that.
+
+Owned by the transport's thread, with the device's context current in it.
+"""
+
+from contextlib import ExitStack, suppress
+
+import msgspec
+
+from kvferry.errors import TransportError
+from kvferry.transports.base import TransportOffer
+from kvferry.transports.cuda_ipc import driver as cuda_driver
+from kvferry.transports.locality import ProcessIncarnation, host_identity
+from kvferry.types import PeerId, Region
+
+__all__ = ["CudaOffer", "OfferedAllocation", "PeerMemory", "decode_offer", "has_ended"]
+
+MAX_ALLOCATIONS = 4096
+MAX_INT = (1 << 31) - 1
+
+
+class OfferedAllocation(msgspec.Struct, frozen=True, array_like=True):
+    """An allocation that holds regions. `address` is where its owner has it: regions are named by that."""
+
+    handle: bytes
+    address: int
+    size_bytes: int
+
+
+class CudaOffer(msgspec.Struct, frozen=True, array_like=True):
+    pid: int
+    start_ticks: int
+    gpu: bytes
+    """By which every process knows the GPU."""
+    allocations: list[OfferedAllocation]
+
+
+class PeerMemory:
+    """Opens everything at once. TransportError when any of it is not what it is said to be. Close it."""
+
+    def __init__(self, peer: PeerId, offer: CudaOffer, regions: tuple[Region, ...], device: int, may_be_elsewhere: bool) -> None:
+        self.regions = regions
+        self.sizes = [region.size_bytes for region in regions]
+        self._opened: list[int] = []
+        incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
+        if incarnation is None:
+            raise TransportError(has_ended(peer))
+        self._incarnation = incarnation
+        try:
+            _check_reach(peer, offer.gpu, device, may_be_elsewhere)
+            self.addresses = self._open(peer, offer)
+        except TransportError:
+            with suppress(TransportError):
+                self.close()
+            raise
+
+    def has_ended(self) -> bool:
+        return self._incarnation.has_ended()
+
+    def close(self) -> None:
+        """Every transfer with this peer has ended before. Idempotent. All is closed that can be; the first error is raised then."""
+        opened, self._opened = self._opened, []
+        with ExitStack() as stack:
+            stack.callback(self._incarnation.close)
+            for address in opened:
+                stack.callback(cuda_driver.close_handle, address)
+
+    def _open(self, peer: PeerId, offer: CudaOffer) -> list[int]:
+        """Where each of the peer's regions begins here."""
+        here: list[tuple[OfferedAllocation, int]] = []
+        for allocation in offer.allocations:
+            address = cuda_driver.open_handle(allocation.handle)
+            self._opened.append(address)
+            found = cuda_driver.allocation_of(address)
+            if found.address + found.size_bytes - address < allocation.size_bytes:
+                raise TransportError(f"the device memory that {peer} offers is shorter than it says; drop this peer")
+            here.append((allocation, address))
+        return [_place(peer, region, here) for region in self.regions]
+
+
+def decode_offer(peer: PeerId, offer: TransportOffer) -> CudaOffer:
+    """TransportError unless it is one that can be tried."""
+    try:
+        decoded = msgspec.msgpack.decode(offer.blob, type=CudaOffer)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"the cuda_ipc offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+    numbers = [decoded.pid, decoded.start_ticks, *(n for each in decoded.allocations for n in (each.address, each.size_bytes))]
+    is_possible = min(numbers) >= 0 and decoded.pid <= MAX_INT and len(decoded.allocations) <= MAX_ALLOCATIONS
+    if not is_possible or any(len(each.handle) != cuda_driver.HANDLE_BYTES for each in decoded.allocations):
+        raise TransportError(f"the cuda_ipc offer of {peer} is not one of device memory; drop this peer")
+    if offer.reach != host_identity():
+        raise TransportError(f"the cuda_ipc offer of {peer} is from another host, user or container; use another transport")
+    return decoded
+
+
+def has_ended(peer: PeerId) -> str:
+    return f"the process of peer {peer} has ended"
+
+
+def _check_reach(peer: PeerId, gpu: bytes, device: int, may_be_elsewhere: bool) -> None:
+    theirs = cuda_driver.device_with(gpu)
+    if theirs is None:
+        raise TransportError(f"the GPU of {peer} is not visible to this process (CUDA_VISIBLE_DEVICES); show it here, or use nixl")
+    if theirs != device and not (may_be_elsewhere and cuda_driver.can_reach(device, theirs)):
+        raise TransportError(
+            f"GPU {device} cannot reach GPU {theirs}, where the cache of {peer} is (no peer access, or no triton); use nixl there"
+        )
+
+
+def _place(peer: PeerId, region: Region, here: list[tuple[OfferedAllocation, int]]) -> int:
+    for allocation, address in here:
+        at = region.address - allocation.address
+        if at >= 0 and at + region.size_bytes <= allocation.size_bytes:
+            return address + at
+    raise TransportError(f"region {region.name!r} of {peer} is not in the device memory it offers; drop this peer")

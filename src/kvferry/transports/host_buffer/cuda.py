@@ -1,0 +1,144 @@
+"""A host buffer of a CUDA cache in pinned host memory. Copies go through a stream of their own, so that they run beside the engine's
+kernels.
+
+Called by the thread that owns the store; it never waits for the device. A copy from the engine needs no event of the engine's stream: it is
+asked for after the engine has seen the output of the step that filled the blocks, which its kernels computed after they had written them.
+Long runs of blocks are left to the copy engines. Scattered ones are gathered by kernels, for which pinned memory is like the device's own:
+a copy each would cost some 40 us of this thread.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.errors import ConfigError, LocalProtocolError
+from kvferry.transports.host_buffer.host import blocks_by_region
+from kvferry.types import MemoryKind, Region
+
+__all__ = ["CudaHostBuffer"]
+
+SLICE_S = 0.001
+"""How long one slice hands copies to the device: each takes some ten microseconds, whatever its size."""
+WAIT_S = 0.0002
+"""How soon a copy that was handed over is asked after."""
+LONG_SEGMENT_BYTES = 512 * 1024
+"""Runs of this length on average are worth a copy each."""
+GATHER_BYTES = 16 * 1024 * 1024
+"""What one kernel gathers at most: it takes as much memory on the device for a moment."""
+PORTABLE_AND_MAPPED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A region as CUDA's array interface wants it: a row of words for each block."""
+
+    region: Region
+    word_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        region, size = self.region, self.word_bytes
+        return {
+            "shape": (region.num_blocks, region.block_bytes // size),
+            "strides": (region.stride_bytes, size),
+            "typestr": f"<i{size}" if size > 1 else "|u1",
+            "data": (region.address, False),
+            "version": 3,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    to: torch.Tensor
+    source: torch.Tensor
+    numbers: npt.NDArray[np.int64]
+    block_bytes: int
+
+
+class CudaHostBuffer:
+    """Implements `transports.host_buffer.Mirror`. `host_buffer` lies in `memory` (address and size), which is pinned until `close`."""
+
+    def __init__(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: tuple[int, int]) -> None:
+        devices = {region.device for region in engine}
+        if len(devices) != 1 or any(region.memory is not MemoryKind.VRAM for region in engine):
+            raise LocalProtocolError("this host buffer is for a cache on one CUDA device")
+        self._engine = tuple(engine)
+        self._device = torch.device("cuda", devices.pop())
+        self._stream = torch.cuda.Stream(self._device)
+        self._memory = memory
+        self._pin(memory)
+        self._rows = [(self._tensor(a, b), self._tensor(b, a)) for a, b in zip(engine, host_buffer, strict=True)]
+
+    def save(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
+        chosen = blocks_by_region(blocks, self._engine)
+        return self._copy([_Copy(*self._rows[index][::-1], numbers, self._engine[index].block_bytes) for index, numbers in chosen])
+
+    def load(self, blocks: Sequence[Sequence[int]]) -> Iterator[float]:
+        chosen = blocks_by_region(blocks, self._engine)
+        return self._copy([_Copy(*self._rows[index], numbers, self._engine[index].block_bytes) for index, numbers in chosen])
+
+    def close(self) -> None:
+        """Wait for the device: what it still copies would land in memory that is somebody else's."""
+        if self._rows:
+            self._rows = []
+            self._stream.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._memory[0])
+
+    def _tensor(self, region: Region, other: Region) -> torch.Tensor:
+        """A region on the device, or in pinned memory, which the device sees at the same address."""
+        numbers = [n for each in (region, other) for n in (each.address, each.block_bytes, each.stride_bytes)]
+        word_bytes = 8 if not any(n % 8 for n in numbers) else 1
+        return torch.as_tensor(_Rows(region, word_bytes), device=self._device)
+
+    def _copy(self, copies: list[_Copy]) -> Iterator[float]:
+        done = torch.cuda.Event()
+        try:
+            yield from self._submit_copies(copies)
+            done.record(self._stream)
+            while not done.query():
+                yield WAIT_S
+        except Exception:
+            # Whoever hears of it takes the blocks back, so nothing of it may still be under way.
+            self._stream.synchronize()
+            raise
+
+    def _submit_copies(self, copies: list[_Copy]) -> Iterator[float]:
+        until = time.perf_counter() + SLICE_S
+        for copy in copies:
+            contiguous = list(_contiguous_blocks(copy.numbers))
+            is_scattered = len(copy.numbers) * copy.block_bytes < len(contiguous) * LONG_SEGMENT_BYTES
+            for _ in self._gathered(copy) if is_scattered else self._copied(copy, contiguous):
+                if time.perf_counter() >= until:
+                    yield 0.0
+                    until = time.perf_counter() + SLICE_S
+
+    def _copied(self, copy: _Copy, contiguous: list[tuple[int, int]]) -> Iterator[None]:
+        for first, end in contiguous:
+            with torch.cuda.stream(self._stream):
+                copy.to[first:end].copy_(copy.source[first:end], non_blocking=True)
+            yield
+
+    def _gathered(self, copy: _Copy) -> Iterator[None]:
+        step = max(1, GATHER_BYTES // copy.block_bytes)
+        for first in range(0, len(copy.numbers), step):
+            with torch.cuda.stream(self._stream):
+                rows = torch.from_numpy(copy.numbers[first : first + step]).to(self._device, non_blocking=True)
+                copy.to.index_copy_(0, rows, copy.source.index_select(0, rows))
+            yield
+
+    def _pin(self, memory: tuple[int, int]) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(*memory, PORTABLE_AND_MAPPED)
+        if int(status) != 0:
+            raise ConfigError(f"a host buffer of {memory[1]} bytes cannot be pinned (CUDA error {int(status)}); raise the memlock limit")
+
+
+def _contiguous_blocks(numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Neighbours together: first, and one past the last."""
+    cuts = (np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()
+    for first, end in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
+        yield int(numbers[first]), int(numbers[end - 1]) + 1

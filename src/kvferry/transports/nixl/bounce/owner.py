@@ -1,0 +1,331 @@
+"""The owner's side of bounce-buffer transfers: peers ask, get a slot of our bounce buffer, and read what we gather there, or have us
+scatter what they wrote. Owned by the thread of its transport, which brings messages and the time, and sends what `take_outgoing` gives.
+
+Nothing a peer says is trusted: segments are checked against our own regions, counts against what has happened. What cannot be is ended,
+with the reason. A window is given to somebody else only when nobody can be using it any more:
+
+- a reader says when it has stopped. One that is silent is waited for `reclaim_s` after its last message. It repeats its clock all the
+  time, hears it back, and uses nothing that it read later than half of `reclaim_s` after what it has heard back;
+- a writer says when it has stopped and nothing of it can arrive any more. One that cannot say that, or whose link has failed, is waited
+  for `reclaim_s`; one that is merely silent for ever, since what it has sent may be on its way.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.errors import RemoteProtocolError, TransportError
+from kvferry.transports.copy.segments import are_within
+from kvferry.transports.nixl.bounce.messages import (
+    MAX_SEGMENTS,
+    BounceMessage,
+    InitiatorProgress,
+    OwnerProgress,
+    SegmentPart,
+    SlotGranted,
+    SlotRequest,
+    TransferEnded,
+    TransferStopped,
+)
+from kvferry.transports.nixl.bounce.slots import BounceBuffer, RegionSegments, SegmentStream, Slot, SlotCopier, SlotTable, fair_slot_bytes
+from kvferry.types import Region
+
+__all__ = ["RECLAIM_S", "SlotServer", "ToOwner"]
+
+RECLAIM_S = 60.0
+"""How long a window is kept for a peer that has become silent."""
+SILENCE_TIMEOUT_S = 5.0
+"""A peer that lives says something each second."""
+KEEPALIVE_S = 5.0
+"""A writer that has been silent for so long is spoken to: that shows whether it lives."""
+STALL_S = 2.0
+"""Not called for so long, we write nothing any more that was on its way here: the blocks may be somebody else's by now."""
+MAX_SERVED = 1024
+MAX_QUEUED_SEGMENTS = 2 * MAX_SEGMENTS
+"""Of all transfers together: 8 bytes each."""
+
+ToOwner = SlotRequest | SegmentPart | InitiatorProgress | TransferStopped
+
+
+@dataclass(slots=True, eq=False)
+class _PeerTransfer:
+    """One transfer of a peer."""
+
+    sender: str
+    ask: SlotRequest
+    last_message_at: float
+    clock_s: float
+    stream: SegmentStream = field(default_factory=SegmentStream)
+    num_parts: int = 0
+    num_segments: int = 0
+    slot_copier: SlotCopier | None = None
+    """With the window, once it is granted."""
+    advanced: int = 0
+    reported: int = 0
+    is_granted: bool = False
+    """Its peer has been told of its window."""
+    must_notify: bool = False
+    is_ended: bool = False
+    """Nothing more is copied. Its window is kept until its peer has stopped."""
+    sent_at: float = 0.0
+    lost_at: float | None = None
+    """The link to its peer has failed, and nothing has been heard of it since."""
+    reclaim_at: float | None = None
+    """Its peer has stopped, and nothing of it arrives after that."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.sender, self.ask.transfer
+
+    @property
+    def is_complete(self) -> bool:
+        if self.slot_copier is None:
+            return False
+        return (self.advanced if self.ask.is_read else self.slot_copier.done) == self.ask.total_bytes
+
+    @property
+    def copy_limit(self) -> int:
+        assert self.slot_copier is not None
+        room = self.advanced + self.slot_copier.slot.size_bytes if self.ask.is_read else self.advanced
+        return min(self.stream.total_bytes, room)
+
+    @property
+    def has_unreported_progress(self) -> bool:
+        """Whether its peer waits for what has been copied: to read it, to write more in its place, or to be through."""
+        assert self.slot_copier is not None
+        done, room = self.slot_copier.done, self.slot_copier.slot.size_bytes
+        if done <= self.reported or self.ask.is_read or done == self.ask.total_bytes:
+            return done > self.reported
+        return self.reported + room < self.ask.total_bytes and (4 * (done - self.reported) >= room or done == self.advanced)
+
+    def is_reclaimable(self, now: float, reclaim_s: float) -> bool:
+        """Nobody can be using its window any more."""
+        if self.is_ended and not self.is_granted and not self.must_notify:
+            return True
+        if self.reclaim_at is not None:
+            return now >= self.reclaim_at
+        if self.ask.is_read or self.slot_copier is None:
+            return now > self.last_message_at + reclaim_s
+        return self.lost_at is not None and now > self.lost_at + reclaim_s
+
+
+class SlotServer:
+    def __init__(self, bounce_buffer: BounceBuffer, table: SlotTable, regions: Sequence[Region], reclaim_s: float = RECLAIM_S) -> None:
+        self._bounce_buffer = bounce_buffer
+        self._table = table
+        self._regions = tuple(regions)
+        self._reclaim_s = reclaim_s
+        self._served: dict[tuple[str, int], _PeerTransfer] = {}
+        self._queue: deque[_PeerTransfer] = deque()
+        self._moving: deque[_PeerTransfer] = deque()
+        self._outgoing: list[tuple[str, BounceMessage]] = []
+        self._ticked_at: float | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        return bool(self._served)
+
+    @property
+    def has_outgoing(self) -> bool:
+        return bool(self._outgoing)
+
+    @property
+    def can_move(self) -> bool:
+        """Whether the next turn has something to do for certain."""
+        return any(
+            served.slot_copier is not None and (not served.slot_copier.is_idle or served.slot_copier.started < served.copy_limit)
+            for served in self._moving
+            if not served.is_ended
+        )
+
+    def senders(self) -> set[str]:
+        """Those we have something of."""
+        return {sender for sender, _ in self._served}
+
+    def receive(self, sender: str, message: ToOwner, now: float) -> None:
+        served = self._served.get((sender, message.transfer))
+        if isinstance(message, SlotRequest):
+            if served is None:
+                self._admit(sender, message, now)
+            return
+        if served is None:
+            # A read that we have seen to its end is not heard of again; this one we have given up, or never knew.
+            self._outgoing.append((sender, TransferEnded(message.transfer, "it is not known here (any more)")))
+            return
+        served.last_message_at, served.lost_at = now, None
+        try:
+            if isinstance(message, SegmentPart):
+                self._take_part(served, message)
+            elif isinstance(message, InitiatorProgress):
+                self._take_advance(served, message)
+            else:
+                self._take_stopped(served, message, now)
+        except RemoteProtocolError as error:
+            self._end(served, str(error))
+
+    def lost(self, sender: str, now: float) -> None:
+        """The link to a peer has failed: it may be dead."""
+        for served in self._served.values():
+            if served.sender == sender and served.lost_at is None:
+                served.lost_at = now
+
+    def advance(self, now: float) -> None:
+        """One turn of bounded work."""
+        if self._ticked_at is not None and now - self._ticked_at > STALL_S:
+            for served in self._moving:
+                if not served.ask.is_read:
+                    self._end(served, "its owner stalled, and may have given the blocks away")
+        self._ticked_at = now
+        for served in [each for each in self._served.values() if each.is_reclaimable(now, self._reclaim_s)]:
+            self._release_slot(served)
+        self._grant(now)
+        budget = self._bounce_buffer.limits.tick_bytes
+        self._moving.rotate(-1)
+        for served in list(self._moving):
+            budget -= self._move(served, now, may_begin=budget > 0)
+
+    def take_outgoing(self) -> Iterator[tuple[str, tuple[BounceMessage, ...]]]:
+        """What is to be sent as one notification each, and to which agent."""
+        outgoing, self._outgoing = self._outgoing, []
+        by_agent: dict[str, list[BounceMessage]] = {}
+        for sender, message in outgoing:
+            by_agent.setdefault(sender, []).append(message)
+        for sender, messages in by_agent.items():
+            yield sender, tuple(messages)
+
+    def _admit(self, sender: str, ask: SlotRequest, now: float) -> None:
+        if len(self._served) >= MAX_SERVED:
+            self._outgoing.append((sender, TransferEnded(ask.transfer, "too many transfers wait here")))
+            return
+        served = _PeerTransfer(sender, ask, now, ask.clock_s)
+        self._served[served.key] = served
+        self._queue.append(served)
+
+    def _take_part(self, served: _PeerTransfer, part: SegmentPart) -> None:
+        if served.is_ended:
+            return
+        num_segments = served.num_segments + part.num_segments
+        if part.number != served.num_parts or num_segments > MAX_SEGMENTS:
+            raise RemoteProtocolError(f"part {part.number} with {part.num_segments} segments is not the next of this transfer, or too many")
+        if sum(each.num_segments for each in self._served.values()) + part.num_segments > MAX_QUEUED_SEGMENTS:
+            raise RemoteProtocolError("too many segments wait here")
+        for region_segments in self._region_segments(part):
+            served.stream.append(region_segments)
+        served.num_parts, served.num_segments = served.num_parts + 1, num_segments
+        if served.stream.total_bytes > served.ask.total_bytes:
+            raise RemoteProtocolError(
+                f"segments of {served.stream.total_bytes} bytes were named for a transfer of {served.ask.total_bytes}"
+            )
+
+    def _region_segments(self, part: SegmentPart) -> Iterator[RegionSegments]:
+        """RemoteProtocolError when a segment is not in the region that it is said to be in."""
+        tables = [table.offsets() for table in part.tables]
+        for group in part.groups:
+            offsets = tables[group.table]
+            room = self._regions[group.region].size_bytes - group.segment_bytes if group.region < len(self._regions) else -1
+            if room < 0 or not are_within(offsets, room):
+                raise RemoteProtocolError(f"segments of {group.segment_bytes} bytes leave region {group.region}, or there is none")
+            yield RegionSegments(self._regions[group.region].address, group.segment_bytes, offsets)
+
+    def _take_advance(self, served: _PeerTransfer, message: InitiatorProgress) -> None:
+        if served.is_ended:
+            return
+        slot_copier, read = served.slot_copier, served.ask.is_read
+        # What a writer has moved may be ahead of the segments it belongs to; nothing is copied before those are known.
+        reach = (
+            0
+            if slot_copier is None
+            else served.reported
+            if read
+            else min(slot_copier.done + slot_copier.slot.size_bytes, served.ask.total_bytes)
+        )
+        if message.upto > max(reach, served.advanced):
+            raise RemoteProtocolError(f"byte {message.upto} cannot have been moved yet")
+        served.clock_s = message.clock_s
+        if slot_copier is None:
+            self._outgoing.append((served.sender, OwnerProgress(served.ask.transfer, 0, served.clock_s)))
+        served.must_notify |= message.upto <= served.advanced
+        served.advanced = max(served.advanced, message.upto)
+
+    def _take_stopped(self, served: _PeerTransfer, message: TransferStopped, now: float) -> None:
+        self._end(served, "stopped")
+        served.reclaim_at = now if served.ask.is_read or message.is_certain else now + self._reclaim_s
+
+    def _end(self, served: _PeerTransfer, why: str) -> None:
+        if not served.is_ended:
+            served.is_ended = True
+            # What has begun to be copied is let end first: then nothing of it is touched any more.
+            if served.slot_copier is None:
+                self._queue.remove(served)
+                self._forget(served)
+            if served.slot_copier is None or served.slot_copier.is_idle:
+                self._outgoing.append((served.sender, TransferEnded(served.ask.transfer, why[:400])))
+            else:
+                served.must_notify = True
+
+    def _grant(self, now: float) -> None:
+        """In the order in which they asked."""
+        most, least = fair_slot_bytes(self._table.size_bytes)
+        while self._queue:
+            served = self._queue[0]
+            wanted = min(served.ask.slot_bytes, served.ask.total_bytes, most)
+            slot = self._table.take(wanted, least, served.ask.granularity)
+            if slot is None:
+                self._refuse_waiting(now)
+                return
+            self._queue.popleft()
+            served.slot_copier = SlotCopier(
+                self._bounce_buffer, served.stream, slot, served.ask.is_read, _usable_granularity(slot, served.ask.granularity)
+            )
+            self._moving.append(served)
+
+    def _refuse_waiting(self, now: float) -> None:
+        """Those who wait for windows that nobody will give back soon are better served plainly."""
+        if all(now > served.last_message_at + SILENCE_TIMEOUT_S for served in self._moving):
+            for served in list(self._queue):
+                self._end(served, "its ring is held by peers that are silent")
+
+    def _move(self, served: _PeerTransfer, now: float, *, may_begin: bool) -> int:
+        """What it has begun to copy, in bytes."""
+        slot_copier, begun = served.slot_copier, 0
+        assert slot_copier is not None
+        try:
+            slot_copier.collect()
+            if may_begin and not served.is_ended:
+                begun = slot_copier.advance(served.copy_limit, served.ask.total_bytes)
+                slot_copier.collect()
+        except TransportError as error:
+            self._end(served, str(error))
+        if served.is_ended:
+            # Said again as long as its window is kept: that shows whether its peer lives.
+            if slot_copier.is_idle and (served.must_notify or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S):
+                served.must_notify, served.sent_at = False, now
+                self._outgoing.append((served.sender, TransferEnded(served.ask.transfer, "stopped")))
+            return begun
+        if not served.is_granted and (slot_copier.is_idle or slot_copier.done):  # not before there is something to read, if that is soon
+            served.is_granted, slot = True, slot_copier.slot
+            self._outgoing.append((served.sender, SlotGranted(served.ask.transfer, slot.first, slot.size_bytes, served.clock_s)))
+        if served.has_unreported_progress or served.must_notify or now > max(served.last_message_at, served.sent_at) + KEEPALIVE_S:
+            served.reported, served.must_notify, served.sent_at = slot_copier.done, False, now
+            self._outgoing.append((served.sender, OwnerProgress(served.ask.transfer, slot_copier.done, served.clock_s)))
+        if served.is_complete:
+            self._release_slot(served)
+        return begun
+
+    def _release_slot(self, served: _PeerTransfer) -> None:
+        if served.slot_copier is None:
+            self._queue.remove(served)
+        elif served.slot_copier.is_idle:
+            self._moving.remove(served)
+            self._table.release(served.slot_copier.slot)
+        else:
+            served.is_ended = True
+            return  # once what is being copied is done
+        self._forget(served)
+
+    def _forget(self, served: _PeerTransfer) -> None:
+        self._served.pop(served.key, None)
+
+
+def _usable_granularity(slot: Slot, granularity: int) -> int:
+    return granularity if slot.size_bytes % granularity == 0 else 1

@@ -1,0 +1,157 @@
+"""The makers of transports that an engine is started with: the one place that chooses which there are.
+
+A `ConfiguredTransportKit` is plain data and travels to spawned worker processes; what it makes belongs to whoever asked.
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from kvferry.config import (
+    ClusterSecret,
+    KVTransferConfig,
+    MultiExtraConfig,
+    NixlExtraConfig,
+    SideChannelConfig,
+    fault_spec_from_environment,
+    is_loopback,
+)
+from kvferry.errors import ConfigError
+from kvferry.transports.base import BlockStore, CacheMemory, ControlTransport, DataTransport, EngineStream, HostStream
+from kvferry.transports.cuda_ipc.transport import CudaIpcTransport
+from kvferry.transports.host_buffer.host import CpuHostBuffer
+from kvferry.transports.host_buffer.store import HostBlockStore
+from kvferry.transports.locality import has_rdma
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.transport import NetworkReach, NixlTransport
+from kvferry.transports.shm import SharedMemory, ShmTransport
+from kvferry.transports.tcp.transport import TcpTransport
+from kvferry.transports.zmq import CurveKeys, ZmqTransport
+from kvferry.types import MemoryKind, Region
+
+__all__ = ["ConfiguredTransportKit", "nixl_settings"]
+
+TRANSPORTS = ("shm", "cuda_ipc", "nixl", "tcp")
+"""In order of preference. NIXL without RDMA says itself that it is good on one host only; then `tcp` is before it."""
+
+
+NIXL_OVER_TCP = (
+    "transports names nixl alone, and UCX has only TCP to reach other hosts from here: a peer that dies while it reads can end this "
+    "process "
+    "(a fault of UCX, docs/faults.md); `tcp` does not have it, and is faster"
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredTransportKit:
+    """Implements `ports.kit.TransportKit`."""
+
+    bind_host: str
+    advertised_host: str
+    port: int
+    secret: bytes = field(repr=False)
+    """Empty without a connector: then no transport but memory is asked for."""
+    backends: tuple[str, ...] = ("UCX",)
+    num_threads: int = 4
+    bounce: BounceSettings = field(default_factory=BounceSettings)
+    transports: tuple[str, ...] = TRANSPORTS
+    faults: str = ""
+    """What data transports do wrong on purpose; for negative controls."""
+
+    @classmethod
+    def from_settings(
+        cls,
+        side_channel: SideChannelConfig,
+        secret: ClusterSecret | None,
+        transfer: KVTransferConfig | None,
+        environ: Mapping[str, str],
+    ) -> Self:
+        nixl = nixl_settings(transfer)
+        for transport in nixl.transports:
+            if transport not in TRANSPORTS:
+                raise ConfigError(
+                    f"kv_connector_extra_config.transports names {transport}, which is not supported yet; use {', '.join(TRANSPORTS)}"
+                )
+        faults = fault_spec_from_environment(environ)
+        if faults:
+            _with_faults([], faults)
+        return cls(
+            bind_host=side_channel.bind_host,
+            advertised_host=side_channel.advertised_host,
+            port=side_channel.port,
+            secret=b"" if secret is None else secret.key,
+            backends=nixl.backends,
+            num_threads=nixl.num_threads,
+            bounce=BounceSettings(nixl.bounce_max_segment_bytes, nixl.bounce_buffer_bytes),
+            transports=nixl.transports or TRANSPORTS,
+            faults=faults,
+        )
+
+    def allocate_cache(self, size_bytes: int) -> CacheMemory:
+        return SharedMemory.allocate(size_bytes)
+
+    def data_transports(self, memory: CacheMemory | None) -> Sequence[DataTransport]:
+        """In the order the operator pinned, else ours. Without shared memory there is no `shm`."""
+        made: list[DataTransport] = []
+        for name in self.transports:
+            if name == "nixl":
+                reach = NetworkReach.THIS_HOST if is_loopback(self.advertised_host) else NetworkReach.ANYWHERE
+                made.append(BounceNixlTransport(NixlTransport(self.backends, self.num_threads, reach), self.bounce, self.secret))
+                if reach is NetworkReach.ANYWHERE and "tcp" not in self.transports and not has_rdma(self.backends, os.environ):
+                    _log.warning(NIXL_OVER_TCP)
+            elif name == "tcp":
+                made.append(TcpTransport(self.bind_host, self.advertised_host))
+            elif name == "cuda_ipc":
+                made.append(CudaIpcTransport())
+            elif isinstance(memory, SharedMemory):
+                made.append(ShmTransport(memory))
+        return _with_faults(made, self.faults) if self.faults else made
+
+    def block_store(self, regions: Sequence[Region]) -> BlockStore:
+        return HostBlockStore(regions)
+
+    def host_buffer_store(self, engine: Sequence[Region], host_buffer: Sequence[Region], memory: CacheMemory) -> BlockStore:
+        if all(region.memory is MemoryKind.DRAM for region in engine):
+            return HostBlockStore(host_buffer, CpuHostBuffer(engine, host_buffer))
+        # Imported only where there is a device: it takes torch with CUDA.
+        from kvferry.transports.host_buffer.cuda import CudaHostBuffer
+
+        return HostBlockStore(host_buffer, CudaHostBuffer(engine, host_buffer, (memory.address, memory.size_bytes)))
+
+    def engine_stream(self, engine: Sequence[Region]) -> EngineStream:
+        devices = {region.device for region in engine if region.memory is MemoryKind.VRAM}
+        if not devices:
+            return HostStream()
+        from kvferry.transports.copy.cuda import CudaOrder
+
+        return CudaOrder(devices.pop())
+
+    def control_transport(self) -> ControlTransport:
+        return self._listening_on(0)
+
+    def side_channel(self) -> ControlTransport:
+        return self._listening_on(self.port)
+
+    def _listening_on(self, port: int) -> ControlTransport:
+        return ZmqTransport(self.bind_host, self.advertised_host, port, CurveKeys.from_secret(self.secret))
+
+
+def nixl_settings(transfer: KVTransferConfig | None) -> NixlExtraConfig:
+    """Those of the connector, or of the first of a MultiConnector that has some; else the defaults."""
+    if transfer is None:
+        return NixlExtraConfig()
+    if isinstance(transfer.extra, MultiExtraConfig):
+        return next((c.extra for c in transfer.extra.connectors if isinstance(c.extra, NixlExtraConfig)), NixlExtraConfig())
+    return transfer.extra if isinstance(transfer.extra, NixlExtraConfig) else NixlExtraConfig()
+
+
+def _with_faults(transports: Sequence[DataTransport], faults: str) -> list[DataTransport]:
+    # Imported only when asked for: what breaks things on purpose is not loaded in production.
+    from kvferry.transports.faulty import FaultyTransport, parse_faults
+
+    spec = parse_faults(faults)
+    return [FaultyTransport(transport, spec) for transport in transports]

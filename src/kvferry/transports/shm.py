@@ -1,0 +1,336 @@
+"""A KV cache that other processes of this host and user can map: an anonymous, sealed, named-by-nobody file in memory.
+
+Whoever allocates it owns it. It has no path, so nothing is left behind whatever kills its owner; peers reach it through the owner's
+entry in /proc while the owner lives.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import ConfigError, LocalProtocolError, TransportError
+from kvferry.transports.base import Completion, Handle, Segments, TransportOffer
+from kvferry.transports.copy.gather import Copier, CopyDirection, fastest_copier
+from kvferry.transports.copy.queue import CopyQueue
+from kvferry.transports.copy.segments import Bytes, check_regions, check_segments
+from kvferry.transports.locality import ProcessIncarnation, host_identity, start_ticks
+from kvferry.transports.write_grants import write_grants_unsupported
+from kvferry.types import MemoryKind, PeerId, Region
+
+__all__ = ["SEALS", "SharedMemory", "SharedMemoryAllocator", "ShmTransport", "available_bytes", "check_fits"]
+
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""A shared file that could shrink would kill, with SIGBUS, whoever has mapped it."""
+
+MADV_POPULATE_WRITE = 23
+"""Not in Python's mmap yet. Without it the first write to every page costs a fault, and the first read into a block several times more."""
+MAX_SHARE = 0.9
+"""Of the available memory, for one cache."""
+CGROUP_FILES = (
+    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and usage of a container, versions 2 and 1."""
+
+
+class SharedMemory:
+    """Implements `ports.memory.CacheMemory`. All its pages are taken at once, so that an engine cannot run out of them later."""
+
+    def __init__(self, fd: int, pages: mmap.mmap) -> None:
+        self._fd = fd
+        self._pages: mmap.mmap | None = pages
+        self._view = memoryview(pages)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        self._size_bytes = len(pages)
+
+    @classmethod
+    def allocate(cls, size_bytes: int) -> "SharedMemory":
+        """ConfigError when this host has not that much memory to give."""
+        if size_bytes <= 0:
+            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be made; give it at least one block")
+        check_fits(size_bytes, available_bytes())
+        fd = os.memfd_create("kvferry-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            os.posix_fallocate(fd, 0, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            pages = mmap.mmap(fd, size_bytes)
+            with contextlib.suppress(OSError):  # kernels before 5.14: pages are mapped when they are first written
+                pages.madvise(MADV_POPULATE_WRITE)
+            return cls(fd, pages)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise ConfigError(f"a shared cache of {size_bytes} bytes cannot be had ({error}); make the cache smaller") from error
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    @property
+    def buffer(self) -> memoryview:
+        return self._view
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        """The file is closed at once; its pages go when the last view of them has gone, here and in peers."""
+        if self._pages is None:
+            return
+        pages, self._pages = self._pages, None
+        os.close(self._fd)
+        with contextlib.suppress(BufferError):  # a tensor still refers to them: unmapping under it would crash the process
+            self._view.release()
+            pages.close()
+        self._view = memoryview(b"")
+
+
+def check_fits(size_bytes: int, available: int) -> None:
+    """ConfigError when a cache leaves the host too little. Else the kernel would kill processes, anybody's, to make room."""
+    if size_bytes > available * MAX_SHARE:
+        raise ConfigError(
+            f"a shared cache of {size_bytes} bytes does not fit in the {available} bytes that this host or container has to give; "
+            "make the cache smaller"
+        )
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """What the kernel could give without swapping, and what the container's limits leave of it."""
+    meminfo = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    for limit, usage in CGROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+            available = min(available, int((root / limit).read_text()) - int((root / usage).read_text()))
+    return max(0, available)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryAllocator:
+    """Implements `ports.memory.CacheAllocator`."""
+
+    def allocate(self, size_bytes: int) -> SharedMemory:
+        return SharedMemory.allocate(size_bytes)
+
+
+# -------------------- shm --------------------
+# The `shm` data transport: a peer on this host maps our cache, and we map its, and each copies what it wants by itself.
+#
+# Owned by one thread. A peer's file is opened through /proc/PID/fd and used only after it has proved to be the one offered: same life of the
+# same process, same file, sealed against shrinking. It is mapped for reading; for writing only when something is written.
+
+
+MAX_INT = (1 << 31) - 1
+MAX_ADDRESS = (1 << 63) - 1
+DEATH_CHECK_S = 2.0
+"""How often peers that nothing is read from are looked at; a dead one's mapping would hold its whole cache in memory."""
+
+
+class _ShmOffer(msgspec.Struct, frozen=True, array_like=True):
+    """How to reach one SharedMemory. `address` is where its owner has mapped it: regions are named by that."""
+
+    pid: int
+    start_ticks: int
+    fd: int
+    device: int
+    inode: int
+    address: int
+    size_bytes: int
+
+
+class ShmTransport:
+    """Implements `ports.data.DataTransport` over one SharedMemory, which stays its owner's."""
+
+    def __init__(self, memory: SharedMemory, copier: Copier | None = None) -> None:
+        self._memory = memory
+        self._regions: tuple[Region, ...] = ()
+        self._views: list[Bytes] = []
+        self._peers: dict[PeerId, _Mapping] = {}
+        self._queue = CopyQueue(copier or fastest_copier())
+        self._next_death_check = 0.0
+
+    @property
+    def name(self) -> str:
+        return "shm"
+
+    def register(self, regions: Sequence[Region]) -> bool:
+        first, last = self._memory.address, self._memory.address + self._memory.size_bytes
+        if not all(r.memory is MemoryKind.DRAM and first <= r.address and r.address + r.size_bytes <= last for r in regions):
+            return False
+        whole = np.frombuffer(self._memory.buffer, np.uint8)
+        self._regions = tuple(regions)
+        self._views = [whole[r.address - first : r.address - first + r.size_bytes] for r in regions]
+        return True
+
+    def offer(self) -> TransportOffer:
+        ticks, file = start_ticks(os.getpid()), os.fstat(self._memory.fd)
+        if ticks is None:
+            raise LocalProtocolError("/proc does not show this process, so its cache cannot be offered over shm; mount /proc")
+        memory = self._memory
+        offer = _ShmOffer(os.getpid(), ticks, memory.fd, file.st_dev, file.st_ino, memory.address, memory.size_bytes)
+        return TransportOffer(self.name, host_identity(), msgspec.msgpack.encode(offer))
+
+    def connect(self, peer: PeerId, offer: TransportOffer, regions: Sequence[Region]) -> None:
+        check_regions(regions, peer)
+        mapping = _Mapping(peer, _decoded(peer, offer), tuple(regions))
+        self.disconnect(peer)
+        self._peers[peer] = mapping
+
+    def disconnect(self, peer: PeerId) -> None:
+        self._drop(peer, f"peer {peer} was disconnected")
+
+    def read(self, peer: PeerId, segments: Sequence[Segments]) -> Handle:
+        return self._start(peer, segments, CopyDirection.READ)
+
+    def write(self, peer: PeerId, segments: Sequence[Segments], grant_id: int = 0) -> Handle:
+        return self._start(peer, segments, CopyDirection.WRITE)
+
+    @property
+    def supports_write_grants(self) -> bool:
+        return False
+
+    def grant_writes(self, grant_id: int, blocks: Sequence[Sequence[int]]) -> None:
+        raise write_grants_unsupported(self.name)
+
+    def revoke_writes(self, grant_id: int) -> Handle:
+        raise write_grants_unsupported(self.name)
+
+    def poll(self) -> list[Completion]:
+        self._queue.advance(self._is_alive)
+        ended = self._queue.take_ended()
+        if time.monotonic() >= self._next_death_check:
+            self._next_death_check = time.monotonic() + DEATH_CHECK_S
+            for peer in [peer for peer, mapping in self._peers.items() if mapping.has_ended()]:
+                self._drop(peer, _ended(peer))
+        return ended
+
+    def cancel(self, handle: Handle) -> None:
+        self._queue.cancel(handle)
+
+    def poll_interval_s(self) -> float | None:
+        if len(self._queue):
+            return 0.0
+        return DEATH_CHECK_S if self._peers else None
+
+    def serving_interval_s(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        self._queue.clear()
+        self._views = []
+        self._regions = ()
+
+    def _start(self, peer: PeerId, segments: Sequence[Segments], direction: CopyDirection) -> Handle:
+        mapping = self._peers.get(peer)
+        if mapping is None:
+            raise TransportError(f"peer {peer} is not connected over shm")
+        check_segments(segments, self._regions, mapping.regions, peer)
+        return self._queue.start(peer, segments, self._views, mapping.views(direction), direction)
+
+    def _is_alive(self, peer: PeerId) -> bool:
+        """Whether a peer with transfers still lives; if not, all that is held for it is dropped."""
+        if self._peers[peer].has_ended():
+            self._drop(peer, _ended(peer))
+        return peer in self._peers
+
+    def _drop(self, peer: PeerId, why: str) -> None:
+        self._queue.fail_peer(peer, why)
+        mapping = self._peers.pop(peer, None)
+        if mapping is not None:
+            mapping.close()
+
+
+class _Mapping:
+    """A peer's cache, mapped here."""
+
+    def __init__(self, peer: PeerId, offer: _ShmOffer, regions: tuple[Region, ...]) -> None:
+        for region in regions:
+            if region.address < offer.address or region.address + region.size_bytes > offer.address + offer.size_bytes:
+                raise TransportError(f"region {region.name!r} of {peer} is not in the memory it offers over shm; drop this peer")
+        self.regions = regions
+        self._peer = peer
+        self._offer = offer
+        incarnation = ProcessIncarnation.watch(offer.pid, offer.start_ticks)
+        if incarnation is None:
+            raise TransportError(_ended(peer))
+        self._incarnation = incarnation
+        self._maps: dict[CopyDirection, mmap.mmap] = {}
+        self._views: dict[CopyDirection, list[Bytes]] = {}
+        try:
+            self.views(CopyDirection.READ)
+        except TransportError:
+            self._incarnation.close()
+            raise
+
+    def views(self, direction: CopyDirection) -> list[Bytes]:
+        """The peer's regions, writable only for writes. TransportError when they cannot be mapped."""
+        if direction not in self._maps:
+            self._maps[direction] = pages = self._map(direction)
+            whole = np.frombuffer(pages, np.uint8)
+            starts = [region.address - self._offer.address for region in self.regions]
+            self._views[direction] = [whole[at : at + r.size_bytes] for at, r in zip(starts, self.regions, strict=True)]
+        return self._views[direction]
+
+    def has_ended(self) -> bool:
+        return self._incarnation.has_ended()
+
+    def close(self) -> None:
+        """Every transfer with this peer has been dropped before, so no view of the pages is left but ours."""
+        self._views.clear()
+        while self._maps:
+            self._maps.popitem()[1].close()
+        self._incarnation.close()
+
+    def _map(self, direction: CopyDirection) -> mmap.mmap:
+        flags, protection = os.O_RDONLY, mmap.PROT_READ
+        if direction is CopyDirection.WRITE:
+            flags, protection = os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            fd = os.open(f"/proc/{self._offer.pid}/fd/{self._offer.fd}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise TransportError(f"the shared cache of {self._peer} cannot be opened ({error}); is it the same user's?") from error
+        try:
+            self._prove(fd)
+            return mmap.mmap(fd, self._offer.size_bytes, prot=protection)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"the shared cache of {self._peer} cannot be mapped ({error}); is there memory left?") from error
+        finally:
+            os.close(fd)
+
+    def _prove(self, fd: int) -> None:
+        file, offer = os.fstat(fd), self._offer
+        is_it = stat.S_ISREG(file.st_mode) and (file.st_dev, file.st_ino, file.st_size) == (offer.device, offer.inode, offer.size_bytes)
+        if not is_it or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or self._incarnation.has_ended():
+            raise TransportError(f"file {offer.fd} of process {offer.pid} is not the cache that {self._peer} offered; it was restarted")
+
+
+def _decoded(peer: PeerId, offer: TransportOffer) -> _ShmOffer:
+    try:
+        decoded = msgspec.msgpack.decode(offer.blob, type=_ShmOffer)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"the shm offer of {peer} cannot be understood ({error}); do both sides run the same kvferry?") from error
+    numbers = (decoded.pid, decoded.fd, decoded.address, decoded.size_bytes)
+    if offer.reach != host_identity() or min(numbers) < 0 or max(decoded.pid, decoded.fd) > MAX_INT or max(numbers) > MAX_ADDRESS:
+        raise TransportError(f"the shm offer of {peer} is from another host, user or container; use another transport")
+    return decoded
+
+
+def _ended(peer: PeerId) -> str:
+    return f"the process of peer {peer} has ended"

@@ -1,0 +1,299 @@
+"""The side of the `tcp` transport that dials: our transfers, each on a connection of its own while it lasts.
+
+Owned by the transport's own thread. A transfer that is cancelled takes its connection with it: whatever the peer still sends has nowhere to
+go. Connections that have served their transfer to its end are kept for the next.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvferry.errors import RemoteProtocolError, TransportError
+from kvferry.transports.base import Completion, Handle
+from kvferry.transports.tcp import wire
+from kvferry.transports.tcp.loop import ConnectionHandler, IoVector, SocketLoop, SocketStream, TcpConnection, tune
+from kvferry.types import PeerId
+
+__all__ = ["Dialler", "TcpBatch", "TcpLink", "TcpTransfer", "numeric_addresses"]
+
+MAX_CONNECTIONS = 4
+"""To one peer; further transfers wait for their turn."""
+MAX_POSTED = 4
+"""Requests of one transfer under way at once, so that the peer always knows what is next."""
+STALL_TIMEOUT_S = 60.0
+"""Without a single byte. Requests have deadlines of their own, mostly shorter; this one is for whoever sets none."""
+IDLE_TIMEOUT_S = 60.0
+
+SocketAddress = tuple[int, Any]
+"""Family and address, as sockets want them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TcpBatch:
+    """What one request moves: its place in the peer, and ours."""
+
+    rows: wire.Rows
+    views: list[memoryview]
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.rows[:, 1].sum())
+
+
+@dataclass(slots=True, eq=False)
+class TcpTransfer:
+    handle: Handle
+    link: "TcpLink"
+    operation: wire.Operation
+    batches: Iterator[TcpBatch]
+    started: float
+    grant_id: int = 0
+    is_not_granted: bool = False
+    """The peer has refused its number, and nothing else is wrong with the peer."""
+    post_s: float = 0.0
+    total_bytes: int = 0
+    segments: int = 0
+
+    def next_batch(self) -> TcpBatch | None:
+        began = time.perf_counter()
+        batch = next(self.batches, None)
+        self.post_s += time.perf_counter() - began
+        return batch
+
+    def add_batch(self, batch: TcpBatch) -> None:
+        self.total_bytes += batch.total_bytes
+        self.segments += len(batch.rows)
+
+    def completion(self, error: str | None) -> Completion:
+        return Completion(self.handle, error, self.total_bytes, self.segments, self.post_s, time.perf_counter() - self.started)
+
+
+@dataclass(slots=True, eq=False)
+class TcpLink:
+    """One peer as it was offered. Replaced, never changed, when it is connected again."""
+
+    peer: PeerId
+    offer: wire.TcpOffer
+    connections: list["_ClientConnection"] = field(default_factory=list)
+    waiting: deque[TcpTransfer] = field(default_factory=deque)
+    addresses: deque[SocketAddress] = field(default_factory=deque)
+    """Of its host, the one to be dialled next first; none until the name is resolved."""
+    failed_dials: int = 0
+    """One after the other, without one that succeeded."""
+    drop_reason: str = ""
+    """Why it is no longer used."""
+
+
+class Dialler:
+    def __init__(self, loop: SocketLoop, ended: Callable[[Completion], None]) -> None:
+        """`ended` is called on the loop's thread, once for each transfer, when nothing of it moves any more."""
+        self._loop = loop
+        self._ended = ended
+
+    def open(self, link: TcpLink) -> None:
+        """Dial at once, so that the first transfer need not wait for it."""
+        if link.addresses:
+            self._dial(link)
+            return
+        # A name server may take its time; transfers with other peers shall not wait for it.
+        try:
+            threading.Thread(target=self._resolve, args=(link,), name="kvferry-resolve", daemon=True).start()
+        except RuntimeError as error:
+            self.drop(link, f"the name {link.offer.host} cannot be resolved ({error})")
+
+    def start(self, transfer: TcpTransfer) -> None:
+        if transfer.link.drop_reason:
+            self._ended(transfer.completion(transfer.link.drop_reason))
+            return
+        transfer.link.waiting.append(transfer)
+        self._assign(transfer.link)
+
+    def cancel(self, link: TcpLink, handle: Handle) -> None:
+        for transfer in [each for each in link.waiting if each.handle == handle]:
+            link.waiting.remove(transfer)
+            self._ended(transfer.completion("cancelled"))
+        for connection in list(link.connections):
+            if connection.transfer is not None and connection.transfer.handle == handle:
+                self._loop.drop(connection, "cancelled")
+
+    def drop(self, link: TcpLink, why: str) -> None:
+        link.drop_reason = link.drop_reason or why
+        for connection in list(link.connections):
+            self._loop.drop(connection, why)
+        self._fail_waiting(link, why)
+
+    def transfer_ended(self, transfer: TcpTransfer, error: str | None) -> None:
+        self._ended(transfer.completion(error))
+
+    def closed(self, connection: "_ClientConnection", why: str) -> None:
+        link = connection.link
+        link.connections.remove(connection)
+        if connection.transfer is not None:
+            self._ended(connection.transfer.completion(why))
+        elif not connection.is_ready:
+            link.addresses.rotate(-1)
+            link.failed_dials += 1
+        if self._loop.is_closing or (not link.connections and link.failed_dials >= max(1, len(link.addresses))):
+            # Nobody is there; whoever waits would wait for ever.
+            self._fail_waiting(link, why)
+        elif not link.drop_reason:
+            self._assign(link)
+
+    def _resolve(self, link: TcpLink) -> None:
+        try:
+            addresses, error = _addresses(link.offer), None
+        except Exception as failure:  # top of the thread: names from outside make the resolver raise more than OSError
+            addresses, error = [], str(failure)
+        self._loop.call(partial(self._resolved, link, addresses, error))
+
+    def _resolved(self, link: TcpLink, addresses: list[SocketAddress], error: str | None) -> None:
+        if link.drop_reason:
+            return
+        if not addresses:
+            self.drop(link, f"{link.offer.host} is not known here ({error or 'no address'})")
+            return
+        link.addresses.extend(addresses)
+        self._dial(link)
+        self._assign(link)
+
+    def _assign(self, link: TcpLink) -> None:
+        for connection in list(link.connections):
+            if link.waiting and connection.is_ready and connection.transfer is None:
+                try:
+                    connection.begin(link.waiting.popleft())
+                    self._loop.update(connection)
+                except Exception as error:  # top of a transfer: it fails, its connection with it, nothing else
+                    self._loop.drop(connection, f"{type(error).__name__}: {error}")
+        num_coming = sum(1 for connection in link.connections if not connection.is_ready)
+        for _ in range(min(len(link.waiting) - num_coming, MAX_CONNECTIONS - len(link.connections))):
+            self._dial(link)
+
+    def _dial(self, link: TcpLink) -> None:
+        if not link.addresses or link.drop_reason:
+            return
+        dialling: socket.socket | None = None
+        try:
+            family, address = link.addresses[0]
+            dialling = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            tune(dialling)
+            error = dialling.connect_ex(address)
+            if error not in (0, errno.EINPROGRESS):
+                raise OSError(error, os.strerror(error))
+        except OSError as failure:
+            if dialling is not None:
+                dialling.close()
+            if not link.connections:  # otherwise those that wait have their turn on these
+                self._fail_waiting(link, f"{link.peer} cannot be dialled ({failure})")
+            return
+        connection = _ClientConnection(SocketStream(dialling), link, self)
+        link.connections.append(connection)
+        self._loop.add(connection)
+
+    def _fail_waiting(self, link: TcpLink, why: str) -> None:
+        while link.waiting:
+            self._ended(link.waiting.popleft().completion(why))
+
+
+class _ClientConnection(TcpConnection):
+    """A connection to a peer, with at most one transfer."""
+
+    def __init__(self, stream: SocketStream, link: TcpLink, dialler: Dialler) -> None:
+        self.link = link
+        self.transfer: TcpTransfer | None = None
+        self.is_ready = False
+        self._dialler = dialler
+        self._posted: deque[TcpBatch] = deque()
+        super().__init__(stream)
+
+    def handler(self) -> ConnectionHandler:
+        received = bytearray(wire.GREETING_BYTES)
+        yield IoVector([memoryview(received)])
+        token, nonce = self.link.offer.token, secrets.token_bytes(wire.NONCE_BYTES)
+        nonces = wire.nonce_in(bytes(received)) + nonce
+        self.stream.send(nonce, wire.prove(token, wire.HandshakeRole.DIALLER, nonces))
+        proof = bytearray(wire.PROOF_BYTES)
+        yield IoVector([memoryview(proof)])
+        if not wire.is_proof(bytes(proof), token, wire.HandshakeRole.PRODUCER, nonces):
+            raise RemoteProtocolError(f"whoever answers at {self.link.offer.host}:{self.link.offer.port} is not {self.link.peer}")
+        self.is_ready = True
+        self.link.failed_dials = 0
+        self._take_next()
+        while True:
+            reply = bytearray(wire.REPLY_BYTES)
+            yield IoVector([memoryview(reply)])
+            text = bytearray(wire.text_bytes_in(bytes(reply)))
+            if text:
+                yield IoVector([memoryview(text)])
+                if self.transfer is not None and self.transfer.operation is wire.Operation.WRITE:
+                    self.transfer.is_not_granted = wire.is_not_granted(bytes(reply))
+                raise TransportError(f"{self.link.peer} refuses a transfer: {text.decode(errors='replace')}")
+            yield from self._take_reply()
+
+    def begin(self, transfer: TcpTransfer) -> None:
+        self.transfer = transfer
+        self.last_moved = time.monotonic()
+        self._post()
+
+    def is_overdue(self, now: float) -> str | None:
+        is_waiting = self.transfer is not None or not self.is_ready
+        if now <= self.last_moved + (STALL_TIMEOUT_S if is_waiting else IDLE_TIMEOUT_S):
+            return None
+        return f"no byte came from {self.link.peer} for {STALL_TIMEOUT_S:g} s" if is_waiting else "not needed"
+
+    def explain(self, error: Exception) -> str:
+        if not isinstance(error, OSError):
+            return str(error)
+        return f"the tcp connection to {self.link.peer} at {self.link.offer.host}:{self.link.offer.port} failed: {error.strerror or error}"
+
+    def ended(self, why: str) -> None:
+        self._posted.clear()
+        self._dialler.closed(self, why)
+
+    def _take_next(self) -> None:
+        if self.link.waiting:
+            self.begin(self.link.waiting.popleft())
+
+    def _take_reply(self) -> ConnectionHandler:
+        if not self._posted or self.transfer is None:
+            raise RemoteProtocolError(f"{self.link.peer} answers what nobody has asked")
+        batch = self._posted[0]
+        if self.transfer.operation is wire.Operation.READ:
+            yield IoVector(batch.views)
+        self._posted.popleft()
+        self.transfer.add_batch(batch)
+        self._post()
+
+    def _post(self) -> None:
+        """Ask for what is next. When nothing is left the transfer has ended, and the connection is free for another."""
+        while (transfer := self.transfer) is not None:
+            batch = transfer.next_batch() if len(self._posted) < MAX_POSTED else None
+            if batch is not None:
+                self._posted.append(batch)
+                payload = batch.views if transfer.operation is wire.Operation.WRITE else []
+                self.stream.send(wire.pack_header(transfer.operation, batch.rows, transfer.grant_id), batch.rows.data.cast("B"), *payload)
+            elif self._posted:
+                return
+            else:
+                self.transfer = self.link.waiting.popleft() if self.link.waiting else None
+                self._dialler.transfer_ended(transfer, None)
+
+
+def numeric_addresses(offer: wire.TcpOffer) -> list[SocketAddress]:
+    """Those of a host that is given by number: nobody is asked. Empty for a name."""
+    with contextlib.suppress(OSError, ValueError):
+        return _addresses(offer, socket.AI_NUMERICHOST)
+    return []
+
+
+def _addresses(offer: wire.TcpOffer, flags: int = 0) -> list[SocketAddress]:
+    found = socket.getaddrinfo(offer.host, offer.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]

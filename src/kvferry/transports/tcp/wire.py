@@ -1,0 +1,189 @@
+"""What the `tcp` transport says on a connection. Pure.
+
+Both sides prove that they know the offer's token: the dialler was told it, the producer made it, whoever else listens there or dials did
+neither. Then requests, answered in their order:
+
+    greeting   MAGIC, 16 bytes nonce                                    producer
+    proof      16 bytes nonce; HMAC-SHA256 of its role and both nonces   dialler
+    proof      HMAC-SHA256 of its role and both nonces                   producer
+    request    operation, number of runs, bytes of all, the number that a write is made under (0 for a read); then for each run
+               its address in the producer and its size (a write is followed by its bytes)    dialler
+    reply      status, length of a text (0 when all is well)             producer
+               (the reply to a read is followed by its bytes)
+
+A write under a number that is not lent is refused at once, before its bytes have come; a write whose number is taken back, amid its bytes.
+Either way the producer reads on for a while, for the refusal to arrive, and then closes; the dialler closes when it has seen it.
+
+Numbers are little-endian.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import RemoteProtocolError
+from kvferry.transports.copy.segments import MAX_ADDRESS, merged_ranges
+from kvferry.types import Region
+
+__all__ = [
+    "GREETING_BYTES",
+    "HEADER_BYTES",
+    "MAX_BATCH_BYTES",
+    "MAX_BATCH_DESCRIPTORS",
+    "NONCE_BYTES",
+    "PROOF_BYTES",
+    "REPLY_BYTES",
+    "TOKEN_BYTES",
+    "HandshakeRole",
+    "Header",
+    "Operation",
+    "Ranges",
+    "ReplyStatus",
+    "Rows",
+    "TcpOffer",
+    "greeting",
+    "is_not_granted",
+    "is_proof",
+    "nonce_in",
+    "pack_header",
+    "pack_reply",
+    "prove",
+    "text_bytes_in",
+    "unpack_header",
+]
+
+MAGIC = b"kvferry\x02"
+NONCE_BYTES, TOKEN_BYTES, PROOF_BYTES = 16, 32, 32
+"""A proof alone; a dialler's comes after its nonce."""
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+MAX_BATCH_DESCRIPTORS = 1024
+"""As many as one system call takes."""
+MAX_BATCH_BYTES = 16 * 1024 * 1024
+MAX_TEXT_BYTES = 1024
+
+_HEADER = struct.Struct("<BxxxIQQ")
+_REPLY = struct.Struct("<BxxxI")
+HEADER_BYTES, REPLY_BYTES = _HEADER.size, _REPLY.size
+
+Rows = npt.NDArray[np.int64]
+"""One row for each run: address in the producer, size in bytes."""
+
+
+class Operation(IntEnum):
+    READ = 1
+    WRITE = 2
+
+
+class ReplyStatus(IntEnum):
+    OK = 0
+    REFUSED = 1
+    NOT_GRANTED = 2
+    """Of the write alone: its peer is as good as before."""
+
+
+class HandshakeRole(Enum):
+    PRODUCER = b"producer"
+    DIALLER = b"dialler"
+
+
+class TcpOffer(msgspec.Struct, frozen=True, array_like=True):
+    """Where a transport listens, and what proves that a dialler was told so."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    operation: Operation
+    num_descriptors: int
+    total_bytes: int
+    grant_id: int
+
+
+class Ranges:
+    """The memory that a transport's peers may touch."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        merged = np.array(merged_ranges(regions), np.int64).reshape(-1, 2)
+        self._starts, self._ends = merged[:, 0], merged[:, 0] + merged[:, 1]
+
+    @property
+    def first(self) -> int:
+        return int(self._starts[0]) if len(self._starts) else 0
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._ends[-1]) - self.first if len(self._ends) else 0
+
+    def check(self, rows: Rows, total_bytes: int) -> None:
+        """RemoteProtocolError unless every run lies in one of the ranges, and all of them come to `total_bytes`."""
+        addresses, sizes = rows[:, 0], rows[:, 1]
+        at = np.searchsorted(self._starts, addresses, side="right") - 1
+        is_inside = (at >= 0) & (sizes > 0) & (sizes <= MAX_BATCH_BYTES)
+        # A size is small by now, and an address at least a range's start: their sum may only be too large, which is caught.
+        if not len(self._starts) or not bool(np.all(is_inside & (addresses < MAX_ADDRESS - MAX_BATCH_BYTES))):
+            raise RemoteProtocolError("a run is outside the memory that was offered, or of no possible size")
+        if not bool(np.all(addresses + sizes <= self._ends[at])):
+            raise RemoteProtocolError("a run leaves the memory that was offered")
+        if int(sizes.sum()) != total_bytes:
+            raise RemoteProtocolError(f"the runs come to {int(sizes.sum())} bytes, the request says {total_bytes}")
+
+
+def greeting(nonce: bytes) -> bytes:
+    return MAGIC + nonce
+
+
+def nonce_in(received: bytes) -> bytes:
+    if not received.startswith(MAGIC):
+        raise RemoteProtocolError("whoever answers there is no kvferry, or one of another version")
+    return received[len(MAGIC) :]
+
+
+def prove(token: bytes, role: HandshakeRole, nonces: bytes) -> bytes:
+    """`nonces`: the producer's, then the dialler's."""
+    return hmac.digest(token, role.value + nonces, hashlib.sha256)
+
+
+def is_proof(received: bytes, token: bytes, role: HandshakeRole, nonces: bytes) -> bool:
+    return hmac.compare_digest(received, prove(token, role, nonces))
+
+
+def pack_header(operation: Operation, rows: Rows, grant_id: int = 0) -> bytes:
+    return _HEADER.pack(operation, len(rows), int(rows[:, 1].sum()), grant_id)
+
+
+def unpack_header(received: bytes) -> Header:
+    operation, num_descriptors, total_bytes, grant_id = _HEADER.unpack(received)
+    if operation not in list(Operation) or not 0 < num_descriptors <= MAX_BATCH_DESCRIPTORS or not 0 < total_bytes <= MAX_BATCH_BYTES:
+        raise RemoteProtocolError(f"a request of kind {operation} for {num_descriptors} runs and {total_bytes} bytes is not possible")
+    if grant_id and operation == Operation.READ:
+        raise RemoteProtocolError(f"a read under number {grant_id} is not possible: only writes have one")
+    return Header(Operation(operation), num_descriptors, total_bytes, grant_id)
+
+
+def pack_reply(refusal: str = "", status: ReplyStatus = ReplyStatus.REFUSED) -> bytes:
+    """All is well, unless there is a reason to refuse."""
+    text = refusal.encode(errors="replace")[:MAX_TEXT_BYTES]
+    return _REPLY.pack(status if text else ReplyStatus.OK, len(text)) + text
+
+
+def text_bytes_in(received: bytes) -> int:
+    """How long the text of a refusal is that follows; 0 when all is well."""
+    status, length = _REPLY.unpack(received)
+    if status not in list(ReplyStatus) or length > MAX_TEXT_BYTES or bool(status) != bool(length):
+        raise RemoteProtocolError(f"a reply with status {status} and {length} bytes of text is not possible")
+    return int(length)
+
+
+def is_not_granted(received: bytes) -> bool:
+    """Of a reply that refuses: whether for the number alone."""
+    return bool(_REPLY.unpack(received)[0] == ReplyStatus.NOT_GRANTED)

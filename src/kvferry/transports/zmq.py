@@ -1,0 +1,343 @@
+"""The control transport over ZeroMQ: one listening socket, one socket per dialled address, CURVE on all of them. Sole importer of zmq.
+
+Owned by one thread; only `wake` may be called from others. Everything happens in `poll`, the check of a newcomer's key included, so there
+is no thread here but libzmq's own. Both sides prove that they hold the cluster's secret: a client cannot begin a handshake without the
+server's key, which never travels, and the server accepts one client key, which is derived from the secret too.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.errors import ConfigError, TransportError
+from kvferry.transports.base import MAX_FRAME_BYTES, ControlEvent, Disconnected, Received, Route
+from kvferry.types import Address
+
+__all__ = ["CurveKeys", "ZmqTransport"]
+
+Socket = zmq.Socket[bytes]
+
+KEY_SALT = b"kvferry control plane keys, version 1"
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+MAX_QUEUED_FRAMES = 32_768
+"""More requests than an engine queues for one peer: they all attach when its handshake ends, while the connection is still coming up."""
+MAX_EVENTS_PER_SOCKET = 256
+"""Taken from one socket in one `poll`, so that a talkative peer cannot hold up the others."""
+FRAME_ROOM_BYTES = 64 * 1024
+"""Above the limit, for CURVE's own bytes, and so that a frame little too long is dropped and counted instead of ending its connection."""
+BIND_TIMEOUT_S = 5.0
+"""A restarted engine waits this long for its dying predecessor to let go of the port."""
+BIND_RETRY_S = 0.1
+SILENCE_S = 6.0
+"""A peer that is silent this long, heartbeats three times as often included, is gone: a pulled cable shows no other way."""
+HANDSHAKE_MS = 5000
+RECONNECT_MS, RECONNECT_MAX_MS = 100, 2000
+CLOSE_LINGER_MS = 200
+MAX_SOCKETS = 16_384
+"""Three for each dialled address."""
+FORGET_LINGER_MS = 1000
+WILDCARDS = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
+
+MONITORED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """The key pairs of a cluster's servers and clients, as ZeroMQ spells them."""
+
+    server_public: bytes
+    server_secret: bytes = field(repr=False)
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+    @classmethod
+    def from_secret(cls, secret: bytes) -> "CurveKeys":
+        """HKDF with SHA-256: knowing one key says nothing of the other or of the secret."""
+        if not secret:
+            raise ConfigError("the cluster secret is empty; set KVFERRY_SECRET_FILE to a file that holds one")
+        server, client = (_derived(secret, purpose) for purpose in (b"server", b"client"))
+        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+class ZmqTransport:
+    """Implements `ports.control.ControlTransport`. Binds when it is made: port 0 is any free one; a port in use is waited for a little."""
+
+    def __init__(
+        self,
+        bind_host: str,
+        advertised_host: str,
+        port: int,
+        keys: CurveKeys,
+        *,
+        bind_timeout_s: float = BIND_TIMEOUT_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        if advertised_host in WILDCARDS:
+            raise ConfigError(f"{advertised_host!r} cannot be advertised, peers could not dial it; name this host's own address")
+        self._keys = keys
+        self._silence_ms = int(silence_s * 1000)
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context.max_sockets = MAX_SOCKETS
+        self._poller = zmq.Poller()
+        self._dialled: dict[str, _DealerConnection] = {}
+        self._waker = _Waker()
+        self._dropped_frames = 0
+        self._is_closed = False
+        try:
+            self._zap = self._listen_for_zap()
+            self._router = self._secured(zmq.ROUTER)
+            bound_port = _bind(self._router, bind_host, port, bind_timeout_s)
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._waker.close()
+            raise
+        self._address = f"tcp://{Address(advertised_host.strip('[]'), bound_port)}"
+        for source in (self._zap, self._router, self._waker.fd):
+            self._poller.register(source, zmq.POLLIN)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def dropped_frames(self) -> int:
+        """Frames that were too long or no single frames."""
+        return self._dropped_frames
+
+    def send(self, address: str, frame: bytes) -> None:
+        if self._is_closed or not self._is_short(frame):
+            return
+        dialled = self._dialled.get(address) or self._dial(address)
+        try:
+            dialled.socket.send(frame, zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise TransportError(f"{address} takes no more frames: {MAX_QUEUED_FRAMES} are waiting for it") from error
+
+    def reply(self, route: Route, frame: bytes) -> None:
+        if self._is_closed:
+            return
+        if route.dialled:
+            if route.dialled in self._dialled:
+                self.send(route.dialled, frame)
+        elif self._is_short(frame):
+            # The router drops by itself what is for a connection that has gone, or that takes no more.
+            with contextlib.suppress(zmq.ZMQError):
+                self._router.send_multipart([route.identity, frame], zmq.DONTWAIT)
+
+    def poll(self, timeout_s: float | None) -> list[ControlEvent]:
+        if self._is_closed:
+            return []
+        events: list[ControlEvent] = []
+        timeout_ms = None if timeout_s is None else math.ceil(max(0.0, timeout_s) * 1000)
+        ready = {source for source, _ in self._poller.poll(timeout_ms)}
+        if self._waker.fd in ready:
+            self._waker.clear()
+        if self._zap in ready:
+            _drain(self._zap, self._answer_zap)
+        if self._router in ready:
+            _drain(self._router, lambda parts: self._arrived(events, Route(parts[0]), parts[1:]))
+        for dialled in list(self._dialled.values()):
+            if dialled.socket in ready:
+                _drain(dialled.socket, partial(self._arrived, events, Route(b"", dialled.address)))
+            if dialled.monitor in ready and dialled.has_gone():
+                self._hang_up(dialled.address, linger_ms=0)
+                events.append(Disconnected(dialled.address))
+        return events
+
+    def wake(self) -> None:
+        self._waker.wake()
+
+    def forget(self, address: str) -> None:
+        self._hang_up(address, FORGET_LINGER_MS)
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for address in list(self._dialled):
+            self._hang_up(address, CLOSE_LINGER_MS)
+        self._router.close(CLOSE_LINGER_MS)
+        self._zap.close(0)
+        self._context.destroy(CLOSE_LINGER_MS)
+        self._waker.close()
+
+    def _arrived(self, events: list[ControlEvent], route: Route, parts: list[bytes]) -> None:
+        if len(parts) == 1 and self._is_short(parts[0]):
+            events.append(Received(route, parts[0]))
+        elif len(parts) != 1:
+            self._dropped_frames += 1
+
+    def _is_short(self, frame: bytes) -> bool:
+        self._dropped_frames += len(frame) > MAX_FRAME_BYTES
+        return len(frame) <= MAX_FRAME_BYTES
+
+    def _dial(self, address: str) -> "_DealerConnection":
+        if not address.startswith("tcp://"):
+            raise TransportError(f"{address!r} cannot be dialled: it is not tcp://host:port")
+        with contextlib.ExitStack() as undo:
+            # Any of these may find that this process has no file descriptor left.
+            try:
+                socket = self._secured(zmq.DEALER)
+                undo.callback(_shut, socket, 0)
+                monitor = socket.get_monitor_socket(MONITORED)
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                raise TransportError(f"{address!r} cannot be dialled ({error})") from error
+            undo.pop_all()
+        dialled = _DealerConnection(address, socket, monitor)
+        self._dialled[address] = dialled
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return dialled
+
+    def _hang_up(self, address: str, linger_ms: int) -> None:
+        dialled = self._dialled.pop(address, None)
+        if dialled is not None:
+            self._poller.unregister(dialled.socket)
+            self._poller.unregister(dialled.monitor)
+            _shut(dialled.socket, linger_ms)
+
+    def _secured(self, kind: int) -> Socket:
+        socket = self._context.socket(kind)
+        _limit(socket)
+        socket.heartbeat_ivl = self._silence_ms // 3
+        socket.heartbeat_timeout = socket.heartbeat_ttl = self._silence_ms
+        socket.zap_domain = b"kvferry"
+        if kind == zmq.ROUTER:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = self._keys.server_public, self._keys.server_secret
+        else:
+            socket.curve_serverkey = self._keys.server_public
+            socket.curve_publickey, socket.curve_secretkey = self._keys.client_public, self._keys.client_secret
+        return socket
+
+    def _listen_for_zap(self) -> Socket:
+        """Where libzmq asks whether a newcomer may come in (ZeroMQ RFC 27). A router, so that answers need no order."""
+        socket = self._context.socket(zmq.ROUTER)
+        socket.linger = 0
+        socket.bind(ZAP_ENDPOINT)
+        return socket
+
+    def _answer_zap(self, parts: list[bytes]) -> None:
+        asker, empty, version, request_id, _domain, _host, _identity, mechanism, *credentials = parts
+        expected = z85.decode(self._keys.client_public)
+        is_member = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], expected)
+        verdict = [b"200", b"OK"] if is_member else [b"400", b"not a member of this cluster"]
+        with contextlib.suppress(zmq.ZMQError):
+            self._zap.send_multipart([asker, empty, version, request_id, *verdict, b"", b""], zmq.DONTWAIT)
+
+
+class _DealerConnection:
+    """One outgoing connection and what libzmq tells about it."""
+
+    def __init__(self, address: str, socket: Socket, monitor: Socket) -> None:
+        self.address = address
+        self.socket = socket
+        self.monitor = monitor
+        self._was_connected = False
+
+    def has_gone(self) -> bool:
+        """Whether the connection broke after it had stood, or was refused by the other side's keys. One that never stood is retried."""
+        is_gone = False
+        while not is_gone:
+            try:
+                event = recv_monitor_message(self.monitor, zmq.DONTWAIT)["event"]
+            except zmq.Again:
+                break
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._was_connected = True
+            else:
+                is_gone = event != zmq.EVENT_DISCONNECTED or self._was_connected
+        return is_gone
+
+
+class _Waker:
+    """Ends a `poll` from another thread. The lock keeps a late `wake` from writing into a number that is another file's by then."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    def wake(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self._is_open:
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self.fd)
+
+
+def _limit(socket: Socket) -> None:
+    """Bounds on what any peer can make this side hold or wait for."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + FRAME_ROOM_BYTES)
+    socket.sndhwm = socket.rcvhwm = MAX_QUEUED_FRAMES
+    socket.linger = CLOSE_LINGER_MS
+    socket.ipv6 = True
+    socket.backlog = 1024
+    socket.handshake_ivl = socket.connect_timeout = HANDSHAKE_MS
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
+
+
+def _bind(socket: Socket, host: str, port: int, timeout_s: float) -> int:
+    """The port that was bound. ConfigError when it cannot be had."""
+    endpoint = f"tcp://{Address(host.strip('[]') or '*', port)}"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.bind(endpoint)
+            return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        except zmq.ZMQError as error:
+            is_in_use = error.errno == zmq.EADDRINUSE
+            if is_in_use and time.monotonic() < deadline:
+                time.sleep(BIND_RETRY_S)
+                continue
+            fix = f"port {port} is in use, by another engine perhaps; choose another" if is_in_use else "is that an address of this host?"
+            raise ConfigError(f"the side channel cannot listen on {endpoint} ({error}): {fix}") from error
+
+
+def _drain(socket: Socket, take: Callable[[list[bytes]], None]) -> None:
+    for _ in range(MAX_EVENTS_PER_SOCKET):
+        try:
+            parts = socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return
+        take(parts)
+
+
+def _shut(socket: Socket, linger_ms: int) -> None:
+    with contextlib.suppress(zmq.ZMQError):  # it never got one, for want of file descriptors
+        monitor: Any = socket.get_monitor_socket(MONITORED)
+        socket.disable_monitor()
+        monitor.close(0)
+    socket.close(linger_ms)
+
+
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    extracted = hmac.new(KEY_SALT, secret, hashlib.sha256).digest()
+    return z85.encode(hmac.new(extracted, purpose + b"\x01", hashlib.sha256).digest())

@@ -1,0 +1,140 @@
+"""The side channel of a scheduler: tells consumers how to reach the workers, routers what was kept of a turn, and takes tickets back.
+
+One thread owns the socket. Nothing that arrives can stop it: malformed messages are counted and, where there is someone to answer,
+answered.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError
+from kvferry.protocol import messages as codec
+from kvferry.protocol.handshake import ServedEngine, answer
+from kvferry.protocol.leases import EndedTurns
+from kvferry.protocol.messages import HandshakeRequest, Release, RetainedTurnReply, RetainedTurnRequest
+from kvferry.protocol.tickets import TicketKey
+from kvferry.transports.base import ControlTransport, Received
+from kvferry.worker.commands import ReleaseTicket
+
+__all__ = ["EndedTurn", "SideChannel"]
+
+MAX_RELEASED = 100_000
+MAX_TURNS = 10_000
+POLL_S = 1.0
+CLOSE_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTurn:
+    """What a router may ask for by this word."""
+
+    turn_id: str
+    params: str = ""
+    """JSON; empty: nothing any more."""
+    ttl_s: float = 0.0
+
+
+class SideChannel:
+    def __init__(self, control: ControlTransport, served: ServedEngine, key: TicketKey, wake_engine: Callable[[], None]) -> None:
+        self._control = control
+        self._served = served
+        self._key = key
+        self._wake_engine = wake_engine
+        self._released: deque[ReleaseTicket] = deque(maxlen=MAX_RELEASED)
+        # Filled by the engine's thread, emptied by ours.
+        self._published_turns: deque[EndedTurn] = deque(maxlen=MAX_TURNS)
+        self._turns = EndedTurns(MAX_TURNS)
+        self._num_dropped = 0
+        self._num_dropped_reported = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages that were malformed, forged or out of place."""
+        return self._num_dropped
+
+    def take_num_dropped(self) -> int:
+        """How many of them since the last call."""
+        before, self._num_dropped_reported = self._num_dropped_reported, self._num_dropped
+        return self._num_dropped_reported - before
+
+    @property
+    def has_released(self) -> bool:
+        return bool(self._released)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take_released(self) -> list[ReleaseTicket]:
+        """Tickets that were handed back since the last call."""
+        return [self._released.popleft() for _ in range(len(self._released))]
+
+    def publish_turn(self, turn: EndedTurn) -> None:
+        """From now on, say this when asked. Called by the engine's thread; never waits."""
+        self._published_turns.append(turn)
+
+    def close(self) -> None:
+        """Stop the thread and close the socket. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._thread.ident is None:
+            self._control.close()
+            return
+        self._control.wake()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise KVFerryError(f"the side channel did not stop within {CLOSE_TIMEOUT_S:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                arrived = self._control.poll(POLL_S)
+                self._store_published_turns()
+                for received in arrived:
+                    if isinstance(received, Received):
+                        self._take(received)
+        finally:
+            self._control.close()
+
+    def _take(self, received: Received) -> None:
+        try:
+            message = codec.decode(received.frame)
+            match message:
+                case HandshakeRequest():
+                    self._control.reply(received.route, codec.encode(answer(self._served, message)))
+                case Release(ticket):
+                    self._release(ticket)
+                case RetainedTurnRequest(nonce, turn_id):
+                    reply = RetainedTurnReply(nonce, turn_id, self._turns.find(turn_id, time.monotonic()))
+                    self._control.reply(received.route, codec.encode(reply))
+                case _:
+                    raise RemoteProtocolError(f"a {type(message).__name__} is not for a side channel")
+        except KVFerryError as error:
+            self._num_dropped += 1
+            _log.info("side channel dropped a message: %s", error)
+        except Exception:  # top of a request: one message must never end the service for all others
+            self._num_dropped += 1
+            _log.exception("side channel failed on a message")
+
+    def _store_published_turns(self) -> None:
+        while self._published_turns:
+            turn = self._published_turns.popleft()
+            if turn.params:
+                self._turns.add(turn.turn_id, turn.params, time.monotonic() + turn.ttl_s)
+            else:
+                self._turns.forget(turn.turn_id)
+
+    def _release(self, text: str) -> None:
+        ticket = self._key.open(text)
+        if (ticket.engine_id, ticket.epoch_id) != (self._served.engine, self._served.epoch):
+            raise InvalidTicket("a ticket of another engine incarnation was handed back")
+        self._released.append(ReleaseTicket(ticket.lease, ticket.serial))
+        self._wake_engine()

@@ -1,0 +1,128 @@
+"""The thread that runs a transfer worker. The engine's thread hands it commands and takes events; nothing else is shared."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvferry.errors import KVFerryError, LocalProtocolError
+from kvferry.events import BytesMoved, Event, HandshakeFailed, MessageDropped, PeerConnected, PrefillCompleted, RetainedBlocksFetched
+from kvferry.transports.base import StreamEvent
+from kvferry.worker.commands import WorkerCommand
+from kvferry.worker.worker import TransferWorker, TransferWorkerSnapshot
+
+__all__ = ["TransferWorkerThread"]
+
+MAX_QUEUED = 1_000_000
+CLOSE_TIMEOUT_S = 10.0
+MARK_INTERVAL_S = 0.001
+"""How often the engine's device is asked how far it is, while commands wait for it. Mostly it is there already."""
+
+_log = logging.getLogger(__name__)
+
+_STATS_ONLY_EVENTS = (BytesMoved, HandshakeFailed, RetainedBlocksFetched, MessageDropped, PeerConnected, PrefillCompleted)
+"""Events that no request waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What the engine said at once, and how far its device must be before it counts."""
+
+    commands: tuple[WorkerCommand, ...]
+    mark: StreamEvent | None
+
+
+class TransferWorkerThread:
+    """Owns a transfer worker from `start` to `close`. `wake_worker` interrupts its sleep and may be called from any thread."""
+
+    def __init__(self, transfer_worker: TransferWorker, wake_worker: Callable[[], None], name: str = "kvferry") -> None:
+        self._transfer_worker = transfer_worker
+        self._wake_worker = wake_worker
+        self._wake_engine: Callable[[], None] = _no_wakeup
+        # A deque's append and popleft are atomic, and each end has one user: no lock is needed.
+        self._inbox: deque[_Batch] = deque()
+        self._outbox: deque[Event] = deque()
+        self._num_submitted, self._num_taken = 0, 0
+        """Commands; each is counted by one thread."""
+        self._is_closing = False
+        self._failure: str | None = None
+        self._snapshot = TransferWorkerSnapshot()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def set_wakeup(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from the transfer worker's thread, when there is news the engine waits for."""
+        self._wake_engine = wake
+
+    def submit(self, commands: Iterable[WorkerCommand], mark: StreamEvent | None = None) -> None:
+        """Hand over commands; never waits. They are obeyed in order, and not before the engine's device has passed the mark.
+        KVFerryError when the transfer worker has died."""
+        if self._failure is not None:
+            raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
+        batch = _Batch(tuple(commands), mark)
+        if not batch.commands:
+            return
+        self._inbox.append(batch)
+        self._num_submitted += len(batch.commands)
+        if self._num_submitted - self._num_taken > MAX_QUEUED:
+            raise LocalProtocolError(f"more than {MAX_QUEUED} commands wait for the transfer worker")
+        self._wake_worker()
+
+    def take_events(self) -> list[Event]:
+        if self._failure is not None:
+            raise KVFerryError(f"the transfer worker has stopped: {self._failure}")
+        return [self._outbox.popleft() for _ in range(len(self._outbox))]
+
+    def snapshot(self) -> TransferWorkerSnapshot:
+        """What the transfer worker held after its last turn."""
+        return self._snapshot
+
+    def close(self) -> None:
+        """Stop the thread and close the transfer worker. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._thread.ident is None:
+            self._transfer_worker.close()
+            return
+        self._wake_worker()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise KVFerryError(f"the transfer worker did not stop within {CLOSE_TIMEOUT_S:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._tick()
+        except Exception as error:  # top of the thread: the engine must learn of it, or its requests would wait for ever
+            _log.exception("ferry stopped by an error of its own")
+            self._failure = f"{type(error).__name__}: {error}"
+            self._wake_engine()
+        finally:
+            self._transfer_worker.close()
+
+    def _tick(self) -> None:
+        commands = self._take_commands()
+        wait_s = min(MARK_INTERVAL_S, self._transfer_worker.idle_s()) if self._inbox else None
+        events = self._transfer_worker.step(commands, wait_s=wait_s, late_commands=self._take_commands)
+        self._snapshot = self._transfer_worker.snapshot()
+        if not events:
+            return
+        self._outbox.extend(events)
+        if not all(isinstance(event, _STATS_ONLY_EVENTS) for event in events):
+            self._wake_engine()
+
+    def _take_commands(self) -> list[WorkerCommand]:
+        """Those whose mark has been passed, in order: none overtakes another."""
+        commands: list[WorkerCommand] = []
+        while self._inbox and (self._inbox[0].mark is None or self._inbox[0].mark.is_complete()):
+            commands += self._inbox.popleft().commands
+        self._num_taken += len(commands)
+        return commands
+
+
+def _no_wakeup() -> None:
+    return None

@@ -1,0 +1,448 @@
+"""The transfer worker: feeds the pure producer and consumer with commands, messages and completions, and performs what they ask for.
+
+Owned by one thread (`TransferWorkerThread`), or stepped by a test. It has no opinion about the protocol.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+
+from kvferry.errors import InvalidTicket, KVFerryError, RemoteProtocolError, TransportError
+from kvferry.events import BytesMoved, Event, EvictionDeferred, LeaseEnded, MessageDropped, PeerConnected, TransferFailed
+from kvferry.protocol import messages as codec
+from kvferry.protocol.actions import (
+    Action,
+    CloseConnection,
+    ClosePeer,
+    CopyToHostBuffer,
+    GrantWrites,
+    OpenPeer,
+    PlaceBlocks,
+    RevokeWrites,
+    Send,
+    StartRead,
+    StartWrite,
+    StopRead,
+    StopWrite,
+)
+from kvferry.protocol.consumer import Consumer
+from kvferry.protocol.consumer_context import ConsumerSettings
+from kvferry.protocol.messages import PushOffer, ToConsumer, ToProducer
+from kvferry.protocol.peers import UNKNOWN_EPOCH
+from kvferry.protocol.producer import Producer, ProducerSettings
+from kvferry.protocol.push_matcher import MAX_LEASES_WAITED
+from kvferry.protocol.push_writer import PushWriter, WriterSettings
+from kvferry.protocol.tickets import PushTicketKey, TicketKey
+from kvferry.protocol.transfer import Destination, PushInfo
+from kvferry.sleep import short_sleep
+from kvferry.transports.base import (
+    BlockStore,
+    Completion,
+    ControlTransport,
+    DataTransport,
+    Disconnected,
+    Handle,
+    Received,
+    StoreHandle,
+    TransportOffer,
+)
+from kvferry.types import EngineId, EngineIncarnation
+from kvferry.worker.commands import (
+    AbandonLease,
+    AbortLoad,
+    CloseStream,
+    ConsumerCommand,
+    EvictTurn,
+    FailPush,
+    GrantLease,
+    OpenStream,
+    PrepareLoad,
+    PrepareOptionalLoad,
+    ProducerCommand,
+    PublishTicket,
+    RegisterForPush,
+    RegisterForPushByAddress,
+    RejectLoad,
+    ReleaseTicket,
+    RetainTurn,
+    SkipLoad,
+    StartLoad,
+    WithdrawStream,
+    WorkerCommand,
+)
+
+__all__ = ["PostponedCommands", "TransferWorker", "TransferWorkerSettings", "TransferWorkerSnapshot"]
+
+
+MAX_WAIT_S = 1.0
+CONTROL_RESOLUTION_S = 0.0005
+"""The control transport waits for whole milliseconds. A transport that watches its device wants less."""
+EXPIRY_RESOLUTION_S = 0.05
+"""A lease that has run out is no longer good at once; its blocks may be freed this much later."""
+READ_WATCH_INTERVAL_S = 0.01
+"""How often transports that need our help are looked at while a read is likely to begin."""
+READ_START_INTERVAL_S = 0.001
+"""The same while one is beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferWorkerSettings:
+    producer: ProducerSettings
+    consumer: ConsumerSettings
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferWorkerSnapshot:
+    """What a transfer worker holds right now; all zero when quiescent."""
+
+    leases: int = 0
+    transfers: int = 0
+    reads: int = 0
+    peers: int = 0
+    registrations: int = 0
+    writes: int = 0
+
+
+class TransferWorker:
+    def __init__(
+        self,
+        settings: TransferWorkerSettings,
+        transports: Sequence[DataTransport],
+        control: ControlTransport,
+        store: BlockStore,
+        clock: Callable[[], float],
+    ) -> None:
+        self._key = TicketKey(settings.secret)
+        self._push_key = PushTicketKey(settings.secret)
+        self._consumer = Consumer(settings.consumer)
+        self._writers = _writers(settings, self._consumer)
+        self._producer = Producer(settings.producer, self._key, self._push_key, self._writers)
+        self._transports = {transport.name: transport for transport in transports}
+        self._control = control
+        self._store = store
+        self._clock = clock
+        self._moves: dict[tuple[str, Handle], StartRead | StartWrite | RevokeWrites] = {}
+        """By transport: what its handles are about."""
+        self._stored: dict[StoreHandle, PlaceBlocks | CopyToHostBuffer] = {}
+        self._postponed = PostponedCommands(settings.consumer.peers.geometry.block_size, self._producer.is_copying)
+        self._events: deque[Event] = deque()
+
+    def snapshot(self) -> TransferWorkerSnapshot:
+        producer, consumer, num_writes = self._producer, self._consumer, len(self._writers) + self._writers.num_posted
+        num_moves, num_registrations = len(self._moves), producer.num_registrations
+        return TransferWorkerSnapshot(
+            producer.num_leases, consumer.num_transfers, num_moves, consumer.num_peers, num_registrations, num_writes
+        )
+
+    def step(
+        self,
+        commands: Sequence[WorkerCommand],
+        *,
+        wait_s: float | None = None,
+        late_commands: Callable[[], Sequence[WorkerCommand]] = tuple,
+    ) -> list[Event]:
+        """One turn: wait for news (at most `wait_s`, or until the next deadline), take it in, act. Returns what happened.
+
+        What the engine says meanwhile (`late_commands`) is asked for after the news has come and obeyed before it: whoever asks whether
+        blocks were good until now is answered by what the engine had said until then."""
+        timeout = 0.0 if commands else self.idle_s() if wait_s is None else wait_s
+        if 0.0 < timeout < CONTROL_RESOLUTION_S:
+            short_sleep(timeout)
+            timeout = 0.0
+        received = self._control.poll(timeout)
+        now = self._clock()
+        for command in (*commands, *late_commands()):
+            self._execute(command, now)
+        # What was written before the engine said this is right only if the engine did not take its blocks back.
+        self._producer.confirm_writes(now)
+        for control_event in received:
+            self._receive(control_event, now)
+        # Before the transports are asked: a read that begins now may be over at once.
+        self._perform(now)
+        for transport in self._transports.values():
+            for completion in transport.poll():
+                self._take_completion(transport.name, completion, now)
+        for stored in self._store.poll():
+            self._finish_store(self._stored.pop(stored.handle), stored.error, now)
+        for command in self._postponed.take_due():
+            self._execute_for_consumer(command, now)
+        self._producer.advance(now)
+        self._consumer.advance(now)
+        self._perform(now)
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def idle_s(self) -> float:
+        """How long nothing needs to be done, unless news comes in."""
+        now = self._clock()
+        if self._writers.has_landed:
+            return 0.0
+        producer_at, consumer_at = self._producer.next_deadline(), self._consumer.next_deadline()
+        waits = [] if consumer_at is None else [consumer_at - now]
+        if producer_at is not None:
+            # Thousands of leases have thousands of deadlines; whatever is due within a moment is dealt with together.
+            waits.append(max(EXPIRY_RESOLUTION_S, producer_at - now))
+        waits += [interval for interval in (self._store.poll_interval_s(),) if interval is not None]
+        for transport in self._transports.values():
+            intervals = [transport.poll_interval_s()]
+            if self._producer.num_readers(transport.name) or self._consumer.may_be_written(transport.name):
+                intervals.append(self._serving_interval_s(transport, now))
+            waits += [interval for interval in intervals if interval is not None]
+        return max(0.0, min([MAX_WAIT_S, *waits]))
+
+    def _serving_interval_s(self, transport: DataTransport, now: float) -> float | None:
+        interval = transport.serving_interval_s()
+        if interval is None or not self._producer.is_reading_likely(now):
+            return interval
+        return min(interval, READ_START_INTERVAL_S if self._producer.is_read_beginning(now) else READ_WATCH_INTERVAL_S)
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # what comes after one that cannot be closed is closed all the same
+            for close in (self._control.close, self._store.close, *(transport.close for transport in self._transports.values())):
+                stack.callback(close)
+
+    # -- inputs ----------------------------------------------------------------------------------------------------
+
+    def _receive(self, control_event: Received | Disconnected, now: float) -> None:
+        if isinstance(control_event, Disconnected):
+            self._consumer.disconnected(control_event.address, now)
+            return
+        try:
+            message = codec.decode(control_event.frame)
+        except RemoteProtocolError as error:
+            self._events.append(MessageDropped(str(error)))
+            return
+        is_inbound = not control_event.route.dialled
+        if is_inbound and isinstance(message, ToProducer):
+            self._producer.receive(control_event.route, message, now)
+        elif not is_inbound and isinstance(message, ToConsumer):
+            self._consumer.receive(control_event.route.dialled, message, now)
+        elif not is_inbound and isinstance(message, PushOffer):
+            self._take_offer(control_event.route.dialled, message, now)
+        else:
+            self._events.append(MessageDropped(f"a {type(message).__name__} is not expected here"))
+
+    def _take_offer(self, address: str, offer: PushOffer, now: float) -> None:
+        try:
+            self._consumer.offered(address, offer.reader, self._key.open(offer.ticket), offer.ticket, offer.ready_tokens, now)
+        except InvalidTicket as error:
+            self._events.append(MessageDropped(f"an offer without a good ticket: {error}"))
+
+    def _execute(self, command: WorkerCommand, now: float) -> None:
+        if isinstance(command, ProducerCommand):
+            self._execute_for_producer(command, now)
+        elif not self._postponed.postpones(command):
+            self._execute_for_consumer(command, now)
+
+    def _execute_for_producer(self, command: ProducerCommand, now: float) -> None:
+        match command:
+            case GrantLease(request, serial, blocks):
+                self._producer.grant(request, serial, now, blocks)
+            case RetainTurn(request, serial, ttl_s, blocks):
+                self._producer.retain(request, serial, now, ttl_s, blocks)
+            case EvictTurn(request):
+                if self._producer.evict(request, now):
+                    self._events.append(EvictionDeferred(request))
+            case OpenStream(request, serial):
+                self._producer.open(request, serial, now)
+            case CloseStream(request, blocks):
+                self._producer.close(request, now, blocks)
+            case WithdrawStream(request, serial):
+                self._producer.withdraw(request, serial, now)
+            case PublishTicket(request, match_id, ticket, ready_tokens, blocks):
+                self._producer.publish(request, match_id, ticket, ready_tokens, now, blocks)
+            case FailPush(request, match_id, reason):
+                self._producer.fail_prefill(request, match_id, reason, now)
+            case AbandonLease(request):
+                self._producer.abandon(request)
+            case ReleaseTicket(request, serial):
+                self._producer.release_ticket(request, serial)
+
+    def _execute_for_consumer(self, command: ConsumerCommand, now: float) -> None:
+        match command:
+            case PrepareLoad(request, ticket):
+                self._consumer.track(request, self._key.open(ticket), ticket, now)
+            case PrepareOptionalLoad(request, ticket):
+                self._consumer.track_optional(request, self._key.open(ticket), ticket, now)
+            case RegisterForPush(request, text, tokens, own_address):
+                push_ticket = self._push_key.open(text)
+                push_info = PushInfo(push_ticket.match_id, tokens, own_address, text)
+                self._consumer.expect(request, push_ticket.incarnation, push_ticket.address, push_ticket.tp_size, push_info, now)
+            case RegisterForPushByAddress(request, engine, address, tp_size, tokens, own_address):
+                incarnation = EngineIncarnation(EngineId(engine), UNKNOWN_EPOCH)
+                self._consumer.expect(request, incarnation, address, tp_size, PushInfo("", tokens, own_address, ""), now)
+            case StartLoad(request, blocks, first_token, end_token, needed_from):
+                self._consumer.start(request, blocks, range(first_token, end_token), now, needed_from)
+            case SkipLoad(request):
+                self._consumer.settle(request, now)
+            case AbortLoad(request):
+                self._consumer.abort(request, now)
+            case RejectLoad(request, reason):
+                self._events.append(TransferFailed(request, reason))
+
+    def _take_completion(self, transport: str, completion: Completion, now: float) -> None:
+        move = self._moves.pop((transport, completion.handle), None)
+        if isinstance(move, RevokeWrites):
+            self._consumer.writes_revoked(move.request, move.grant_id, now)
+            return
+        moved, used = completion.total_bytes, completion.segments
+        planned = used if move is None else sum(len(part.local_offsets) for part in move.segments)
+        request = move.request if isinstance(move, StartRead) else None
+        self._events.append(BytesMoved(transport, moved, used, planned, completion.post_s, completion.transfer_s, completion.ok, request))
+        if move is not None:
+            self._report_end(move, completion.error, now)
+
+    def _report_end(self, move: StartRead | StartWrite, error: str | None, now: float) -> None:
+        if isinstance(move, StartRead):
+            self._consumer.read_ended(move.request, move.peer, error, now)
+        else:
+            self._writers.write_ended(move.write, error, now)
+
+    def _finish_store(self, action: PlaceBlocks | CopyToHostBuffer, error: str | None, now: float) -> None:
+        if isinstance(action, PlaceBlocks):
+            self._consumer.placed(action.request, error, now)
+        else:
+            self._producer.copied_to_host_buffer(action.copy, error, now)
+
+    # -- effects ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, now: float) -> None:
+        while actions := [*self._consumer.take_actions(), *self._producer.take_actions(), *self._writers.take_actions()]:
+            for action in actions:
+                self._perform_one(action, now)
+        for reply in self._producer.take_replies():
+            self._control.reply(reply.route, codec.encode(reply.message))
+        self._events.extend(LeaseEnded(ended.request, ended.end) for ended in self._producer.take_ended())
+        self._events.extend(self._consumer.take_events())
+
+    def _perform_one(self, action: Action, now: float) -> None:
+        match action:
+            case Send(address, message):
+                self._send(address, codec.encode(message), now)
+            case CloseConnection(address):
+                self._control.forget(address)
+            case OpenPeer():
+                self._open(action, now)
+            case ClosePeer(peer, control_address):
+                for transport in self._transports.values():
+                    transport.disconnect(peer)
+                self._control.forget(control_address)
+            case StartRead() | StartWrite():
+                self._start_move(action, now)
+            case StopRead(request, peer):
+                self._cancel(lambda move: isinstance(move, StartRead) and (move.request, move.peer) == (request, peer))
+            case StopWrite(write):
+                self._cancel(lambda move: isinstance(move, StartWrite) and move.write == write)
+            case GrantWrites(transport, grant_id, blocks):
+                self._transports[transport].grant_writes(grant_id, blocks)
+            case RevokeWrites(_, transport, grant_id):
+                self._moves[transport, self._transports[transport].revoke_writes(grant_id)] = action
+            case PlaceBlocks() | CopyToHostBuffer():
+                self._store_blocks(action, now)
+
+    def _send(self, address: str, frame: bytes, now: float) -> None:
+        try:
+            self._control.send(address, frame)
+        except TransportError:
+            self._control.forget(address)
+            self._consumer.disconnected(address, now)
+
+    def _open(self, action: OpenPeer, now: float) -> None:
+        problems = []
+        for choice in action.candidates:
+            offer = next(o for o in action.offers if o.transport == choice.transport)
+            try:
+                made = TransportOffer(offer.transport, offer.reach, offer.blob, offer.near)
+                self._transports[choice.transport].connect(action.peer, made, action.geometry.regions)
+            except Exception as error:  # top of a peer: what it offers goes through libraries that raise whatever they like
+                problems.append(f"{choice.transport}: {_described(error)}")
+                continue
+            reason = "; ".join([choice.reason, *problems])
+            self._events.append(PeerConnected(action.peer.engine, choice.transport, reason))
+            self._consumer.peer_opened(action.peer, choice.transport, now)
+            return
+        self._consumer.peer_unreachable(action.peer, f"no transport reaches the producer ({'; '.join(problems)})", now)
+
+    def _start_move(self, action: StartRead | StartWrite, now: float) -> None:
+        if not action.segments:
+            self._report_end(action, None, now)
+            return
+        transport = self._transports[action.transport]
+        try:
+            if isinstance(action, StartRead):
+                handle = transport.read(action.peer, action.segments)
+            else:
+                handle = transport.write(action.peer, action.segments, action.grant_id)
+        except Exception as error:  # top of a transfer, likewise
+            self._report_end(action, _described(error), now)
+            if isinstance(action, StartWrite):
+                # The transport has given up the connection; the next request shakes hands anew.
+                self._consumer.peer_unreachable(action.peer, _described(error), now)
+            return
+        self._moves[action.transport, handle] = action
+
+    def _cancel(self, matches: Callable[[StartRead | StartWrite | RevokeWrites], bool]) -> None:
+        for (name, handle), move in self._moves.items():
+            if matches(move):
+                self._transports[name].cancel(handle)
+
+    def _store_blocks(self, action: PlaceBlocks | CopyToHostBuffer, now: float) -> None:
+        store = self._store
+        try:
+            handle = (
+                store.place(action.permutations, action.blocks)
+                if isinstance(action, PlaceBlocks)
+                else store.copy_to_host_buffer(action.blocks)
+            )
+        except Exception as error:  # top of a transfer, likewise
+            self._finish_store(action, _described(error), now)
+            return
+        self._stored[handle] = action
+
+
+def _writers(settings: TransferWorkerSettings, consumer: Consumer) -> PushWriter:
+    producer = settings.producer
+    max_lease_s = MAX_LEASES_WAITED * producer.lease_ttl_s
+    ours = WriterSettings(producer.engine, settings.consumer.read_timeout_s, max_lease_s, can_write=not producer.uses_host_buffer)
+    writers = PushWriter(ours, consumer.peers)
+    consumer.add_peer_user(writers)
+    return writers
+
+
+def _described(error: Exception) -> str:
+    return str(error) if isinstance(error, KVFerryError) else f"{type(error).__name__}: {error}"
+
+
+# -------------------- postponed --------------------
+# What an engine has said as a consumer since it gave us blocks that something is still copied to.
+#
+# A staged engine that preempts a prefill may give its blocks to a request that is loaded, at once, while they are being copied for readers.
+# The bytes that are loaded come to the same place, so the load begins when the copy has ended; whatever was said after it keeps its place.
+
+
+class PostponedCommands:
+    def __init__(self, block_size: int, is_copying: Callable[[Collection[int]], bool]) -> None:
+        self._block_size = block_size
+        self._is_copying = is_copying
+        self._commands: deque[ConsumerCommand] = deque()
+
+    def postpones(self, command: ConsumerCommand) -> bool:
+        """Whether it cannot be obeyed now; then it is kept until it can."""
+        if not self._commands and not self._must_wait(command):
+            return False
+        self._commands.append(command)
+        return True
+
+    def take_due(self) -> Iterator[ConsumerCommand]:
+        while self._commands and not self._must_wait(self._commands[0]):
+            yield self._commands.popleft()
+
+    def _must_wait(self, command: ConsumerCommand) -> bool:
+        if not isinstance(command, StartLoad):
+            return False
+        filled = Destination(command.blocks, range(command.first_token, command.end_token)).filled_blocks(self._block_size)
+        return self._is_copying(set(chain.from_iterable(filled)))

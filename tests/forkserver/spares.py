@@ -1,0 +1,76 @@
+"""A process that `multiprocessing` has "spawned", without its imports: it was forked earlier, when its parent had not begun to run.
+
+It is the spawning process's own child and gets the same files, variables and signal mask as one that is spawned, and from then on runs
+the same code (`multiprocessing.spawn.spawn_main`).
+"""
+
+import ast
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.forkserver.handing import install_fds, receive_message, send_message, set_environment
+
+__all__ = ["prefork"]
+
+CALL = re.compile(r"spawn_main\((.*)\)$")
+Work = Callable[[], None]
+
+
+def prefork(depth: int) -> Work | None:
+    """Fork one, to be used by the next spawn of this process; `depth - 1` generations of its own children are born likewise.
+
+    None: this is the process that forked. In the new one it returns, when it is wanted, what it has to do.
+    """
+    if depth <= 0:
+        return None
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Ctrl-C is for those who run already; what is handed over says whether it concerns this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _spawn_by(ours, pid)
+        return None
+    ours.close()
+    wanted = receive_message(theirs)
+    if wanted is None:
+        os._exit(0)
+    theirs.detach()
+    return _run_as(*wanted, depth=depth)
+
+
+def _spawn_by(link: socket.socket, pid: int) -> None:
+    spawn_normally = multiprocessing.util.spawnv_passfds
+
+    def spawn(path: bytes, words: Sequence[str], files: Sequence[int]) -> int:
+        call = CALL.search(words[-2]) if words[-1] == "--multiprocessing-fork" else None
+        if call is None:
+            return int(spawn_normally(path, words, files))
+        multiprocessing.util.spawnv_passfds = spawn_normally
+        mask = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+        request = {"call": call[1], "files": sorted(files), "variables": dict(os.environ), "directory": os.getcwd(), "mask": mask}
+        with link:
+            send_message(link, request, sorted(files))
+        return pid
+
+    multiprocessing.util.spawnv_passfds = spawn  # type: ignore[assignment]
+
+
+def _run_as(request: dict[str, Any], files: list[int], depth: int) -> Work | None:
+    install_fds(dict(zip(request["files"], files, strict=True)))
+    set_environment(request["variables"])
+    os.chdir(request["directory"])
+    if (work := prefork(depth - 1)) is not None:
+        return work
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    arguments = {word.partition("=")[0].strip(): ast.literal_eval(word.partition("=")[2]) for word in request["call"].split(",")}
+    return lambda: multiprocessing.spawn.spawn_main(**arguments)

@@ -1,6 +1,0 @@
-"""`python -m tests.nursery.waiting`: says so and waits to be ended."""
-
-import threading
-
-print("waiting", flush=True)
-threading.Event().wait(120)

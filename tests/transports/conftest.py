@@ -1,0 +1,18 @@
+"""Two transports over TCP in this process: ours, and one that is filled with sevens."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.transports.tcp_peers import Memory, memory
+
+
+@pytest.fixture
+def near() -> Iterator[Memory]:
+    with memory() as made:
+        yield made
+
+
+@pytest.fixture
+def far() -> Iterator[Memory]:
+    with memory(fill=7) as made:
+        yield made

@@ -1,0 +1,95 @@
+"""Sides for the conformance suite, one maker per transport; module functions, so that a spawned process can make them too."""
+
+import numpy as np
+
+from kvferry.testing.transport_pairs import MEMORY_BYTES, TransportSide, layout
+from kvferry.transports.base import DataTransport
+from kvferry.transports.copy.gather import copy_by_numpy
+from kvferry.transports.faulty import FaultyTransport, parse_faults
+from kvferry.transports.memory import MemoryNetwork, MemoryTransport
+from kvferry.transports.nixl.bounce.transport import BounceNixlTransport, BounceSettings
+from kvferry.transports.nixl.transport import NixlTransport
+from kvferry.transports.shm import SharedMemory, ShmTransport
+from kvferry.transports.tcp.transport import TcpTransport
+
+__all__ = [
+    "corrupting_side",
+    "delaying_side",
+    "failing_side",
+    "fenced_memory_side",
+    "memory_side",
+    "nixl_side",
+    "shm_side",
+    "shm_side_without_compiler",
+    "slow_staged_side",
+    "staged_nixl_side",
+    "tcp_side",
+]
+
+NETWORK = MemoryNetwork()
+
+
+def memory_side() -> TransportSide:
+    return _over_numpy(MemoryTransport(NETWORK))
+
+
+def fenced_memory_side() -> TransportSide:
+    return _over_numpy(MemoryTransport(NETWORK, supports_write_grants=True))
+
+
+def delaying_side() -> TransportSide:
+    return _over_numpy(FaultyTransport(MemoryTransport(NETWORK), parse_faults("delay:polls=3")))
+
+
+def corrupting_side() -> TransportSide:
+    return _over_numpy(FaultyTransport(MemoryTransport(NETWORK), parse_faults("corrupt:every=1")))
+
+
+def failing_side() -> TransportSide:
+    return _over_numpy(FaultyTransport(MemoryTransport(NETWORK), parse_faults("fail:every=1")))
+
+
+def shm_side() -> TransportSide:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(ShmTransport(memory), memory)
+
+
+def shm_side_without_compiler() -> TransportSide:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(ShmTransport(memory, copy_by_numpy), memory)
+
+
+def nixl_side() -> TransportSide:
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    return _registered(NixlTransport(), memory)
+
+
+def staged_nixl_side() -> TransportSide:
+    """Everything is staged that is more than one run, through a ring that is much smaller than the large region."""
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=2 << 20, chunk_bytes=96 * 1024, min_descriptors=2)
+    return _registered(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests"), memory)
+
+
+def slow_staged_side() -> TransportSide:
+    """As above, in chunks so small that a long transfer can be met on its way; and who is silent is not waited for long."""
+    memory = SharedMemory.allocate(MEMORY_BYTES)
+    settings = BounceSettings(segment_bytes=1 << 40, buffer_bytes=256 << 10, chunk_bytes=8192, min_descriptors=2)
+    return _registered(BounceNixlTransport(NixlTransport(), settings, b"the secret of these tests", reclaim_s=5.0), memory)
+
+
+def tcp_side() -> TransportSide:
+    return _over_numpy(TcpTransport("127.0.0.1", "127.0.0.1"))
+
+
+def _registered(transport: DataTransport, memory: SharedMemory) -> TransportSide:
+    regions = layout(memory.address)
+    assert transport.register(regions)
+    return TransportSide(transport, np.frombuffer(memory.buffer, np.uint8), regions, memory.close)
+
+
+def _over_numpy(transport: DataTransport) -> TransportSide:
+    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    regions = layout(memory.ctypes.data)
+    assert transport.register(regions)
+    return TransportSide(transport, memory, regions, lambda: memory.resize(0, refcheck=False))

@@ -1,0 +1,151 @@
+"""Two sides of bounce-buffer transfers in one process, with a clock, a mail and a wire that do what a test says. No NIXL, no thread, no
+time.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.transports.base import Completion, Handle, Segments
+from kvferry.transports.copy.gather import AddressCopier, HostAddressCopier
+from kvferry.transports.copy.segments import Descriptors
+from kvferry.transports.nixl.bounce.initiator import BounceTransfers, RemoteBounceBuffer
+from kvferry.transports.nixl.bounce.messages import BounceMessage
+from kvferry.transports.nixl.bounce.owner import SlotServer, ToOwner
+from kvferry.transports.nixl.bounce.slots import BounceBuffer, CopyLimits, SlotTable
+from kvferry.types import EngineId, Epoch, PeerId, Region
+
+__all__ = ["RECLAIM_S", "Party", "World", "scattered"]
+
+Bytes = npt.NDArray[np.uint8]
+RECLAIM_S = 60.0
+PAGE = 4096
+
+
+@dataclass(slots=True)
+class _Posted:
+    handle: Handle
+    operation: str
+    descriptors: Descriptors
+
+
+@dataclass(slots=True)
+class DescriptorMover:
+    """Moves what was posted when it is told to, or never."""
+
+    posted: list[_Posted] = field(default_factory=list)
+    last: int = 1000
+    is_broken: bool = False
+
+    def move(self, peer: PeerId, operation: str, descriptors: Descriptors) -> Handle:
+        self.last += 1
+        self.posted.append(_Posted(Handle(self.last), operation, descriptors))
+        return Handle(self.last)
+
+    def cancel(self, handle: Handle) -> None:
+        return None  # what is posted is waited for
+
+    def land(self) -> list[Completion]:
+        landed, self.posted = self.posted, []
+        for each in landed:
+            for here, there, size in zip(
+                *(part.tolist() for part in (each.descriptors.local, each.descriptors.remote, each.descriptors.size_bytes)), strict=True
+            ):
+                ctypes.memmove(*((here, there) if each.operation == "READ" else (there, here)), size)
+        return [Completion(each.handle, None, each.descriptors.total_bytes, len(each.descriptors), 0.0, 0.0) for each in landed]
+
+
+class Party:
+    """One transport's state, without the transport."""
+
+    def __init__(self, name: str, sizes: Sequence[int], ring_pages: int, chunk_bytes: int, seed: int) -> None:
+        self.name = name
+        self.peer = PeerId(EngineId(name), Epoch("1"), 0)
+        self.memories = [np.random.default_rng((seed, n)).integers(0, 256, size, dtype=np.uint8) for n, size in enumerate(sizes)]
+        self.regions = [Region(f"r{n}", each.ctypes.data, len(each), len(each), 1) for n, each in enumerate(self.memories)]
+        self.bounce_buffer = np.zeros(2 * ring_pages * PAGE, np.uint8)
+        copier: AddressCopier = HostAddressCopier()
+        bounce_buffer = BounceBuffer(self.bounce_buffer.ctypes.data, len(self.bounce_buffer), copier, CopyLimits(chunk_bytes, chunk_bytes))
+        self.own, self.served_slots = SlotTable.shared_pair(len(self.bounce_buffer))
+        self.mover = DescriptorMover()
+        self.transfers = BounceTransfers(bounce_buffer, self.own, self.mover, b"metadata", RECLAIM_S)
+        self.slot_server = SlotServer(bounce_buffer, self.served_slots, self.regions, RECLAIM_S)
+        self.ended: dict[Handle, str | None] = {}
+        self.fallbacks: list[Handle] = []
+        self.last = 0
+
+    def start(self, other: "Party", segments: Sequence[Segments], *, is_read: bool) -> Handle:
+        self.last += 1
+        bounce_buffer = RemoteBounceBuffer(other.name, other.bounce_buffer.ctypes.data, len(other.bounce_buffer))
+        self.transfers.start(Handle(self.last), other.peer, bounce_buffer, segments, self.regions, is_read=is_read)
+        return Handle(self.last)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is kept of anything."""
+        return self.own.is_free and self.served_slots.is_free and not len(self.transfers) and not self.slot_server.is_serving
+
+
+@dataclass(slots=True)
+class World:
+    parties: dict[str, Party]
+    now: float = 1000.0
+    mail: list[tuple[str, str, BounceMessage]] = field(default_factory=list)
+    """Sender, receiver, message: in the order in which they were sent."""
+
+    @classmethod
+    def of(cls, *parties: Party) -> "World":
+        return cls({party.name: party for party in parties})
+
+    def turn(self, *names: str) -> None:
+        """One turn of each (of all, if none is named)."""
+        for name in names or self.parties:
+            party = self.parties[name]
+            for completion in party.mover.land() if not party.mover.is_broken else ():
+                assert party.transfers.settle(completion, self.now)
+            party.transfers.advance(self.now)
+            party.slot_server.advance(self.now)
+            for receiver, messages in (*party.transfers.take_outgoing(), *party.slot_server.take_outgoing()):
+                self.mail += [(name, receiver, message) for message in messages]
+            for completion in party.transfers.take_ended():
+                assert completion.handle not in party.ended
+                party.ended[completion.handle] = completion.error
+            party.fallbacks += [handle for handle, *_ in party.transfers.take_fallbacks()]
+
+    def deliver(self) -> None:
+        mail, self.mail = self.mail, []
+        for sender, receiver, message in mail:
+            self.hand_over(sender, receiver, message)
+
+    def hand_over(self, sender: str, receiver: str, message: Any) -> None:
+        party = self.parties[receiver]
+        if isinstance(message, ToOwner):
+            party.slot_server.receive(sender, message, self.now)
+        else:
+            party.transfers.receive(sender, message, self.now)
+
+    def run(self, turns: int = 2000) -> None:
+        """Until nobody has anything to do."""
+        for _ in range(turns):
+            self.turn()
+            if not self.mail and not any(party.transfers.can_move or party.slot_server.can_move for party in self.parties.values()):
+                return
+            self.deliver()
+        raise AssertionError("it does not come to an end")
+
+    def wait(self, seconds: float, step_s: float = 0.5) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += step_s
+            self.turn()
+            self.deliver()
+
+
+def scattered(local_region: int, remote_region: int, segment_bytes: int, slots: int, count: int, seed: int) -> Segments:
+    random = np.random.default_rng(seed)
+    local, remote = (random.permutation(slots)[:count].astype(np.int64) * segment_bytes for _ in range(2))
+    return Segments(local_region, remote_region, segment_bytes, local, remote)

@@ -1,0 +1,95 @@
+"""Every data transport keeps the contract of `kvferry.transports.base`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.transports.sides import (
+    corrupting_side,
+    delaying_side,
+    failing_side,
+    fenced_memory_side,
+    memory_side,
+    nixl_side,
+    shm_side,
+    shm_side_without_compiler,
+    staged_nixl_side,
+    tcp_side,
+)
+
+from kvferry.testing.transport_conformance import CASES, Case, InProcessFarSide, SpawnedFarSide, TransportPairSource, TransportSideMaker
+from kvferry.testing.write_grant_conformance import FENCE_CASES
+
+SOURCES: dict[str, tuple[TransportSideMaker, type[InProcessFarSide] | type[SpawnedFarSide]]] = {
+    "memory": (memory_side, InProcessFarSide),
+    "fenced-memory": (fenced_memory_side, InProcessFarSide),
+    "faulty": (delaying_side, InProcessFarSide),
+    "shm-one-process": (shm_side, InProcessFarSide),
+    "shm": (shm_side, SpawnedFarSide),
+    "shm-without-compiler": (shm_side_without_compiler, SpawnedFarSide),
+    "tcp-one-process": (tcp_side, InProcessFarSide),
+    "tcp": (tcp_side, SpawnedFarSide),
+    "nixl": (nixl_side, SpawnedFarSide),
+    "staged-nixl": (staged_nixl_side, SpawnedFarSide),
+}
+FENCED = ("fenced-memory", "tcp-one-process", "tcp")
+IMMORTAL = ("shm-one-process",)
+"""There the far side cannot be killed without us."""
+
+
+@pytest.fixture(scope="module", params=list(SOURCES))
+def source_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def source(source_name: str) -> Iterator[TransportPairSource]:
+    made = TransportPairSource(*SOURCES[source_name])
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_transport_keeps_its_contract(source_name: str, source: TransportPairSource, case: Case) -> None:
+    if case.needs_peer_death and source_name in IMMORTAL:
+        pytest.skip("the far side is this process")
+    case.run(source)
+
+
+@pytest.mark.parametrize("name", FENCED)
+@pytest.mark.parametrize("case", FENCE_CASES, ids=lambda case: case.name)
+def test_the_transport_admits_only_what_was_lent(name: str, case: Case) -> None:
+    source = TransportPairSource(*SOURCES[name])
+    try:
+        case.run(source)
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "staged-nixl"])
+def test_nixl_keeps_its_contract_over_an_emulated_transport(transport: str) -> None:
+    # UCX reads its settings once per process, so the whole suite runs in another one.
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.transports.run_conformance", transport],
+        cwd=root,
+        env=os.environ | {"UCX_TLS": "tcp"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert f"{len(CASES)} cases" in ran.stdout
+
+
+@pytest.mark.parametrize("make", [corrupting_side, failing_side])
+def test_the_suite_can_fail(make: TransportSideMaker) -> None:
+    source = TransportPairSource(make, InProcessFarSide)
+    case = next(case for case in CASES if case.name == "scattered_reads_bring_exactly_the_named_bytes")
+    with pytest.raises(AssertionError):
+        case.run(source)
+    source.close()
